@@ -1,0 +1,1 @@
+"""Command-line tools that turn text into shards, and shards into something one can trust."""

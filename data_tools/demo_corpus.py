@@ -1,0 +1,87 @@
+"""Generate the demo corpus: a small bilingual world (demo_world.py), as shards, with tokenizer and dictionary.
+
+    python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
+
+Writes pairs/ (en-xx with gold word links), mono_en/, mono_xx/, heldout/pairs/, tokenizer/, lexicon/en-xx.txt and xx-en.txt.
+"""
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from data_tools import tokenizer as tokenizers
+from data_tools import write_shards as writer
+from data_tools.demo_world import LANGUAGES, World
+from data_tools.ranks import Ranks, run
+from xscale.data.index import find_sources
+from xscale.errors import UserError
+from xscale.sample import Record
+
+HELDOUT = 1000
+VOCAB_SIZE = 4000
+
+
+def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ranks: Ranks | None = None) -> None:
+    """Everything, or nothing: the directory appears when it is complete."""
+    ranks = ranks or Ranks()
+    world = World(seed)
+    partial = out.with_name(out.name + ".generating")
+
+    def start() -> None:
+        if out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; choose another --out or remove it")
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    ranks.together(start)
+    made_by = {"tool": "data_tools.demo_corpus", "seed": seed}
+
+    def pair_lines(first: int, count: int) -> Iterator[writer.Line]:
+        for number in range(1, count + 1):
+            *texts, links = world.pair(first + number - 1)
+            yield number, "", [Record(f"demo.en-xx-{first + number:09d}", LANGUAGES, tuple(texts), links)]
+
+    def mono_lines(language: str) -> Iterator[writer.Line]:
+        for number in range(1, mono + 1):
+            text = world.sentence(language, number)
+            yield number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))]
+
+    lines = writer.SHARD_LINES // 4
+    writer.write_shards(pair_lines(0, pairs), partial / "pairs", "pairs", lines, ranks, made_by)
+    writer.write_shards(pair_lines(pairs, HELDOUT), partial / "heldout" / "pairs", "pairs", lines, ranks, made_by)
+    for language in LANGUAGES:
+        writer.write_shards(mono_lines(language), partial / f"mono_{language}", "mono", lines, ranks, made_by)
+
+    def finish() -> None:
+        if not ranks.is_main:
+            return
+        texts = tokenizers.shard_texts(find_sources([partial]), 20_000)
+        tokenizers.train(texts, "wordpiece", VOCAB_SIZE, lowercase=False).save_pretrained(partial / "tokenizer")
+        (partial / "lexicon").mkdir()
+        entries = world.dictionary()
+        for name, flip in (("en-xx", 1), ("xx-en", -1)):
+            lines = sorted(" ".join(entry[::flip]) + "\n" for entry in entries)
+            (partial / "lexicon" / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
+        if out.exists():
+            out.rmdir()
+        partial.rename(out)
+
+    ranks.together(finish)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("data/demo"))
+    parser.add_argument("--pairs", type=int, default=20_000)
+    parser.add_argument("--mono", type=int, default=20_000, help="sentences of each language")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    build(args.out, args.pairs, args.mono, args.seed, ranks)
+    if ranks.is_main:
+        print(f"{args.out}: {args.pairs:,} pairs, {args.mono:,} sentences of each language, tokenizer, dictionary")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,89 @@
+"""(Re)build the index of a directory of WebDataset tars, also of ones that others wrote.
+
+    python -m data_tools.index DIR [--langs en de]
+
+Tars may hold `.jsonl` members (one record a line), or one sample per record: KEY.json, KEY.en.txt + KEY.de.txt
+(+ KEY.links.txt), or KEY.txt with --langs.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from data_tools.ranks import Ranks, run
+from xscale.data.index import FORMAT_VERSION, fingerprint, idx_path, scan_shard
+from xscale.errors import UserError
+
+
+def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by: dict[str, Any]) -> dict[str, Any]:
+    """Scan all tars (split over the ranks), write an .idx beside each and index.json last. Raises UserError."""
+    tars = sorted(directory.glob("*.tar"))
+    if not tars:
+        raise UserError(f"no .tar in {directory}")
+
+    def scan() -> list[tuple[dict[str, Any], str, tuple[str, ...]]]:
+        found = []
+        for path in tars[ranks.rank :: ranks.size]:
+            scanned = scan_shard(path, langs)
+            temporary = idx_path(path).with_suffix(".idx.new")
+            scanned.idx.tofile(temporary)
+            os.replace(temporary, idx_path(path))
+            found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs))
+        return found
+
+    found = sorted((entry for part in ranks.together(scan) for entry in part), key=lambda entry: entry[0]["name"])
+    _, layout, all_langs = found[0]
+    for shard, other_layout, other_langs in found:
+        if (other_layout, other_langs) != (layout, all_langs):
+            raise UserError(
+                f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
+                f"{all_langs} ({layout}); keep one directory for each"
+            )
+    records = sum(shard["records"] for shard, _, _ in found)
+    index = {
+        "format": "xscale shards",
+        "version": FORMAT_VERSION,
+        "kind": "pair" if len(all_langs) == 2 else "mono",
+        "langs": list(all_langs),
+        "languages": dict.fromkeys(all_langs, records),
+        "layout": layout,
+        "records": records,
+        "bytes": sum(shard["bytes"] for shard, _, _ in found),
+        "made_by": made_by,
+        "shards": [shard for shard, _, _ in found],
+    }
+    if ranks.is_main:
+        temporary = directory / "index.json.new"
+        temporary.write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(temporary, directory / "index.json")
+    ranks.gather(None)
+    return index
+
+
+def summary(directory: Path, index: dict[str, Any]) -> str:
+    counts = index["made_by"].get("counts", {})
+    left_out = ", ".join(
+        f"{n:,} {reason}" for reason, n in counts.items() if reason not in ("lines", "records", "members")
+    )
+    return (
+        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}) in "
+        f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"
+        + (f"; left out lines: {left_out}" if left_out else "")
+    )
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
+    args = parser.parse_args(argv)
+    index = build(args.directory, tuple(args.langs) if args.langs else None, ranks, {"tool": "data_tools.index"})
+    if ranks.is_main:
+        print(summary(args.directory, index))
+
+
+if __name__ == "__main__":
+    run(main)

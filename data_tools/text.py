@@ -1,0 +1,53 @@
+"""Text files, read as streams: plain, .gz or .xz, one line at a time, errors with file and line."""
+
+import gzip
+import lzma
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from xscale.errors import UserError
+
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])|(?<=[。！？])")
+_INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, line without its end) of a UTF-8 file. Raises UserError."""
+    opener = _OPENERS.get(path.suffix, open)
+    number = 0
+    try:
+        with opener(path, "rb") as file:
+            for number, raw in enumerate(file, start=1):
+                yield number, raw.decode("utf-8").rstrip("\r\n")
+    except FileNotFoundError:
+        raise UserError(f"{path} not found") from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the "
+            f"file, e.g. with `iconv -t UTF-8`"
+        ) from None
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise UserError(f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged") from None
+
+
+def files_of(paths: list[Path]) -> list[Path]:
+    """Each path itself, or all files below it, sorted."""
+    found = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [path for path in found if not path.is_dir()]
+    if not files:
+        raise UserError(f"no file in {', '.join(map(str, paths))}")
+    return files
+
+
+def split_sentences(line: str) -> list[str]:
+    """A paragraph's sentences, by punctuation and the next word's capital. Errs towards leaving together."""
+    pieces, start = [], 0
+    for match in _END.finditer(line):
+        piece = line[start : match.end()].strip()
+        if piece and not _INITIAL.search(piece):
+            pieces.append(piece)
+            start = match.end()
+    rest = line[start:].strip()
+    return [*pieces, rest] if rest else pieces

@@ -1,0 +1,113 @@
+"""Train a tokenizer on shards or text and save it as a Hugging Face tokenizer directory.
+
+python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram] [--vocab_size 32000]
+"""
+
+import argparse
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from data_tools.ranks import Ranks, run
+from data_tools.text import files_of, read_lines
+from xscale.data.index import Source, find_sources
+from xscale.errors import UserError
+
+WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+UNIGRAM_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
+    """A BERT-style WordPiece or an XLM-R-style Unigram tokenizer with mask, pad, cls and sep tokens."""
+    special = WORDPIECE_SPECIAL if kind == "wordpiece" else UNIGRAM_SPECIAL
+    tokens = list(special.values())
+    trainer: trainers.Trainer
+    if kind == "wordpiece":
+        tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        steps = [normalizers.NFKC()] + ([normalizers.Lowercase()] if lowercase else [])
+        tokenizer.normalizer = normalizers.Sequence(steps)
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+        tokenizer.decoder = decoders.Metaspace()
+        trainer = trainers.UnigramTrainer(
+            vocab_size=vocab_size, special_tokens=tokens, unk_token=special["unk"], show_progress=False
+        )
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
+    cls, sep = special["cls"], special["sep"]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{cls} $A {sep}",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        special_tokens=[(cls, ids["cls"]), (sep, ids["sep"])],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "attention_mask"],
+        **{f"{name}_token": token for name, token in special.items()},
+    )
+
+
+def shard_texts(sources: list[Source], limit: int) -> Iterator[str]:
+    """Texts of at most `limit` records of each source, in shard order."""
+    for source in sources:
+        left = limit
+        for number, count in enumerate(source.counts):
+            for record in range(min(int(count), left)):
+                yield from source.read(number, record).texts
+            left -= min(int(count), left)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--type", choices=("wordpiece", "unigram"), default="wordpiece")
+    parser.add_argument("--vocab_size", type=int, default=32000)
+    parser.add_argument("--lowercase", action="store_true")
+    parser.add_argument("--max_records", type=int, default=1_000_000, help="records of each source, at most")
+    args = parser.parse_args(argv)
+
+    def work() -> str:
+        """Training is one process's work; the other ranks of mpirun wait."""
+        if not ranks.is_main:
+            return ""
+        if not args.data and not args.text:
+            raise UserError("give --data or --text to train on")
+        if args.out.exists() and any(args.out.iterdir()):
+            raise UserError(f"{args.out} is not empty; choose another --out or remove it")
+        sources = find_sources(args.data) if args.data else []
+
+        def texts() -> Iterator[str]:
+            yield from shard_texts(sources, args.max_records)
+            for path in files_of(args.text) if args.text else []:
+                yield from (line for _, line in read_lines(path))
+
+        tokenizer = train(texts(), args.type, args.vocab_size, args.lowercase)
+        partial = args.out.with_name(args.out.name + ".incomplete")
+        shutil.rmtree(partial, ignore_errors=True)
+        tokenizer.save_pretrained(partial)
+        if args.out.exists():
+            args.out.rmdir()
+        partial.rename(args.out)
+        sample = [source.read(0, i) for source in sources for i in range(min(200, int(source.counts[0])))]
+        words = sum(len(text.split()) for record in sample for text in record.texts)
+        pieces = sum(len(tokenizer.tokenize(text)) for record in sample for text in record.texts)
+        fertility = f", {pieces / words:.2f} tokens a word" if words else ""
+        return f"{args.out}: {args.type}, {len(tokenizer):,} tokens{fertility}"
+
+    message = ranks.together(work)[0]
+    if ranks.is_main:
+        print(message)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,236 @@
+"""Write WebDataset shards of sentence pairs or of monolingual sentences.
+
+    python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F]
+    python -m data_tools.write_shards mono  --text F... --lang en --out DIR
+
+Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines, so the output is
+the same, byte for byte, under `mpirun -n N` for every N. The directory appears when it is complete, not before.
+"""
+
+import argparse
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import groupby, zip_longest
+from pathlib import Path
+
+import webdataset
+
+from data_tools import index as indexing
+from data_tools.ranks import Ranks, run
+from data_tools.text import files_of, read_lines, split_sentences
+from xscale.data.encode import TextEncoder
+from xscale.errors import UserError
+from xscale.sample import Record
+
+SHARD_LINES = 8192
+MEMBER_RECORDS = 256
+_PROGRESS_LINES = 200_000
+
+Line = tuple[int, str, list[Record]]
+"""(input line number over all files, reason why nothing of it is kept or "", its records)."""
+
+
+def pair_lines(
+    src: Path, tgt: Path, links: Path | None, langs: tuple[str, str], keep: "TokenFilter | None"
+) -> Iterator[Line]:
+    """One record a line. Raises UserError where the files differ in length."""
+    name = f"{stem(src)}.{langs[0]}-{langs[1]}"
+    streams = [read_lines(path) for path in (src, tgt, *([links] if links else []))]
+    for number, columns in enumerate(zip_longest(*streams), start=1):
+        if None in columns:
+            ended = (src, tgt, links)[columns.index(None)]
+            longer = (src, tgt, links)[next(i for i, column in enumerate(columns) if column)]
+            raise UserError(
+                f"{ended} ends after line {number - 1}, {longer} goes on at line {number}: line n of one must be the "
+                f"counterpart of line n of the other"
+            )
+        texts = (columns[0][1].strip(), columns[1][1].strip())
+        if not all(texts):
+            yield number, "empty", []
+            continue
+        pharaoh = columns[2][1].strip() if links else None
+        record = Record(f"{name}-{number:09d}", langs, texts, pharaoh)
+        if pharaoh is not None:
+            check_links(record, links, number)
+        reason = keep.reason(texts) if keep else ""
+        yield number, reason, [] if reason else [record]
+
+
+def check_links(record: Record, path: Path | None, number: int) -> None:
+    sizes = [len(text.split()) for text in record.texts]
+    for link in (record.links or "").split():
+        i, dash, j = link.partition("-")
+        if not (dash and i.isdigit() and j.isdigit() and int(i) < sizes[0] and int(j) < sizes[1]):
+            raise UserError(
+                f"{path}: line {number}: link {link!r} does not fit a pair of {sizes[0]} and {sizes[1]} whitespace "
+                f"words; links are 0-based `source-target` word numbers of the text as given"
+            )
+
+
+def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilter | None") -> Iterator[Line]:
+    """One record a sentence; `<doc>` lines of WikiExtractor are left out."""
+    total = 0
+    for path in paths:
+        for number, line in read_lines(path):
+            total += 1
+            line = line.strip()
+            if not line or line.startswith(("<doc ", "</doc>")):
+                yield total, "empty", []
+                continue
+            texts = [line] if whole_lines else split_sentences(line)
+            kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
+            records = [Record(f"{stem(path)}.{lang}-{number:09d}.{i}", (lang,), (text,)) for i, text in kept]
+            yield total, "" if records else "length", records
+
+
+class TokenFilter:
+    """Keeps records by word pieces: every side at least `least`, all sides together at most `most` (PPA 3.1)."""
+
+    def __init__(self, tokenizer: Path, least: int, most: int):
+        self.encoder, self.least, self.most = TextEncoder(tokenizer), least, most
+
+    def reason(self, texts: tuple[str, ...]) -> str:
+        sizes = [len(ids) for ids in self.encoder.encode(list(texts))]
+        if min(sizes) < self.least:
+            return "too short"
+        return "too long" if sum(sizes) > self.most else ""
+
+
+def stem(path: Path) -> str:
+    return path.name.partition(".")[0]
+
+
+def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, ranks: Ranks, made_by: dict) -> dict:
+    """Write every rank's shards, then the index. Returns index.json's content."""
+    partial = out.with_name(out.name + ".incomplete")
+
+    def start() -> None:
+        if out.exists() and any(out.iterdir()):
+            raise UserError(f"{out} is not empty; choose another --out or remove it")
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    def write() -> dict[int, Counter]:
+        written: dict[int, Counter] = {}
+        for shard, group in groupby(lines, key=lambda line: (line[0] - 1) // shard_lines):
+            if shard % ranks.size == ranks.rank:
+                written[shard] = _write_shard(partial / f"{name}-{shard:06d}.tar", group)
+            else:
+                for number, _, _ in group:
+                    _progress(number, ranks)
+        return written
+
+    try:
+        ranks.together(start)
+        counts = {shard: c for part in ranks.together(write) for shard, c in part.items()}
+        # Shards whose lines were all left out do not exist: number the others without gaps.
+        kept = sorted(shard for shard, count in counts.items() if count["records"])
+        if not kept:
+            raise UserError(f"nothing to write: {dict(sum(counts.values(), Counter()))}. Is the input empty?")
+        if ranks.is_main:
+            for new, old in enumerate(kept):
+                (partial / f"{name}-{old:06d}.tar").rename(partial / f"{name}-{new:06d}.tar")
+        ranks.gather(None)
+        totals = sum((counts[shard] for shard in sorted(counts)), Counter())
+        index = indexing.build(partial, None, ranks, made_by | {"counts": dict(sorted(totals.items()))})
+        if ranks.is_main:
+            if out.exists():
+                out.rmdir()
+            partial.rename(out)
+        ranks.gather(None)
+        return index
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
+    count: Counter = Counter()
+    member: list[str] = []
+    writer: webdataset.TarWriter | None = None
+
+    def close_member() -> None:
+        nonlocal writer
+        if member:
+            writer = writer or webdataset.TarWriter(str(path), encoder=False, mtime=0, user="", group="")
+            data = "".join(line + "\n" for line in member).encode()
+            writer.write({"__key__": f"{count['members']:08d}", "jsonl": data})
+            count["members"] += 1
+            member.clear()
+
+    for _, reason, records in lines:
+        count["lines"] += 1
+        if not records:
+            count[reason] += 1
+        for record in records:
+            member.append(record.to_json())
+            count["records"] += 1
+            if len(member) == MEMBER_RECORDS:
+                close_member()
+    close_member()
+    if writer:
+        writer.close()
+    return count
+
+
+def _progress(number: int, ranks: Ranks) -> None:
+    if ranks.is_main and number % _PROGRESS_LINES == 0:
+        print(f"{number:,} lines", file=sys.stderr, flush=True)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="kind", required=True)
+    pairs = commands.add_parser("pairs", help="line n of --src and line n of --tgt are translations")
+    pairs.add_argument("--src", type=Path, required=True)
+    pairs.add_argument("--tgt", type=Path, required=True)
+    pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
+    pairs.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
+    mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
+    mono.add_argument("--text", type=Path, nargs="+", required=True)
+    mono.add_argument("--lang", required=True)
+    mono.add_argument("--whole_lines", action="store_true", help="a record is a line, not a sentence")
+    for command in (pairs, mono):
+        command.add_argument("--out", type=Path, required=True, help="directory to make")
+        command.add_argument("--name", help="shards are NAME-%%06d.tar")
+        command.add_argument("--shard_lines", type=int, default=SHARD_LINES, help="input lines a shard covers")
+        command.add_argument("--tokenizer", type=Path, help="needed by --min_tokens and --max_tokens")
+        command.add_argument("--min_tokens", type=int, help="word pieces of each side, at least")
+        command.add_argument("--max_tokens", type=int, help="word pieces of all sides together, at most")
+    return parser.parse_args(argv)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    keep = None
+    if args.min_tokens is not None or args.max_tokens is not None:
+        if not args.tokenizer:
+            raise UserError("--min_tokens and --max_tokens count word pieces: give --tokenizer too")
+        most = args.max_tokens if args.max_tokens is not None else sys.maxsize
+        keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
+    if args.shard_lines < 1:
+        raise UserError(f"--shard_lines {args.shard_lines} must be positive")
+    made_by = {
+        "tool": f"data_tools.write_shards {args.kind}",
+        "min_tokens": args.min_tokens,
+        "max_tokens": args.max_tokens,
+    }
+    if args.kind == "pairs":
+        lines = pair_lines(args.src, args.tgt, args.links, tuple(args.langs), keep)
+        name, files = args.name or "pairs", [args.src, args.tgt]
+    else:
+        files = files_of(args.text)
+        lines = mono_lines(files, args.lang, args.whole_lines, keep)
+        name = args.name or "mono"
+    made_by["input"] = [file.name for file in files]
+    index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
+    if ranks.is_main:
+        print(indexing.summary(args.out, index))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,286 @@
+"""The recipe: what is trained, on what, for how long. Strict: an unknown key or a wrong type is an error.
+
+All problems of a recipe are reported at once. A value comes from the YAML file, then from `--set`.
+"""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+
+from xscale.errors import UserError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    init: str | None = None
+    """Weights to start from: a Hugging Face directory or hub name; null: random weights of `preset`."""
+    preset: Literal["tiny", "mini", "base", "xlmr-base"] = "tiny"
+    """Shape of a randomly initialised encoder (models/encoder.py)."""
+    tokenizer: str | None = None
+    """Hugging Face tokenizer directory; null: `tokenizer/` in the first --data directory or its parent."""
+    dropout: float = 0.1
+    """Of hidden states and attention."""
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    objective: str
+    """A name of objectives.OBJECTIVES."""
+    samples: int
+    """Samples per optimizer step over all ranks."""
+    weight: float = 1.0
+    """Factor of the stream's loss in the step's loss."""
+    languages: list[str] | None = None
+    """Languages ("en") or pairs ("en-de") to draw from; null: all that --data has."""
+    options: Any = None
+    """The objective's own fields, written beside the others in YAML."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    max_length: int = 128
+    """Tokens of a sequence, special tokens included."""
+    overlong: Literal["drop", "truncate"] = "drop"
+    """What happens to a pair or sentence that does not fit max_length; either way it is counted."""
+    alpha: float = 0.7
+    """Languages are drawn with p proportional to records^alpha."""
+    workers: int = 2
+    """Loader processes per rank; 0 loads in the training process."""
+    lexicons: list[str] = field(default_factory=list)
+    """Dictionary files; a file name says the pair: en-de.txt."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 1000
+    """Optimizer steps of the run."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    warmup: float = 0.1
+    """Linear warm-up: a share of the steps below 1, else a number of steps."""
+    weight_decay: float = 0.01
+    """AdamW; not on biases and norms."""
+    max_grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    micro_batch: int = 32
+    """Samples per rank in one forward and backward pass. Does not change the result."""
+    precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
+    """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
+    seed: int = 0
+    time_limit: float | None = None
+    """Minutes after which the run saves and stops with exit code 75; null: none."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 500
+    """Optimizer steps between checkpoints; the last step always saves."""
+    keep: int = 2
+    """Newest complete checkpoints that stay on disk, at least 2."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: ModelConfig
+    streams: dict[str, StreamConfig]
+    data: DataConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+
+    def warmup_steps(self) -> int:
+        warmup = self.train.warmup
+        return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
+
+    def to_dict(self) -> dict[str, Any]:
+        resolved = dataclasses.asdict(self)
+        for stream in resolved["streams"].values():
+            stream.update(stream.pop("options"))
+        return resolved
+
+    def identity(self) -> dict[str, Any]:
+        """The fields that decide the result; a resume must not change them."""
+        fields = self.to_dict()
+        for section, names in NOT_IDENTITY.items():
+            fields[section] = {k: v for k, v in fields[section].items() if k not in names}
+        del fields["checkpoint"]
+        return fields
+
+
+NOT_IDENTITY = {"model": {"tokenizer"}, "data": {"workers"}, "train": {"steps", "micro_batch", "time_limit"}}
+"""Fields a resumed run may change. The tokenizer's content is compared instead of its path."""
+
+
+def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
+    """A shipped recipe's name or a YAML file's path, with `key.sub=value` overrides.
+
+    objectives: options class of each objective. Raises UserError naming every problem.
+    """
+    path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
+    if not path.exists():
+        shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
+        raise UserError(
+            f"recipe {name!r} not found ({path}). Shipped recipes: {shipped}; or give a path ending in .yaml"
+        )
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: a recipe is a mapping with model, streams, data, train, checkpoint")
+    problems: list[str] = []
+    for assignment in sets:
+        _assign(tree, assignment, problems)
+    recipe = _build_recipe(tree, objectives, problems)
+    if problems or recipe is None:
+        raise UserError(f"recipe {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return recipe
+
+
+def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
+    dotted, equals, text = assignment.partition("=")
+    if not equals:
+        problems.append(f"--set {assignment}: needs the form key.sub=value")
+        return
+    value = yaml.safe_load(text)
+    if isinstance(value, str):
+        try:
+            value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
+        except ValueError:
+            pass
+    *parents, last = dotted.split(".")
+    node: Any = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            problems.append(f"--set {assignment}: {parent} has no fields")
+            return
+    node[last] = value
+
+
+def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
+    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}
+    for unknown in set(tree) - set(sections) - {"streams"}:
+        problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
+    built = {name: _build(cls, tree.get(name) or {}, name, problems) for name, cls in sections.items()}
+    streams = {}
+    if not isinstance(tree.get("streams"), dict) or not tree["streams"]:
+        problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
+    else:
+        for name, fields in tree["streams"].items():
+            streams[name] = _build_stream(str(name), fields, objectives, problems)
+    if problems:
+        return None
+    recipe = Recipe(streams=streams, **built)
+    problems += _check_values(recipe)
+    return recipe
+
+
+def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:
+    where = f"streams.{name}"
+    if not isinstance(fields, dict):
+        problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
+        return None
+    objective = fields.get("objective")
+    if objective not in objectives:
+        problems.append(f"{where}.objective: {objective!r} is unknown; there are {', '.join(sorted(objectives))}")
+        return None
+    own = {f.name for f in dataclasses.fields(StreamConfig)} - {"options"}
+    common = _build(StreamConfig, {k: v for k, v in fields.items() if k in own}, where, problems)
+    options = _build(objectives[objective], {k: v for k, v in fields.items() if k not in own}, where, problems)
+    return common and dataclasses.replace(common, options=options)
+
+
+def _build(cls: type, fields: Any, where: str, problems: list[str]) -> Any:
+    """An instance of the dataclass `cls`, or None after adding to `problems`."""
+    if not isinstance(fields, dict):
+        problems.append(f"{where}: needs fields, got {fields!r}")
+        return None
+    hints = typing.get_type_hints(cls)
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    before = len(problems)
+    values = {}
+    for name, value in fields.items():
+        if name not in known:
+            problems.append(f"{where}.{name}: unknown key; there are {', '.join(n for n in known if n != 'options')}")
+        else:
+            values[name] = _check_type(value, hints[name], f"{where}.{name}", problems)
+    for name, f in known.items():
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        if required and name not in fields:
+            problems.append(f"{where}.{name}: is required")
+    if len(problems) > before:
+        return None
+    try:
+        return cls(**values)
+    except UserError as error:
+        problems.append(f"{where}.{error}")
+        return None
+
+
+def _check_type(value: Any, hint: Any, where: str, problems: list[str]) -> Any:
+    """`value`, with an int widened to float where the hint is float; adds to `problems` where it does not fit."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        if value in args and not isinstance(value, bool):
+            return value
+        problems.append(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _check_type(value, next(a for a in args if a is not type(None)), where, problems)
+    if origin is list:
+        if isinstance(value, list):
+            return [_check_type(v, args[0], f"{where}[{i}]", problems) for i, v in enumerate(value)]
+        problems.append(f"{where}: {value!r} is not a list")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    problems.append(f"{where}: {value!r} is {_type_name(value)}, needs {hint.__name__}{_remedy(value, hint)}")
+    return value
+
+
+def _type_name(value: Any) -> str:
+    return {"str": "text", "NoneType": "null"}.get(type(value).__name__, type(value).__name__)
+
+
+def _remedy(value: Any, hint: type) -> str:
+    if hint is float and isinstance(value, str):
+        try:
+            return f"; YAML reads a number with an exponent only with a dot: write {float(value):.1e}"
+        except ValueError:
+            return ""
+    if hint is str and isinstance(value, bool):
+        return "; YAML reads yes, no, on, off as truth values: quote it"
+    return ""
+
+
+def _check_values(recipe: Recipe) -> list[str]:
+    train, data = recipe.train, recipe.data
+    checks = [
+        (train.steps > 0, f"train.steps: {train.steps} must be positive"),
+        (train.lr > 0, f"train.lr: {train.lr} must be positive"),
+        (train.warmup >= 0, f"train.warmup: {train.warmup} must not be negative"),
+        (train.weight_decay >= 0, f"train.weight_decay: {train.weight_decay} must not be negative"),
+        (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),
+        (train.micro_batch > 0, f"train.micro_batch: {train.micro_batch} must be positive"),
+        (data.max_length >= 8, f"data.max_length: {data.max_length} must be at least 8"),
+        (0 <= data.alpha <= 1, f"data.alpha: {data.alpha} must lie between 0 and 1"),
+        (data.workers >= 0, f"data.workers: {data.workers} must not be negative"),
+        (0 <= recipe.model.dropout < 1, f"model.dropout: {recipe.model.dropout} must lie in [0, 1)"),
+        (recipe.checkpoint.every > 0, f"checkpoint.every: {recipe.checkpoint.every} must be positive"),
+        (recipe.checkpoint.keep >= 2, f"checkpoint.keep: {recipe.checkpoint.keep} must be at least 2"),
+    ]
+    for name, stream in recipe.streams.items():
+        checks.append((stream.samples > 0, f"streams.{name}.samples: {stream.samples} must be positive"))
+        checks.append((stream.weight > 0, f"streams.{name}.weight: {stream.weight} must be positive"))
+    return [message for ok, message in checks if not ok]

@@ -1,0 +1,89 @@
+"""Flat sequences to the arrays that a model reads.
+
+Shape letters: B sequences, L tokens of the longest, M predicted tokens.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from xscale.data.encode import Sequences, TextEncoder
+from xscale.data.masking import mask_tokens
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a collate function knows besides its samples and options."""
+
+    encoder: TextEncoder
+    max_length: int
+    overlong: str
+    """"drop" or "truncate"."""
+    language_ids: dict[str, int]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-step of one stream on one rank."""
+
+    arrays: dict[str, np.ndarray]
+    targets: dict[str, int]
+    """Number of targets of each term of the objective's loss."""
+    tokens: int
+    sequences: int
+    too_long: int = 0
+    stream: str = ""
+    keys: list[str] = field(default_factory=list)
+
+
+def masked_lm(
+    sequences: Sequences,
+    context: Context,
+    *,
+    mask_prob: float,
+    whole_word: bool,
+    position_ids: bool,
+    language_embeddings: bool,
+    too_long: int,
+) -> MicroBatch:
+    """The arrays of MLM and TLM.
+
+    input_ids, attention_mask [B, L]; rows [M], indices into the flattened [B * L] tokens; labels [M]; and
+    position_ids, token_type_ids (language numbers) [B, L] where asked for.
+    """
+    encoder = context.encoder
+    if not len(sequences.lengths):
+        return idle(context)
+    ids, targets = mask_tokens(sequences, encoder, mask_prob, whole_word)
+    longest = int(sequences.lengths.max())
+    shape = (len(sequences.lengths), longest)
+    places = sequences.rows * longest + sequences.offsets
+
+    def pad(values: np.ndarray, fill: int) -> np.ndarray:
+        padded = np.full(shape[0] * shape[1], fill, dtype=np.int64)
+        padded[places] = values
+        return padded.reshape(shape)
+
+    arrays = {
+        "input_ids": pad(ids, encoder.pad_id),
+        "attention_mask": pad(np.ones_like(ids), 0),
+        "rows": places[targets],
+        "labels": sequences.ids[targets],
+    }
+    if position_ids:
+        arrays["position_ids"] = pad(sequences.positions, 0)
+    if language_embeddings:
+        arrays["token_type_ids"] = pad(sequences.languages, 0)
+    return MicroBatch(arrays, {"mlm": len(targets)}, len(ids), shape[0], too_long)
+
+
+def idle(context: Context) -> MicroBatch:
+    """A micro-batch without targets: the rank has no sample left but takes part in the micro-step all the same."""
+    encoder = context.encoder
+    arrays = {
+        "input_ids": np.array([[encoder.cls_id, encoder.sep_id]]),
+        "attention_mask": np.ones((1, 2), dtype=np.int64),
+        "rows": np.empty(0, dtype=np.int64),
+        "labels": np.empty(0, dtype=np.int64),
+    }
+    return MicroBatch(arrays, {"mlm": 0}, 0, 0)

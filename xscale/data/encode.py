@@ -1,0 +1,205 @@
+"""Text to token ids, and token ids to flat sequences with their special tokens.
+
+Shape letters: B sequences of a micro-batch, N tokens of all of them in one flat row, M masked tokens.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xscale.errors import UserError
+
+
+@dataclass(frozen=True)
+class Example:
+    """A tokenised record. `ids` has one list a text, without special tokens."""
+
+    langs: tuple[str, ...]
+    ids: tuple[list[int], ...]
+    words: tuple[list[int], ...] | None
+    """For each token the number of its word (whole-word masking), where asked for."""
+    identity: np.uint64
+    """Key of all randomness that concerns this record in this epoch of this stream."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A micro-batch before padding."""
+
+    ids: np.ndarray
+    """Token ids [N]."""
+    lengths: np.ndarray
+    """Tokens of each sequence [B]."""
+    positions: np.ndarray
+    """Position of each token in its sequence, or in its segment where positions are reset [N]."""
+    languages: np.ndarray
+    """Language number of each token [N]."""
+    words: np.ndarray | None
+    """Word number of each token within its sequence, -1 for special tokens [N]."""
+    identities: np.ndarray
+    """uint64 key of each sequence [B]."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Sequence number of each token [N]."""
+        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """Index of each token within its sequence [N]."""
+        return offsets(self.lengths)
+
+
+class TextEncoder:
+    """A Hugging Face fast tokenizer, reduced to what the data path needs."""
+
+    def __init__(self, path: str | Path):
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path))
+        except Exception as error:
+            raise UserError(
+                f"tokenizer {path} cannot be loaded ({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging "
+                f"Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
+            ) from None
+        if not tokenizer.is_fast:
+            raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
+        self.tokenizer = tokenizer
+        self.backend = tokenizer.backend_tokenizer
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        special = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
+        special["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+        special["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+        missing = [name for name, token in special.items() if token is None]
+        if missing:
+            raise UserError(
+                f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
+                f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
+            )
+        self.mask_id, self.pad_id = special["mask"], special["pad"]
+        self.cls_id, self.sep_id = special["cls"], special["sep"]
+        self.vocab_size = len(tokenizer)
+        self.is_special = np.zeros(self.vocab_size, dtype=bool)
+        self.is_special[tokenizer.all_special_ids] = True
+        self.ordinary_ids = np.flatnonzero(~self.is_special)
+        self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text without special tokens; one call of the tokenizer."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids, and for each token the number of its word in the text."""
+        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        return [e.ids for e in encodings], [[-1 if w is None else w for w in e.word_ids] for e in encodings]
+
+    def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
+        """Tokens per stored byte, from a sample of a source; estimates lengths without reading text."""
+        tokens = sum(len(ids) + 1 for ids in self.encode(texts))
+        return round(tokens / max(bytes_read, 1), 4)
+
+
+def offsets(lengths: np.ndarray) -> np.ndarray:
+    """0..length-1 for each length, concatenated."""
+    ends = np.cumsum(lengths)
+    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def join_segments(
+    encoder: TextEncoder,
+    sequences: list[list[tuple[Example, int]]],
+    language_ids: dict[str, int],
+    reset_positions: bool = False,
+) -> Sequences:
+    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text).
+
+    The first [SEP] belongs to the first segment, and so on; [CLS] belongs to the first. A sequence takes the
+    identity of its first example.
+    """
+    flat: list[int] = []
+    words: list[int] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
+    segment_lengths, segment_languages, segments = [], [], []
+    for sequence in sequences:
+        flat.append(encoder.cls_id)
+        start, first_word = len(flat) - 1, 0
+        if words is not None:
+            words.append(-1)
+        for example, side in sequence:
+            flat += example.ids[side]
+            flat.append(encoder.sep_id)
+            if words is not None:
+                assert example.words is not None
+                numbers = example.words[side]
+                words += [first_word + w if w >= 0 else -1 for w in numbers]
+                words.append(-1)
+                first_word += max(numbers, default=-1) + 1
+            segment_lengths.append(len(flat) - start)
+            segment_languages.append(language_ids[example.langs[side]])
+            start = len(flat)
+        segments.append(len(sequence))
+    per_segment = np.array(segment_lengths, dtype=np.int64)
+    starts = np.concatenate([[0], np.cumsum(segments)[:-1]]) if segments else np.empty(0)
+    lengths = np.add.reduceat(per_segment, starts.astype(np.int64)) if segments else np.empty(0, dtype=np.int64)
+    return Sequences(
+        ids=np.array(flat, dtype=np.int64),
+        lengths=lengths,
+        positions=offsets(per_segment if reset_positions else lengths),
+        languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
+        words=None if words is None else np.array(words, dtype=np.int64),
+        identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
+    )
+
+
+def fit_pairs(examples: list[Example], max_length: int, overlong: str) -> tuple[list[Example], int]:
+    """Pairs that fit `[CLS] S [SEP] T [SEP]`; the others are dropped or cut, both sides in proportion.
+
+    Returns the pairs and how many were too long.
+    """
+    room, kept, long = max_length - 3, [], 0
+    for example in examples:
+        first, second = example.ids
+        excess = len(first) + len(second) - room
+        if excess > 0:
+            long += 1
+            if overlong == "drop":
+                continue
+            cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
+            keep = (len(first) - cut_first, len(second) - (excess - cut_first))
+            example = truncated(example, keep)
+        kept.append(example)
+    return kept, long
+
+
+def pack_sentences(
+    sample: list[Example], max_length: int, overlong: str
+) -> tuple[list[list[tuple[Example, int]]], int]:
+    """Whole sentences of a sample into sequences of at most `max_length` tokens, in order.
+
+    Returns the sequences (usually one) and how many sentences alone were too long.
+    """
+    sequences: list[list[tuple[Example, int]]] = []
+    room, long = 0, 0
+    for example in sample:
+        if len(example.ids[0]) + 2 > max_length:
+            long += 1
+            if overlong == "drop":
+                continue
+            example = truncated(example, (max_length - 2,))
+        if len(example.ids[0]) + 1 > room or not sequences:
+            sequences.append([])
+            room = max_length - 1
+        sequences[-1].append((example, 0))
+        room -= len(example.ids[0]) + 1
+    return sequences, long
+
+
+def truncated(example: Example, keep: tuple[int, ...]) -> Example:
+    ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
+    words = example.words and tuple(side[:n] for side, n in zip(example.words, keep, strict=True))
+    return Example(example.langs, ids, words, example.identity)

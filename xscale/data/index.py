@@ -1,0 +1,273 @@
+"""Shards and their index: any record of any WebDataset tar by one `pread`, verified.
+
+A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is a raw array of
+`IDX_DTYPE`, one entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines"
+a range is one line of JSON inside a `.jsonl` member; in the layout "samples" (tars others wrote) it is the run of
+tar members that share a key.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xscale.errors import UserError
+from xscale.sample import Record
+
+FORMAT_VERSION = 1
+IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
+OPEN_SHARDS = 64
+"""Shards a process keeps open at once."""
+_BLOCK = tarfile.BLOCKSIZE
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    records: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ScannedShard:
+    """What one pass over a tar finds."""
+
+    shard: Shard
+    layout: str
+    langs: tuple[str, ...]
+    idx: np.ndarray
+
+
+class Source:
+    """One directory of shards: one kind of record, one language or one ordered pair of languages."""
+
+    def __init__(self, directory: Path | str):
+        self.directory = Path(directory)
+        index = read_index(self.directory)
+        self.index = index
+        self.layout: str = index["layout"]
+        self.langs: tuple[str, ...] = tuple(index["langs"])
+        self.shards = [Shard(**shard) for shard in index["shards"]]
+        self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
+        self.records = int(self.counts.sum())
+        self.bytes = sum(shard.bytes for shard in self.shards)
+        self.fingerprint = fingerprint(index)
+        self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
+
+    @property
+    def kind(self) -> str:
+        return "pair" if len(self.langs) == 2 else "mono"
+
+    @property
+    def name(self) -> str:
+        return "-".join(self.langs)
+
+    def check_sizes(self) -> None:
+        """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
+        for shard in self.shards:
+            path = self.directory / shard.name
+            for file, expected in ((path, shard.bytes), (idx_path(path), shard.records * IDX_DTYPE.itemsize)):
+                size = file.stat().st_size if file.exists() else None
+                if size != expected:
+                    found = "is missing" if size is None else f"has {size:,} bytes"
+                    raise UserError(
+                        f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
+                        f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
+                    )
+
+    def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+        """Byte lengths of records of one shard, read from the .idx alone."""
+        return self._handle(shard)[1]["length"][records].astype(np.int64)
+
+    def read(self, shard: int, record: int) -> Record:
+        """Record number `record` of shard number `shard`. Raises UserError where its bytes are damaged."""
+        fd, idx = self._handle(shard)
+        offset, length, crc = idx[record].item()
+        data = os.pread(fd, length, offset)
+        if zlib.crc32(data) != crc:
+            data = os.pread(fd, length, offset)  # a shared file system may answer better the second time
+            if zlib.crc32(data) != crc:
+                raise UserError(
+                    f"{self.directory / self.shards[shard].name}: record {record} (bytes {offset}-{offset + length}) "
+                    f"is damaged, its checksum differs from the index. Restore the shard; "
+                    f"`python -m data_tools.inspect {self.directory} --verify` lists all damage"
+                )
+        return self.parse(data)
+
+    def parse(self, data: bytes) -> Record:
+        return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
+
+    def _handle(self, shard: int) -> tuple[int, np.ndarray]:
+        handle = self._open.get(shard)
+        if handle is None:
+            path = self.directory / self.shards[shard].name
+            fd = os.open(path, os.O_RDONLY)
+            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            handle = (fd, np.memmap(idx_path(path), dtype=IDX_DTYPE, mode="r"))
+            self._open[shard] = handle
+            if len(self._open) > OPEN_SHARDS:
+                _, (oldest, _) = self._open.popitem(last=False)
+                os.close(oldest)
+        else:
+            self._open.move_to_end(shard)
+        return handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": OrderedDict()}
+
+    def __del__(self) -> None:
+        for fd, _ in getattr(self, "_open", {}).values():
+            os.close(fd)
+
+
+def idx_path(tar: Path) -> Path:
+    return tar.with_suffix(".idx")
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    path = directory / "index.json"
+    if not path.exists():
+        raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        version = index["version"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
+        ) from None
+    if version != FORMAT_VERSION:
+        raise UserError(f"{path} has format version {version}, this xscale reads {FORMAT_VERSION}. Rebuild the index")
+    return index
+
+
+def fingerprint(index: dict[str, Any]) -> str:
+    """Identity of a source's content: languages, shard order and shard bytes, whatever the directory is called."""
+    content = [index["version"], index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def find_sources(directories: list[Path]) -> list[Source]:
+    """Sources at, or one level below, each directory, in the order given. Raises UserError where there is none."""
+    sources: list[Source] = []
+    for directory in directories:
+        if (directory / "index.json").exists():
+            found = [directory]
+        else:
+            found = sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
+        if not found:
+            raise UserError(
+                f"--data {directory}: no index.json there or one level below. Write shards with "
+                f"`python -m data_tools.write_shards`, or index existing tars with `python -m data_tools.index {directory}`"
+            )
+        sources += [Source(path) for path in found]
+    return sources
+
+
+def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard:
+    """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record."""
+    ranges: list[tuple[int, int, int]] = []
+    layouts: set[str] = set()
+    found_langs: tuple[str, ...] | None = langs
+    sample: list[tarfile.TarInfo] = []
+
+    def check(record: Record) -> None:
+        nonlocal found_langs
+        if found_langs is None:
+            found_langs = record.langs
+        elif record.langs != found_langs:
+            raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
+
+    def add_sample() -> None:
+        if not sample:
+            return
+        last = sample[-1]
+        start, end = sample[0].offset, last.offset_data + -(-last.size // _BLOCK) * _BLOCK
+        data = os.pread(file.fileno(), end - start, start)
+        check(parse_sample(data, found_langs))
+        ranges.append((start, end - start, zlib.crc32(data)))
+        sample.clear()
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    if member.offset_data + member.size > size:
+                        raise ValueError("the file ends inside a member")
+                    if not member.isfile():
+                        continue
+                    layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
+                    if len(layouts) == 2:
+                        raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
+                    if member.name.endswith(".jsonl"):
+                        offset = member.offset_data
+                        for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
+                            if line.strip():
+                                check(parse_line(line))
+                                ranges.append((offset, len(line), zlib.crc32(line)))
+                            offset += len(line)
+                    else:
+                        if sample and _sample_key(sample[-1].name) != _sample_key(member.name):
+                            add_sample()
+                        sample.append(member)
+                add_sample()
+        except (ValueError, tarfile.TarError, EOFError) as error:
+            raise UserError(f"{path}: record {len(ranges)}: {error}") from None
+    if not ranges or found_langs is None:
+        raise UserError(f"{path} holds no record (an empty or cut-off tar)")
+    shard = Shard(path.name, len(ranges), size, sha256_file(path))
+    return ScannedShard(shard, layouts.pop(), found_langs, np.array(ranges, dtype=IDX_DTYPE))
+
+
+def parse_line(line: bytes) -> Record:
+    try:
+        return Record.from_dict(json.loads(line))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error})") from None
+
+
+def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
+    """A record of a run of tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt."""
+    texts: dict[str, str] = {}
+    links, key = None, ""
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
+        for member in tar:
+            key, _, extension = member.name.rpartition("/")[2].partition(".")
+            content = tar.extractfile(member)
+            assert content is not None
+            text = content.read()
+            if extension == "json":
+                return Record.from_dict({"key": key} | json.loads(text))
+            if extension == "links.txt":
+                links = text.decode().strip()
+            elif extension == "txt" and langs and len(langs) == 1:
+                texts[langs[0]] = text.decode().rstrip("\n")
+            elif extension.endswith(".txt") and extension.count(".") == 1:
+                texts[extension.removesuffix(".txt")] = text.decode().rstrip("\n")
+    if not texts:
+        raise ValueError(f"sample {key!r}: needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
+    order = [lang for lang in langs if lang in texts] if langs else list(texts)
+    return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
+
+
+def _sample_key(name: str) -> str:
+    """WebDataset's rule: the path up to the first dot of the file's name."""
+    directory, slash, base = name.rpartition("/")
+    return directory + slash + base.partition(".")[0]
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,122 @@
+"""Where this process stands among the others, whichever launcher started it; and the small talk between ranks."""
+
+import logging
+import os
+import subprocess
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xscale.errors import UserError
+
+TIMEOUT = timedelta(minutes=30)
+"""Of a collective; generous, since one rank may hash a large checkpoint while others wait."""
+
+_LAUNCHERS = {
+    # name: (rank, world, local rank, local world)
+    "torch": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def find_place() -> Place:
+    """Reads the launcher's environment (deepspeed, torchrun, mpirun, srun) and completes torch's variables from it."""
+    env = os.environ
+    for rank, world, local_rank, local_world in _LAUNCHERS.values():
+        if rank in env and world in env and _is_step(rank):
+            place = Place(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
+            break
+    else:
+        place = Place(0, 1, 0, 1)
+    env.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
+    env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(place.local_world)
+    if "MASTER_ADDR" not in env:
+        env["MASTER_ADDR"] = _first_host(place)
+    if "MASTER_PORT" not in env:
+        job = env.get("SLURM_JOB_ID", "")
+        env["MASTER_PORT"] = str(20000 + int(job) % 20000) if job.isdigit() else "29500"
+    return place
+
+
+def _is_step(rank_variable: str) -> bool:
+    """SLURM sets SLURM_PROCID in a batch script too; only a task that srun started belongs to a world."""
+    return rank_variable != "SLURM_PROCID" or "SLURM_STEP_ID" in os.environ
+
+
+def _local_world(variable: str) -> int:
+    text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
+    return int(text.split("(")[0].split(",")[0])  # SLURM may write "2(x3),1"
+
+
+def _first_host(place: Place) -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
+    if nodes and place.world > place.local_world:
+        hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
+        return hosts.stdout.split()[0]
+    if place.world > place.local_world:
+        raise UserError("MASTER_ADDR is not set and this launcher does not tell the first host; export MASTER_ADDR")
+    return "127.0.0.1"
+
+
+def start(place: Place) -> torch.device:
+    """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # A shared-memory all-reduce for inference that training never calls: it costs a C++ build at first use and hangs
+    # ranks whose launcher does not set LOCAL_SIZE.
+    vars(deepspeed.ops)["__compatible_ops__"] = {}
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    accelerator = get_accelerator()
+    cuda = accelerator.device_name() == "cuda"
+    if cuda:
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    deepspeed.init_distributed("nccl" if cuda else "gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+class Control:
+    """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for."""
+
+    def __init__(self) -> None:
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+
+    def sum(self, numbers: list[int]) -> list[int]:
+        tensor = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def agree(self, ok: bool) -> bool:
+        """True where every rank says True."""
+        return self.sum([int(not ok)])[0] == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, in rank order, on every rank."""
+        values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def barrier(self) -> None:
+        self.sum([0])

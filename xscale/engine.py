@@ -1,0 +1,228 @@
+"""The DeepSpeed engine of a run: ds_config and recipe made one, and the optimizer step.
+
+ds_configs are standard DeepSpeed JSON. "auto" (or absence) leaves a value to the recipe; a number that differs from
+the recipe's is an error.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xscale import rng
+from xscale.config import Recipe
+from xscale.data.collate import MicroBatch
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder, decay_groups
+from xscale.objectives import OBJECTIVES, LossSums
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What decides the precision."""
+
+    device: str
+    fp16: bool
+    bf16: bool
+
+    @classmethod
+    def here(cls) -> "Hardware":
+        from deepspeed.accelerator import get_accelerator
+
+        accelerator = get_accelerator()
+        return cls(accelerator.device_name(), accelerator.is_fp16_supported(), accelerator.is_bf16_supported())
+
+
+def read_ds_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"--ds_config {path} not found; shipped ones are in ds_configs/") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"--ds_config {path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--ds_config {path}: needs a JSON object")
+    return config
+
+
+def resolve_ds_config(
+    config: dict[str, Any], path: Path, recipe: Recipe, micro_steps: int, world: int, hardware: Hardware
+) -> tuple[dict[str, Any], str, list[str]]:
+    """DeepSpeed's config with every "auto" filled, the precision, and lines to print.
+
+    micro_steps: forward and backward passes of one rank in an optimizer step. Raises UserError naming every
+    contradiction.
+    """
+    resolved = json.loads(json.dumps(config))
+    train = recipe.train
+    warmup = max(recipe.warmup_steps(), 2)
+    problems: list[str] = []
+
+    def own(section: dict[str, Any], where: str, key: str, value: Any, field: str, also: Sequence[Any] = ()) -> None:
+        given = section.get(key, AUTO)
+        if given != AUTO and given != value and given not in also:
+            problems.append(f"{where}{key} = {given} contradicts the recipe's {field} = {value}")
+        section[key] = value
+
+    samples = sum(stream.samples for stream in recipe.streams.values())
+    nominal = train.micro_batch * micro_steps * world
+    own(resolved, "", "train_micro_batch_size_per_gpu", train.micro_batch, "train.micro_batch")
+    own(resolved, "", "gradient_accumulation_steps", micro_steps, "micro-batches of all streams in a step")
+    own(resolved, "", "train_batch_size", nominal, f"streams' samples ({samples} a step)", also=(samples,))
+    own(resolved, "", "gradient_clipping", train.max_grad_norm, "train.max_grad_norm")
+
+    optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
+    params = optimizer.setdefault("params", {"torch_adam": True})
+    own(params, "optimizer.params.", "lr", train.lr, "train.lr")
+    own(params, "optimizer.params.", "weight_decay", train.weight_decay, "train.weight_decay")
+    for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
+        if params.get(key, AUTO) == AUTO:
+            params[key] = default
+
+    scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
+    params = scheduler.setdefault("params", {"warmup_type": "linear"})
+    owned = {
+        "total_num_steps": (train.steps, "train.steps"),
+        "warmup_num_steps": (warmup, "train.warmup, in steps"),
+        "warmup_max_lr": (train.lr, "train.lr"),
+        "warmup_min_lr": (train.lr / warmup, "train.lr / warm-up steps"),
+    }
+    for key, (value, field) in owned.items():
+        if key in params or scheduler["type"] == "WarmupDecayLR":
+            own(params, "scheduler.params.", key, value, field, also=(0, 0.0) if key == "warmup_min_lr" else ())
+
+    precision, notes = _resolve_precision(resolved, train.precision, hardware, problems)
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
+    resolved.setdefault("steps_per_print", None)
+    resolved.setdefault("zero_allow_untested_optimizer", True)
+    return resolved, precision, notes
+
+
+def _resolve_precision(
+    resolved: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]
+) -> tuple[str, list[str]]:
+    """Writes fp16.enabled and bf16.enabled. An explicit request is met or refused; "auto" falls back to fp32."""
+    supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
+    given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
+    demanded = [name for name, enabled in given.items() if enabled is True]
+    if len(demanded) == 2:
+        problems.append("fp16.enabled = true contradicts bf16.enabled = true")
+    if wanted == "auto":
+        notes = []
+        preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
+        precision = preferred[0] if preferred else "fp32"
+        if not supported[precision] and not demanded:
+            notes = [f"precision: {precision} is not native on this {hardware.device}; training in fp32"]
+            precision = "fp32"
+    else:
+        notes, precision = [], wanted
+        problems += [
+            f"{name}.enabled = true contradicts the recipe's train.precision = {wanted}"
+            for name in demanded
+            if name != wanted
+        ]
+        problems += [
+            f"{name}.enabled = false contradicts the recipe's train.precision = {wanted}"
+            for name in ("fp16", "bf16")
+            if name == wanted and resolved.get(name, {}).get("enabled") is False
+        ]
+    if not supported[precision]:
+        raise UserError(
+            f"precision {precision} was asked for, but this {hardware.device} has no native {precision}. "
+            f"Use train.precision auto, bf16 or fp32, or run on a device that has it"
+        )
+    for name in ("fp16", "bf16"):
+        if name in resolved or precision == name:
+            resolved[name] = resolved.get(name, {}) | {"enabled": precision == name}
+    return precision, notes
+
+
+class StepModule(nn.Module):
+    """What DeepSpeed wraps: routes a micro-batch to its stream's objective."""
+
+    def __init__(self, encoder: Encoder, recipe: Recipe):
+        super().__init__()
+        self.encoder = encoder
+        self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
+
+    def forward(self, stream: str, batch: dict[str, Tensor]) -> LossSums:
+        objective, options = self.streams[stream]
+        return objective.loss(self.encoder, batch, options)
+
+
+def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
+    import deepspeed
+
+    groups = decay_groups(module, ds_config["optimizer"]["params"]["weight_decay"])
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
+    return engine
+
+
+class StepSums:
+    """Sums of one optimizer step on this rank, kept on the device until somebody looks."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        value = value.detach().double() if value.device.type == "cpu" else value.detach().float()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+
+def optimizer_step(
+    engine: Any,
+    recipe: Recipe,
+    micros: list[MicroBatch],
+    totals: dict[tuple[str, str], int],
+    *,
+    step: int,
+    rank: int,
+    world: int,
+) -> dict[str, Tensor]:
+    """One optimizer step: a forward and backward pass for each micro-batch, then one update.
+
+    The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
+    ranks). DeepSpeed divides gradients by the number of ranks and of micro-steps; the loss is multiplied by both.
+
+    totals: targets of all ranks by (stream, term). Returns this rank's share of each metric, already divided by the
+    global number of targets, so that a sum over ranks gives the step's value.
+    """
+    sums = StepSums()
+    undo_mean = world * len(micros)
+    for number, micro in enumerate(micros):
+        torch.manual_seed(rng.torch_seed(recipe.train.seed, "dropout", step, number, rank))
+        batch = to_device(micro.arrays, engine.device)
+        losses = engine(micro.stream, batch)
+        stream = recipe.streams[micro.stream]
+        factors = OBJECTIVES[stream.objective].terms(stream.options)
+        loss = torch.zeros((), device=engine.device)
+        for term, value in losses.terms.items():
+            share = value / max(totals[micro.stream, term], 1)
+            loss = loss + factors[term] * share
+            if len(factors) > 1:
+                sums.add(f"loss/{micro.stream}.{term}", share)
+        sums.add(f"loss/{micro.stream}", loss)
+        for name, (value, term) in losses.metrics.items():
+            sums.add(f"{name}/{micro.stream}", value / max(totals[micro.stream, term], 1))
+        engine.backward(loss * (stream.weight * undo_mean))
+        engine.step()
+    return sums.sums
+
+
+def dump(tree: dict[str, Any]) -> str:
+    return json.dumps(tree, indent=2) + "\n"
+
+
+def to_device(arrays: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if device.type != "cuda":
+        return tensors
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}

@@ -1,0 +1,5 @@
+"""What a user can cause, told to the user."""
+
+
+class UserError(ValueError):
+    """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""

@@ -1,0 +1,1 @@
+"""What an exported encoder has learnt."""

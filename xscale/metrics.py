@@ -1,0 +1,127 @@
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, the trace, the console and run.log.
+
+Each file has every step once: a resume first cuts what lies past its checkpoint.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+LOG = logging.getLogger("xscale")
+LINE_SECONDS = 5.0
+"""Least time between progress lines where the console is not a terminal."""
+
+
+def start_logging(out: Path | None) -> None:
+    """Console lines, and the same in run.log. Rank 0 only; other ranks log errors."""
+    LOG.setLevel(logging.INFO)
+    LOG.propagate = False
+    LOG.handlers.clear()
+    console: logging.Handler = _TqdmHandler() if sys.stderr.isatty() else logging.StreamHandler(sys.stdout)
+    handlers = [console] + ([logging.FileHandler(out / "run.log", encoding="utf-8")] if out else [])
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        LOG.addHandler(handler)
+
+
+class _TqdmHandler(logging.Handler):
+    """Writes a line above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stderr)
+
+
+class JsonLines:
+    """An append-only file of objects with a "step" field, or nothing where `path` is None."""
+
+    def __init__(self, path: Path | None, after_step: int):
+        """Keeps the lines of steps up to `after_step` and drops the rest, half-written ones too."""
+        self.file = None
+        if path is None:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = path.with_name(path.name + ".new")
+            with path.open("rb") as old, kept.open("wb") as new:
+                new.writelines(line for line in old if _step_of(line) <= after_step)
+            os.replace(kept, path)
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, entry: dict[str, Any]) -> None:
+        if self.file:
+            self.file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+    def flush(self, to_disk: bool = False) -> None:
+        if self.file:
+            self.file.flush()
+            if to_disk:
+                os.fsync(self.file.fileno())
+
+
+def _step_of(line: bytes) -> float:
+    """The line's step; infinity for a half-written one."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+        return float("inf")
+
+
+class Reporter:
+    """Rank 0's view of the run: one call for each step, in order."""
+
+    def __init__(self, out: Path, first_step: int, steps: int, streams: list[str]):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.metrics = JsonLines(out / "metrics.jsonl", first_step)
+        self.board = SummaryWriter(str(out / "tb"), purge_step=first_step + 1)
+        self.steps, self.streams = steps, streams
+        self.started, self.first_step = time.monotonic(), first_step
+        self.last_line = 0.0
+        self.bar = tqdm(total=steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
+
+    def report(self, entry: dict[str, Any]) -> None:
+        self.metrics.write(entry)
+        step = entry["step"]
+        for name, value in entry.items():
+            if name != "step" and isinstance(value, int | float):
+                self.board.add_scalar(name, value, step)
+        if self.bar is not None:
+            self.bar.update()
+            self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
+        now = time.monotonic()
+        if now - self.last_line >= LINE_SECONDS or step in (self.first_step + 1, self.steps):
+            self.last_line = now
+            if self.bar is None:
+                LOG.info(self.line(entry))
+            else:
+                for handler in LOG.handlers:
+                    if isinstance(handler, logging.FileHandler):
+                        handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, self.line(entry), (), None))
+
+    def line(self, entry: dict[str, Any]) -> str:
+        """e.g. `step 12/200  loss 8.914 (mlm 8.921, tlm 8.907)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`"""
+        step = entry["step"]
+        done = step - self.first_step
+        left = int((time.monotonic() - self.started) / max(done, 1) * (self.steps - step))
+        parts = ", ".join(f"{name} {entry[f'loss/{name}']:.3f}" for name in self.streams)
+        eta = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
+        return (
+            f"step {step}/{self.steps}  loss {entry['loss']:.3f} ({parts})  lr {entry['lr']:.1e}  "
+            f"{entry['tokens_per_s']:,.0f} tokens/s  {entry['step_s']:.2f} s/step  eta {eta}"
+        )
+
+    def flush(self, to_disk: bool = False) -> None:
+        self.metrics.flush(to_disk)
+        self.board.flush()
+
+    def close(self) -> None:
+        self.flush(to_disk=True)
+        self.board.close()
+        if self.bar is not None:
+            self.bar.close()

@@ -1,0 +1,168 @@
+"""A Hugging Face masked-LM encoder whose heads are computed on selected rows only.
+
+Shape letters: B sequences, L tokens of the longest, H hidden width, M selected rows, V vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, PreTrainedModel, XLMRobertaConfig
+
+from xscale import rng
+from xscale.errors import UserError
+from xscale.ops.masked_ce import masked_cross_entropy
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
+    "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
+    "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "xlmr-base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+}
+
+
+def _roberta_transform(model: Any, rows: Tensor) -> Tensor:
+    return model.lm_head.layer_norm(F.gelu(model.lm_head.dense(rows)))
+
+
+TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "bert": lambda model, rows: model.cls.predictions.transform(rows),
+    "roberta": _roberta_transform,
+    "xlm-roberta": _roberta_transform,
+    "camembert": _roberta_transform,
+    "distilbert": lambda model, rows: model.vocab_layer_norm(model.activation(model.vocab_transform(rows))),
+    "modernbert": lambda model, rows: model.head(rows),
+}
+"""What each model type does between its last hidden state and the vocabulary projection."""
+
+FIRST_POSITION = {"roberta": 1, "xlm-roberta": 1, "camembert": 1}
+"""Model types whose position 0 is `pad_token_id + 1`."""
+
+
+class Encoder(nn.Module):
+    """The model of a run. `lm` is the Hugging Face model that export writes."""
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        kind = lm.config.model_type
+        if kind not in TRANSFORMS:
+            raise UserError(f"model type {kind!r} is not supported; supported are {', '.join(TRANSFORMS)}")
+        self.lm = lm
+        self._transform = TRANSFORMS[kind]
+        self._first_position = lm.config.pad_token_id + 1 if kind in FIRST_POSITION else 0
+
+    @property
+    def width(self) -> int:
+        return self.lm.config.hidden_size
+
+    def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+        """Last hidden states [B, L, H]. batch: input_ids, attention_mask and, where used, position_ids counted from
+        0, token_type_ids [B, L]."""
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
+        if "position_ids" in batch:
+            inputs["position_ids"] = batch["position_ids"] + self._first_position
+        return self.lm.base_model(**inputs).last_hidden_state
+
+    def masked_lm(self, rows_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the cross-entropy of predicting labels from rows (fp32), and the number predicted right."""
+        projection = self.lm.get_output_embeddings()
+        return masked_cross_entropy(self._transform(self.lm, rows_MH), projection.weight, projection.bias, labels_M)
+
+
+def build_encoder(
+    *,
+    init: str | None,
+    preset: str,
+    dropout: float,
+    max_length: int,
+    vocab_size: int,
+    pad_id: int,
+    languages: list[str],
+    language_embeddings: bool,
+    seed: int,
+) -> Encoder:
+    """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
+
+    languages: names in the order of their numbers; kept in the model's config as `xscale_languages`. With
+    `language_embeddings` the token-type table has a row for each.
+    """
+    torch.manual_seed(rng.torch_seed(seed, "model"))
+    drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    if init is None:
+        config = preset_config(preset, vocab_size, pad_id, max_length, drop)
+        if language_embeddings:
+            config.type_vocab_size = max(config.type_vocab_size, len(languages))
+        config.xscale_languages = languages
+        return Encoder(AutoModelForMaskedLM.from_config(config))
+    try:
+        config = AutoConfig.from_pretrained(init)
+        config.update({name: value for name, value in _dropout_names(config.model_type, dropout).items()})
+        lm = AutoModelForMaskedLM.from_pretrained(init, config=config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.init {init!r} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
+            f"with weights, or a hub name on a machine that reaches the hub"
+        ) from None
+    rows = lm.get_input_embeddings().weight.shape[0]
+    if vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} ids, model.init {init} has embeddings for {rows:,}; set "
+            f"model.tokenizer to the tokenizer that the model was trained with"
+        )
+    limit = getattr(lm.config, "max_position_embeddings", max_length)
+    if lm.config.model_type in FIRST_POSITION:
+        limit -= lm.config.pad_token_id + 1
+    if max_length > limit:
+        raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
+    if language_embeddings:
+        _widen_token_types(lm, len(languages))
+    lm.config.xscale_languages = languages
+    return Encoder(lm)
+
+
+def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, drop: dict[str, float]) -> Any:
+    shape = PRESETS[preset] | drop | {"vocab_size": vocab_size, "pad_token_id": pad_id}
+    if preset == "xlmr-base":
+        positions = max(512, max_length) + pad_id + 1
+        return XLMRobertaConfig(**shape, max_position_embeddings=positions, type_vocab_size=1, layer_norm_eps=1e-5)
+    return BertConfig(**shape, max_position_embeddings=max(512, max_length))
+
+
+def _dropout_names(model_type: str, dropout: float) -> dict[str, float]:
+    if model_type == "distilbert":
+        return {"dropout": dropout, "attention_dropout": dropout}
+    if model_type == "modernbert":
+        return {"embedding_dropout": dropout, "attention_dropout": dropout, "mlp_dropout": dropout}
+    return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+
+
+def _widen_token_types(lm: PreTrainedModel, languages: int) -> None:
+    """Give the token-type table at least `languages` rows; new rows start as copies of row 0."""
+    embeddings = getattr(lm.base_model, "embeddings", None)
+    old = getattr(embeddings, "token_type_embeddings", None)
+    if old is None:
+        raise UserError(
+            f"language_embeddings: a {lm.config.model_type} model has no token types to hold them; set it to false"
+        )
+    if old.num_embeddings >= languages:
+        return
+    new = nn.Embedding(languages, old.embedding_dim)
+    with torch.no_grad():
+        new.weight.copy_(old.weight[:1].expand(languages, -1))
+        new.weight[: old.num_embeddings].copy_(old.weight)
+    embeddings.token_type_embeddings = new
+    lm.config.type_vocab_size = languages
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay: none on biases, norms and other vectors."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def is_model_directory(path: str | Path) -> bool:
+    return (Path(path) / "config.json").exists()

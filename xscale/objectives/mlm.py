@@ -1,0 +1,68 @@
+"""Masked language modelling (Devlin et al. 2019) on packed monolingual text.
+
+    L_MLM = - sum_{i in M} log p(x_i | x with M masked)
+
+[CLS] s1 [SEP] s2 [SEP] ... of whole sentences up to max_length; special tokens are never masked.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xscale.data import collate as arrays
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example, join_segments, pack_sentences
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder
+from xscale.objectives.base import LossSums, Objective
+
+
+@dataclass(frozen=True)
+class MaskedOptions:
+    """Fields that every masked objective has."""
+
+    mask_prob: float = 0.15
+    """Share of the maskable tokens that is predicted."""
+    whole_word: bool = False
+    """Choose words, then mask all their tokens."""
+    language_embeddings: bool = False
+    """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_prob < 1:
+            raise UserError(f"mask_prob: {self.mask_prob} must lie between 0 and 1")
+
+
+def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> MicroBatch:
+    """Samples are runs of sentences that fill about one sequence."""
+    sequences, too_long = [], 0
+    for sample in samples:
+        packed, long = pack_sentences(sample, context.max_length, context.overlong)
+        sequences += packed
+        too_long += long
+    return arrays.masked_lm(
+        join_segments(context.encoder, sequences, context.language_ids),
+        context,
+        mask_prob=options.mask_prob,
+        whole_word=options.whole_word,
+        position_ids=False,
+        language_embeddings=options.language_embeddings,
+        too_long=too_long,
+    )
+
+
+def loss(encoder: Encoder, batch: dict[str, Tensor], options: MaskedOptions) -> LossSums:
+    hidden_BLH = encoder.hidden(batch)
+    rows_MH = hidden_BLH.flatten(0, 1)[batch["rows"]]
+    loss_sum, correct = encoder.masked_lm(rows_MH, batch["labels"])
+    return LossSums({"mlm": loss_sum}, {"accuracy": (correct, "mlm")})
+
+
+OBJECTIVE = Objective(
+    reads="mono",
+    options=MaskedOptions,
+    collate=collate,
+    loss=loss,
+    terms=lambda options: {"mlm": 1.0},
+    words=lambda options: options.whole_word,
+)

@@ -1,0 +1,52 @@
+"""Translation language modelling (Conneau & Lample 2019): MLM over `[CLS] S [SEP] T [SEP]`, both sides masked."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from xscale import rng
+from xscale.data import collate as arrays
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.objectives import mlm
+from xscale.objectives.base import Objective
+
+
+@dataclass(frozen=True)
+class Options(mlm.MaskedOptions):
+    reset_positions: bool = False
+    """The second sentence's positions start again at 0 (XLM)."""
+    shuffle_sides: bool = False
+    """Swap the two sentences of a pair with probability 1/2 (PPA)."""
+
+
+_SWAP = rng.key("tlm", "swap")
+
+
+def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
+    """Samples are single pairs."""
+    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    swapped = np.zeros(len(pairs), dtype=bool)
+    if options.shuffle_sides:
+        identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
+        swapped = rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
+    sequences = [[(pair, int(swap)), (pair, 1 - int(swap))] for pair, swap in zip(pairs, swapped, strict=True)]
+    return arrays.masked_lm(
+        join_segments(context.encoder, sequences, context.language_ids, options.reset_positions),
+        context,
+        mask_prob=options.mask_prob,
+        whole_word=options.whole_word,
+        position_ids=options.reset_positions,
+        language_embeddings=options.language_embeddings,
+        too_long=too_long,
+    )
+
+
+OBJECTIVE = Objective(
+    reads="pair",
+    options=Options,
+    collate=collate,
+    loss=mlm.loss,
+    terms=lambda options: {"mlm": 1.0},
+    words=lambda options: options.whole_word,
+)

@@ -1,0 +1,33 @@
+"""The record that every part of the data path speaks of."""
+
+import json
+from typing import NamedTuple
+
+
+class Record(NamedTuple):
+    """One sentence (`langs` and `texts` of length 1) or one sentence pair (length 2)."""
+
+    key: str
+    langs: tuple[str, ...]
+    texts: tuple[str, ...]
+    links: str | None = None
+    """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based whitespace words, first text - second text."""
+
+    def to_json(self) -> str:
+        fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}
+        if self.links is not None:
+            fields["links"] = self.links
+        return json.dumps(fields, ensure_ascii=False)
+
+    @classmethod
+    def from_dict(cls, fields: dict) -> "Record":
+        """Raises ValueError where a field is absent, of the wrong type or empty."""
+        try:
+            key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"not a record: needs key, langs and texts ({error})") from None
+        if len(langs) != len(texts) or len(texts) not in (1, 2):
+            raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError(f"record {key!r}: a text is empty or not a string")
+        return cls(str(key), tuple(str(lang) for lang in langs), texts, fields.get("links"))
