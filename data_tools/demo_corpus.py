@@ -2,7 +2,7 @@
 
     python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-Writes pairs/ (en-xx with gold word links), mono_en/, mono_xx/, heldout/pairs/, tokenizer/, lexicon/en-xx.txt and xx-en.txt.
+Writes pairs/ (en-xx with gold word links), mono_en/, mono_xx/, heldout/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt.
 """
 
 import argparse

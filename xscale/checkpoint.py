@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from xscale.distributed import Control, Place
 from xscale.errors import UserError
 
 MANIFEST = "manifest.json"
+HF = "hf"
+"""Folder of a checkpoint that holds the model's Hugging Face config and the tokenizer."""
 INCOMPLETE = ".incomplete"
 SPARE_BYTES = 1 << 28
 """Free disk space that must be left after a save."""
@@ -40,10 +43,11 @@ def save(
     step: int,
     identity: dict[str, Any],
     state: dict[str, Any],
+    write_hf: Callable[[Path], None],
     place: Place,
     control: Control,
 ) -> Path | None:
-    """Save step `step` on all ranks. Returns its directory, or None (older checkpoints untouched) without disk space."""
+    """Save step `step` on all ranks. Returns its directory, or None (older ones untouched) without disk space."""
     final = folder / f"step_{step:08d}"
     partial = final.with_name(final.name + INCOMPLETE)
     needed = 16 * sum(p.numel() for p in engine.module.parameters()) + SPARE_BYTES
@@ -54,6 +58,8 @@ def save(
         return None
     client_state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
     engine.save_checkpoint(str(folder), tag=partial.name, client_state=client_state, save_latest=False)
+    if place.is_main:
+        write_hf(partial / HF)
     control.barrier()
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     mine = {name: _seal(partial / name) for name in names[place.rank :: place.world]}

@@ -3,6 +3,7 @@
 import logging
 import os
 import subprocess
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,8 @@ def start(place: Place) -> torch.device:
     # A shared-memory all-reduce for inference that training never calls: it costs a C++ build at first use and hangs
     # ranks whose launcher does not set LOCAL_SIZE.
     vars(deepspeed.ops)["__compatible_ops__"] = {}
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     accelerator = get_accelerator()
     cuda = accelerator.device_name() == "cuda"
     if cuda:

@@ -105,7 +105,7 @@ class Reporter:
                         handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, self.line(entry), (), None))
 
     def line(self, entry: dict[str, Any]) -> str:
-        """e.g. `step 12/200  loss 8.914 (mlm 8.921, tlm 8.907)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`"""
+        """Such as `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
         step = entry["step"]
         done = step - self.first_step
         left = int((time.monotonic() - self.started) / max(done, 1) * (self.steps - step))

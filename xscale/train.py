@@ -6,7 +6,7 @@ Exit codes: 0 done, 2 user error, 75 saved and stopped early on a signal or time
 import sys
 from pathlib import Path
 
-# A launcher puts xscale/ itself first on sys.path, where our module names would hide others'; the project belongs there.
+# A launcher puts xscale/ itself first on sys.path, where our module names would hide others'.
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
@@ -32,7 +32,7 @@ from xscale.data.collate import Context
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source, find_sources
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, micro_steps, positions_report
+from xscale.data.mixture import Mixture, StreamSpec, initial_state, micro_steps, positions_report
 from xscale.distributed import Control, Place
 from xscale.errors import UserError
 from xscale.metrics import LOG, JsonLines, Reporter, start_logging
@@ -95,13 +95,15 @@ class Job:
             vocab_size=self.text.vocab_size,
             pad_id=self.text.pad_id,
             languages=self.languages,
-            language_embeddings=any(
-                getattr(s.options, "language_embeddings", False) for s in self.recipe.streams.values()
-            ),
+            language_embeddings=self.any_stream("language_embeddings"),
+            reset_positions=self.any_stream("reset_positions"),
             seed=self.recipe.train.seed,
         )
 
-    def batches(self, place: Place, state: dict[str, Any] | None, steps: int) -> Iterator[StepBatch]:
+    def any_stream(self, option: str) -> bool:
+        return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
+
+    def batches(self, place: Place, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
         recipe = self.recipe
         mixture = Mixture(
             self.specs,
@@ -277,7 +279,7 @@ class Trainer:
             LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
             return 0
         self.write_config(ds_config)
-        state = checkpoint.manifest["state"] if checkpoint else None
+        state = checkpoint.manifest["state"] if checkpoint else initial_state(self.job.specs)
         batches = self.job.batches(place, state, recipe.train.steps - first)
         rescale = checkpoint is not None and checkpoint.manifest["world_size"] != place.world
         if rescale:
@@ -298,13 +300,15 @@ class Trainer:
         trace = args.out / "trace" / f"rank{place.rank}.jsonl" if args.trace else None
         self.trace = JsonLines(trace, first)
         self.flops = cost.StepFlops(self.engine.module.encoder)
+        if not checkpoint:
+            self.save(0, state, must=True)  # a run that cannot save fails now, not after a day
         try:
             return self.loop(batches, first, state)
         finally:
             if self.reporter:
                 self.reporter.close()
 
-    def loop(self, batches: Iterator[StepBatch], first: int, state: dict[str, Any] | None) -> int:
+    def loop(self, batches: Iterator[StepBatch], first: int, state: dict[str, Any]) -> int:
         recipe, place = self.recipe, self.place
         too_long = 0
         for step in range(first, recipe.train.steps):
@@ -347,10 +351,9 @@ class Trainer:
         LOG.info(f"done: {recipe.train.steps} steps, {self.args.out}")
         return 0
 
-    def stop_early(self, step: int, state: dict[str, Any] | None) -> int:
+    def stop_early(self, step: int, state: dict[str, Any]) -> int:
         self.flush()
-        if state is not None:
-            self.save(step, state, must=True)
+        self.save(step, state, must=True)
         LOG.info(f"stopped at step {step} ({self.stop.reason or 'another rank was told to'}); start again to go on")
         return EXIT_STOPPED
 
@@ -362,7 +365,9 @@ class Trainer:
         if existing.exists():
             return
         started = time.monotonic()
-        path = checkpoints.save(self.engine, self.folder, step, self.job.identity(), state, self.place, self.control)
+        path = checkpoints.save(
+            self.engine, self.folder, step, self.job.identity(), state, self.write_hf, self.place, self.control
+        )
         if path is None:
             message = f"no disk space for a checkpoint in {self.folder}; free some"
             if must:
@@ -372,6 +377,10 @@ class Trainer:
         if self.place.is_main:
             checkpoints.clean(self.folder, self.recipe.checkpoint.keep)
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
+
+    def write_hf(self, path: Path) -> None:
+        self.engine.module.encoder.lm.config.save_pretrained(path)
+        self.job.text.tokenizer.save_pretrained(path)
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""

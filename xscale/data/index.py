@@ -167,7 +167,7 @@ def find_sources(directories: list[Path]) -> list[Source]:
         if not found:
             raise UserError(
                 f"--data {directory}: no index.json there or one level below. Write shards with "
-                f"`python -m data_tools.write_shards`, or index existing tars with `python -m data_tools.index {directory}`"
+                f"`python -m data_tools.write_shards`, or index existing tars: `python -m data_tools.index {directory}`"
             )
         sources += [Source(path) for path in found]
     return sources

@@ -125,7 +125,7 @@ class Mixture:
             wanted = len(samples) - taken
             # Packed samples hold an unknown number of records: look at many, and at more if that was too few.
             stop = min(order.size, start + wanted * per_sample)
-            per_sample *= 2
+            per_sample *= 2 if stream.packed else 1
             shard, record = order.locate(start, stop)
             tokens = self._tokens(source, shard, record)
             if stream.packed:

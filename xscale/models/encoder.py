@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, PreTrainedModel, XLMRobertaConfig
+from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.errors import UserError
 from xscale.ops.masked_ce import masked_cross_entropy
+
+transformers_logging.disable_progress_bar()
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -61,7 +64,8 @@ class Encoder(nn.Module):
     def hidden(self, batch: dict[str, Tensor]) -> Tensor:
         """Last hidden states [B, L, H]. batch: input_ids, attention_mask and, where used, position_ids counted from
         0, token_type_ids [B, L]."""
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        inputs: dict[str, Tensor] = {name: batch[name] for name in names if name in batch}
         if "position_ids" in batch:
             inputs["position_ids"] = batch["position_ids"] + self._first_position
         return self.lm.base_model(**inputs).last_hidden_state
@@ -82,20 +86,22 @@ def build_encoder(
     pad_id: int,
     languages: list[str],
     language_embeddings: bool,
+    reset_positions: bool,
     seed: int,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
-    languages: names in the order of their numbers; kept in the model's config as `xscale_languages`. With
-    `language_embeddings` the token-type table has a row for each.
+    languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each.
+    These and `reset_positions` are kept in the model's config as `xscale`, for whoever feeds it later.
     """
+    trained = {"languages": languages, "language_embeddings": language_embeddings, "reset_positions": reset_positions}
     torch.manual_seed(rng.torch_seed(seed, "model"))
     drop = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     if init is None:
         config = preset_config(preset, vocab_size, pad_id, max_length, drop)
         if language_embeddings:
             config.type_vocab_size = max(config.type_vocab_size, len(languages))
-        config.xscale_languages = languages
+        config.xscale = trained
         return Encoder(AutoModelForMaskedLM.from_config(config))
     try:
         config = AutoConfig.from_pretrained(init)
@@ -119,7 +125,7 @@ def build_encoder(
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
     if language_embeddings:
         _widen_token_types(lm, len(languages))
-    lm.config.xscale_languages = languages
+    lm.config.xscale = trained
     return Encoder(lm)
 
 

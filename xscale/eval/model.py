@@ -1,0 +1,60 @@
+"""An exported encoder, ready to be measured."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM
+
+from xscale.data.encode import TextEncoder
+from xscale.data.index import Source
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder
+
+
+class Exported:
+    """Model and tokenizer of a Hugging Face directory, in eval mode on the best device there is."""
+
+    def __init__(self, path: Path):
+        try:
+            lm = AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--model {path} cannot be loaded ({str(error).splitlines()[0]}). Make it with "
+                f"`python -m xscale.export RUN_DIR {path}`"
+            ) from None
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.encoder = Encoder(lm).eval().to(self.device)
+        self.text = TextEncoder(path)
+        trained = getattr(lm.config, "xscale", None) or {}
+        self.languages: list[str] = trained.get("languages", [])
+        self.language_embeddings: bool = trained.get("language_embeddings", False)
+        self.reset_positions: bool = trained.get("reset_positions", False)
+
+    def language_ids(self, source: Source) -> dict[str, int]:
+        """Numbers of the languages that the model was trained with. Raises UserError where one is needed and absent."""
+        known = {language: number for number, language in enumerate(self.languages)}
+        absent = [language for language in source.langs if language not in known]
+        if absent and self.language_embeddings:
+            raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
+        return known | dict.fromkeys(absent, 0)
+
+    def to_device(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+
+
+def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
+    """(key, langs, texts) of the first `limit` records."""
+    records = []
+    for shard, count in enumerate(source.counts):
+        for record in range(min(int(count), limit - len(records))):
+            found = source.read(shard, record)
+            records.append((found.key, found.langs, found.texts))
+    return records
+
+
+def write_json(path: Path, results: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
