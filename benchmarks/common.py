@@ -34,7 +34,7 @@ def use_allocator(name: str) -> None:
 def text_pairs(files: Sequence[Path] | None) -> tuple[tuple[str, str], Iterator[Pair]]:
     """Languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or of the endless demo world."""
     if files:
-        src, tgt = (((line for _, line in read_lines(path)) for path in files))
+        src, tgt = ((line for _, line in read_lines(path)) for path in files)
         return ("en", "xx"), zip(src, tgt, strict=True)
     world = World(0)
     return LANGUAGES, (world.pair(i)[:2] for i in range(sys.maxsize))

@@ -32,8 +32,8 @@ from common import median_time, print_table, text_pairs, timed, with_words, writ
 from data_tools.write_shards import SHARD_LINES
 from xscale.data.collate import Context
 from xscale.data.encode import TextEncoder
-from xscale.data.index import OPEN_SHARDS, Source, idx_path
-from xscale.data.loader import StepDataset, StreamCollate, source_statistics, step_batches, stream_specs
+from xscale.data.index import OPEN_SHARDS, Source
+from xscale.data.loader import StepDataset, StreamCollate, source_statistics, step_batches
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.order import WINDOW_RECORDS, EpochOrder
 from xscale.objectives import OBJECTIVES
@@ -46,7 +46,7 @@ REPEATS = 5
 
 def mixture(source: Any, tokens_per_byte: float, state: dict[str, Any] | None = None) -> Mixture:
     options: dict[str, Any] = {"seed": 0, "alpha": 0.7, "max_length": MAX_LENGTH, "micro_batch": MICRO_BATCH}
-    return Mixture(SPECS, [source], [tokens_per_byte], **options, rank=0, world=1, state=state)
+    return Mixture(SPECS, [source], [tokens_per_byte], **options, rank=0, world=1, state=state or initial_state(SPECS))
 
 
 def step_dataset(source: Source, text: TextEncoder) -> StepDataset:
@@ -181,7 +181,7 @@ def memory() -> None:
         megabytes = [f"{size / 1e6:.2f}" for size in (alone, kept, peak)]
         milliseconds = [f"{1e3 * value:.2f}" for value in (seconds, first, median(steps), steps[-1])]
         rows.append([f"{records:,}", f"{len(source.counts):,}", *megabytes, *milliseconds])
-    header = ["records", "shards", "order, MB", "+ window", "at most", "made in, ms", "first step", "median", "longest"]
+    header = ["records", "shards", "order, MB", "+ window", "peak", "made in, ms", "first step", "median", "longest"]
     print_table(f"3. The order of an epoch, and drawing steps of {SAMPLES}", header, rows)
 
 
@@ -223,9 +223,9 @@ def opens(directory: Path, rate: float) -> None:
     order = EpochOrder(main.counts, np.uint64(1), 0)
     rows = [
         ["windows of the order", f"{len(order.window_ends)}"],
-        ["opens of a shard by a worker, mean", f"{np.mean(list(of_worker.values())):.2f}"],
+        ["opens of a shard by a worker, mean", f"{of_worker.total() / len(main.shards):.2f}"],
         ["opens of a shard by a worker, most", f"{max(of_worker.values())}"],
-        ["opens of a shard by the main process (for its .idx), mean", f"{np.mean([*of_main.values(), 0][:-1]):.2f}"],
+        ["opens of a shard by the main process (for its .idx), mean", f"{of_main.total() / len(main.shards):.2f}"],
         [f"shards open at the same time, most (limit {OPEN_SHARDS})", f"{most}"],
         ["a shard's first to last read, share of the epoch", f"{max(spans) / steps / SAMPLES:.3f}"],
         ["in a full shuffle: opens of a shard, mean", f"{cache_misses(full) / len(main.shards):,.1f}"],

@@ -48,12 +48,6 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
             text = world.sentence(language, number)
             yield number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))]
 
-    lines = writer.SHARD_LINES // 4
-    writer.write_shards(pair_lines(0, pairs), partial / "pairs", "pairs", lines, ranks, made_by)
-    writer.write_shards(pair_lines(pairs, HELDOUT), partial / "heldout" / "pairs", "pairs", lines, ranks, made_by)
-    for language in LANGUAGES:
-        writer.write_shards(mono_lines(language), partial / f"mono_{language}", "mono", lines, ranks, made_by)
-
     def finish() -> None:
         if not ranks.is_main:
             return
@@ -68,7 +62,17 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
             out.rmdir()
         partial.rename(out)
 
-    ranks.together(finish)
+    try:
+        lines = writer.SHARD_LINES // 4
+        writer.write_shards(pair_lines(0, pairs), partial / "pairs", "pairs", lines, ranks, made_by)
+        writer.write_shards(pair_lines(pairs, HELDOUT), partial / "heldout" / "pairs", "pairs", lines, ranks, made_by)
+        for language in LANGUAGES:
+            writer.write_shards(mono_lines(language), partial / f"mono_{language}", "mono", lines, ranks, made_by)
+        ranks.together(finish)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from data_tools.index import summary
 from data_tools.ranks import Ranks, run
-from xscale.data.index import Source, read_index, scan_shard, sha256_file
+from xscale.data.index import Source, idx_path, read_index, scan_shard, sha256_file
 from xscale.errors import UserError
 
 _LENGTH_SAMPLE = 10_000
@@ -36,7 +36,8 @@ def describe(source: Source, show: int) -> list[str]:
         )
     linked = sum(record.links is not None for record in records)
     lines.append(f"  with word links: {100 * linked / len(records):.0f} %")
-    for shard, number in places[: show if show <= len(places) else len(places)]:
+    for at in np.linspace(0, len(places) - 1, min(show, len(places))).astype(np.int64):
+        shard, number = places[at]
         lines.append("  " + source.read(shard, number).to_json())
     return lines
 
@@ -53,9 +54,18 @@ def damage(source: Source, ranks: Ranks) -> list[str]:
                 problems.append(f"{path} is missing")
             elif sha256_file(path) != shard.sha256:
                 problems.append(_first_damage(source, number))
+            elif not _idx_fits(path, source.langs):
+                problems.append(
+                    f"{idx_path(path)} does not fit its shard; run `python -m data_tools.index {source.directory}`"
+                )
         return problems
 
     return sorted(problem for part in ranks.together(verify) for problem in part)
+
+
+def _idx_fits(path: Path, langs: tuple[str, ...]) -> bool:
+    idx = idx_path(path)
+    return idx.exists() and idx.read_bytes() == scan_shard(path, langs).idx.tobytes()
 
 
 def _first_damage(source: Source, number: int) -> str:

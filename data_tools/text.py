@@ -3,12 +3,14 @@
 import gzip
 import lzma
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from xscale.errors import UserError
 
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])|(?<=[。！？])")
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 
@@ -28,8 +30,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the "
             f"file, e.g. with `iconv -t UTF-8`"
         ) from None
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read after line {number} ({error.strerror})") from None
 
 
 def files_of(paths: list[Path]) -> list[Path]:

@@ -5,8 +5,11 @@ python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram
 
 import argparse
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,19 +21,22 @@ from xscale.errors import UserError
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 UNIGRAM_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+_ALPHABET = 1000
+"""Most frequent characters that a WordPiece vocabulary holds, so that Chinese leaves room for pieces."""
 
 
 def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
     """A BERT-style WordPiece or an XLM-R-style Unigram tokenizer with mask, pad, cls and sep tokens."""
     special = WORDPIECE_SPECIAL if kind == "wordpiece" else UNIGRAM_SPECIAL
     tokens = list(special.values())
-    trainer: trainers.Trainer
     if kind == "wordpiece":
-        tokenizer = Tokenizer(models.WordPiece(unk_token=special["unk"]))
-        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        vocabulary = _wordpieces(texts, normalizer, vocab_size, tokens)
+        tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk"]))
+        tokenizer.normalizer = normalizer
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
-        trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=tokens, show_progress=False)
+        tokenizer.add_special_tokens(tokens)
     else:
         tokenizer = Tokenizer(models.Unigram())
         steps = [normalizers.NFKC()] + ([normalizers.Lowercase()] if lowercase else [])
@@ -40,7 +46,7 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         trainer = trainers.UnigramTrainer(
             vocab_size=vocab_size, special_tokens=tokens, unk_token=special["unk"], show_progress=False
         )
-    tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(texts, trainer)
     ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
     cls, sep = special["cls"], special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -53,6 +59,26 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         model_input_names=["input_ids", "attention_mask"],
         **{f"{name}_token": token for name, token in special.items()},
     )
+
+
+def _wordpieces(texts: Iterator[str], normalizer: Any, vocab_size: int, special: list[str]) -> dict[str, int]:
+    """A WordPiece vocabulary, the same in every run: WordPieceTrainer numbers the characters inside words in the order
+    of a hash table and breaks ties by number, so those characters are given to it in order, as first tokens."""
+    seen: Counter[str] = Counter()
+    tokenizer = Tokenizer(models.WordPiece())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
+        for text in texts:
+            seen.update(normalizer.normalize_str(text))
+            spool.write(" ".join(text.split()) + "\n")
+        spool.seek(0)
+        frequent = sorted(seen, key=lambda c: (-seen[c], c))[:_ALPHABET]
+        inside = sorted("##" + c for c in frequent if not c.isspace())
+        trainer = trainers.WordPieceTrainer(
+            vocab_size=vocab_size, special_tokens=special + inside, limit_alphabet=_ALPHABET, show_progress=False
+        )
+        tokenizer.train_from_iterator(spool, trainer)
+    return tokenizer.get_vocab()
 
 
 def shard_texts(sources: list[Source], limit: int) -> Iterator[str]:

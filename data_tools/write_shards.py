@@ -8,6 +8,7 @@ the same, byte for byte, under `mpirun -n N` for every N. The directory appears 
 """
 
 import argparse
+import os
 import shutil
 import sys
 from collections import Counter
@@ -72,7 +73,7 @@ def check_links(record: Record, path: Path | None, number: int) -> None:
 def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilter | None") -> Iterator[Line]:
     """One record a sentence; `<doc>` lines of WikiExtractor are left out."""
     total = 0
-    for path in paths:
+    for path, name in zip(paths, key_names(paths), strict=True):
         for number, line in read_lines(path):
             total += 1
             line = line.strip()
@@ -81,7 +82,7 @@ def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilt
                 continue
             texts = [line] if whole_lines else split_sentences(line)
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
-            records = [Record(f"{stem(path)}.{lang}-{number:09d}.{i}", (lang,), (text,)) for i, text in kept]
+            records = [Record(f"{name}.{lang}-{number:09d}.{i}", (lang,), (text,)) for i, text in kept]
             yield total, "" if records else "length", records
 
 
@@ -100,6 +101,15 @@ class TokenFilter:
 
 def stem(path: Path) -> str:
     return path.name.partition(".")[0]
+
+
+def key_names(paths: list[Path]) -> list[str]:
+    """What each file's record keys start with: its stem, or its path below the files' common directory where files
+    share a stem (WikiExtractor's AA/wiki_00 and AB/wiki_00)."""
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    common = os.path.commonpath([path.parent for path in absolute])
+    times = Counter(map(stem, paths))
+    return [stem(path) if times[stem(path)] == 1 else path.relative_to(common).as_posix() for path in absolute]
 
 
 def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, ranks: Ranks, made_by: dict) -> dict:
@@ -129,12 +139,14 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
         # Shards whose lines were all left out do not exist: number the others without gaps.
         kept = sorted(shard for shard, count in counts.items() if count["records"])
         if not kept:
-            raise UserError(f"nothing to write: {dict(sum(counts.values(), Counter()))}. Is the input empty?")
+            left_out = ", ".join(f"{n:,} {reason}" for reason, n in sum(counts.values(), Counter()).items())
+            files = ", ".join(made_by.get("input", [])) or "the input"
+            raise UserError(f"nothing to write to {out}: no record in {files} ({left_out or 'no line'})")
         if ranks.is_main:
             for new, old in enumerate(kept):
                 (partial / f"{name}-{old:06d}.tar").rename(partial / f"{name}-{new:06d}.tar")
         ranks.gather(None)
-        totals = sum((counts[shard] for shard in sorted(counts)), Counter())
+        totals: Counter = sum((counts[shard] for shard in sorted(counts)), Counter())
         index = indexing.build(partial, None, ranks, made_by | {"counts": dict(sorted(totals.items()))})
         if ranks.is_main:
             if out.exists():

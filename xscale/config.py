@@ -3,7 +3,9 @@
 All problems of a recipe are reported at once. A value comes from the YAML file, then from `--set`.
 """
 
+import contextlib
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -130,7 +132,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
         )
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping with model, streams, data, train, checkpoint")
@@ -148,16 +150,20 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     if not equals:
         problems.append(f"--set {assignment}: needs the form key.sub=value")
         return
-    value = yaml.safe_load(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        problems.append(f"--set {assignment}: {text!r} is not YAML")
+        return
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
-        except ValueError:
-            pass
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
             problems.append(f"--set {assignment}: {parent} has no fields")
             return
@@ -168,7 +174,10 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}
     for unknown in set(tree) - set(sections) - {"streams"}:
         problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
-    built = {name: _build(cls, tree.get(name) or {}, name, problems) for name, cls in sections.items()}
+    built = {
+        name: _build(cls, {} if tree.get(name) is None else tree[name], name, problems)
+        for name, cls in sections.items()
+    }
     streams = {}
     if not isinstance(tree.get("streams"), dict) or not tree["streams"]:
         problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
@@ -188,7 +197,7 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
         problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
         return None
     objective = fields.get("objective")
-    if objective not in objectives:
+    if not isinstance(objective, str) or objective not in objectives:
         problems.append(f"{where}.objective: {objective!r} is unknown; there are {', '.join(sorted(objectives))}")
         return None
     own = {f.name for f in dataclasses.fields(StreamConfig)} - {"options"}
@@ -243,6 +252,9 @@ def _check_type(value: Any, hint: Any, where: str, problems: list[str]) -> Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        problems.append(f"{where}: {value} is not a finite number")
+        return value
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
     problems.append(f"{where}: {value!r} is {_type_name(value)}, needs {hint.__name__}{_remedy(value, hint)}")
@@ -255,10 +267,9 @@ def _type_name(value: Any) -> str:
 
 def _remedy(value: Any, hint: type) -> str:
     if hint is float and isinstance(value, str):
-        try:
-            return f"; YAML reads a number with an exponent only with a dot: write {float(value):.1e}"
-        except ValueError:
-            return ""
+        with contextlib.suppress(ValueError):
+            written = yaml.safe_dump(float(value)).split()[0]
+            return f"; YAML reads a number with an exponent only with a dot and a sign: write {written}"
     if hint is str and isinstance(value, bool):
         return "; YAML reads yes, no, on, off as truth values: quote it"
     return ""

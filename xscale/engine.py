@@ -21,6 +21,13 @@ from xscale.models.encoder import Encoder, decay_groups
 from xscale.objectives import OBJECTIVES, LossSums
 
 AUTO = "auto"
+_WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
+SCHEDULES = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
+    "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
+}
+"""Parameters of DeepSpeed's schedulers that the recipe gives where ds_config does not."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +101,27 @@ def resolve_ds_config(
         "warmup_min_lr": (train.lr / warmup, "train.lr / warm-up steps"),
     }
     for key, (value, field) in owned.items():
-        if key in params or scheduler["type"] == "WarmupDecayLR":
+        if key in params or key in SCHEDULES.get(scheduler["type"], ()):
             own(params, "scheduler.params.", key, value, field, also=(0, 0.0) if key == "warmup_min_lr" else ())
 
     precision, notes = _resolve_precision(resolved, train.precision, hardware, problems)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
+    unfilled = [f"  {key}" for key in _autos(resolved)]
+    if unfilled:
+        lines = "\n".join(unfilled)
+        raise UserError(f'ds_config {path}: no recipe has a value for these; write one instead of "auto":\n{lines}')
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
     return resolved, precision, notes
+
+
+def _autos(tree: Any, where: str = "") -> list[str]:
+    """Dotted names of the keys whose value is "auto"."""
+    if isinstance(tree, dict):
+        return [name for key, value in tree.items() for name in _autos(value, f"{where}.{key}" if where else key)]
+    return [where] if tree == AUTO else []
 
 
 def _resolve_precision(

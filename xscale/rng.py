@@ -8,6 +8,9 @@ import hashlib
 
 import numpy as np
 
+Key = np.ndarray | np.uint64
+"""One 64-bit key, or an array of them."""
+
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(11)
@@ -19,7 +22,7 @@ def key(*parts: str | int) -> np.uint64:
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
-def hash64(key: np.ndarray | np.uint64, counter: np.ndarray) -> np.ndarray:
+def hash64(key: Key, counter: Key) -> np.ndarray:
     """uint64 hash of every `counter` under `key`; the two broadcast against each other."""
     with np.errstate(over="ignore"):
         x = (np.asarray(counter).astype(np.uint64) + np.uint64(1)) * GOLDEN + key
@@ -28,12 +31,12 @@ def hash64(key: np.ndarray | np.uint64, counter: np.ndarray) -> np.ndarray:
         return x ^ (x >> _S31)
 
 
-def uniform(key: np.ndarray | np.uint64, counter: np.ndarray) -> np.ndarray:
+def uniform(key: Key, counter: Key) -> np.ndarray:
     """float64 in [0, 1), one for every `counter`."""
     return (hash64(key, counter) >> _S11).astype(np.float64) * (1.0 / (1 << 53))
 
 
-def permutation(key: np.uint64, n: int) -> np.ndarray:
+def permutation(key: Key, n: int) -> np.ndarray:
     """int64 permutation of range(n)."""
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)), kind="stable")
 

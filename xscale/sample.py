@@ -26,8 +26,13 @@ class Record(NamedTuple):
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a record: needs key, langs and texts ({error})") from None
+        if isinstance(fields["langs"], str) or isinstance(fields["texts"], str):
+            raise ValueError(f"record {key!r}: langs and texts are lists of strings")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
         if not all(isinstance(text, str) and text.strip() for text in texts):
             raise ValueError(f"record {key!r}: a text is empty or not a string")
-        return cls(str(key), tuple(str(lang) for lang in langs), texts, fields.get("links"))
+        links = fields.get("links")
+        if links is not None and not isinstance(links, str):
+            raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
+        return cls(str(key), tuple(str(lang) for lang in langs), texts, links)

@@ -278,6 +278,7 @@ class Trainer:
         if first >= recipe.train.steps:
             LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
             return 0
+        self.saved = checkpoint.step if checkpoint else None
         self.write_config(ds_config)
         state = checkpoint.manifest["state"] if checkpoint else initial_state(self.job.specs)
         batches = self.job.batches(place, state, recipe.train.steps - first)
@@ -361,8 +362,7 @@ class Trainer:
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
-        existing = self.folder / f"step_{step:08d}" / checkpoints.MANIFEST
-        if existing.exists():
+        if step == self.saved:
             return
         started = time.monotonic()
         path = checkpoints.save(
@@ -376,6 +376,7 @@ class Trainer:
             return
         if self.place.is_main:
             checkpoints.clean(self.folder, self.recipe.checkpoint.keep)
+        self.saved = step
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
 
     def write_hf(self, path: Path) -> None:

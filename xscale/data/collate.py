@@ -53,7 +53,7 @@ def masked_lm(
     """
     encoder = context.encoder
     if not len(sequences.lengths):
-        return idle(context)
+        return idle(context, too_long)
     ids, targets = mask_tokens(sequences, encoder, mask_prob, whole_word)
     longest = int(sequences.lengths.max())
     shape = (len(sequences.lengths), longest)
@@ -77,7 +77,7 @@ def masked_lm(
     return MicroBatch(arrays, {"mlm": len(targets)}, len(ids), shape[0], too_long)
 
 
-def idle(context: Context) -> MicroBatch:
+def idle(context: Context, too_long: int = 0) -> MicroBatch:
     """A micro-batch without targets: the rank has no sample left but takes part in the micro-step all the same."""
     encoder = context.encoder
     arrays = {
@@ -86,4 +86,4 @@ def idle(context: Context) -> MicroBatch:
         "rows": np.empty(0, dtype=np.int64),
         "labels": np.empty(0, dtype=np.int64),
     }
-    return MicroBatch(arrays, {"mlm": 0}, 0, 0)
+    return MicroBatch(arrays, {"mlm": 0}, 0, 0, too_long)

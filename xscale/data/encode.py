@@ -170,6 +170,7 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str) -> tuple[
             if overlong == "drop":
                 continue
             cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
+            cut_first = max(cut_first, excess - len(second) + 1)  # a token of either side stays
             keep = (len(first) - cut_first, len(second) - (excess - cut_first))
             example = truncated(example, keep)
         kept.append(example)

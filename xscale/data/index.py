@@ -220,6 +220,10 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
                         if sample and _sample_key(sample[-1].name) != _sample_key(member.name):
                             add_sample()
                         sample.append(member)
+                # tarfile takes a damaged header, or the file's end, for the end of the archive.
+                rest = os.pread(file.fileno(), 1 << 20, tar.offset)
+                if len(rest) < _BLOCK or rest.strip(b"\0"):
+                    raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
                 add_sample()
         except (ValueError, tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: record {len(ranges)}: {error}") from None
@@ -230,8 +234,12 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
 
 
 def parse_line(line: bytes) -> Record:
+    return Record.from_dict(parse_json(line))
+
+
+def parse_json(data: bytes) -> Any:
     try:
-        return Record.from_dict(json.loads(line))
+        return json.loads(data)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
     except json.JSONDecodeError as error:
@@ -244,12 +252,17 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
     links, key = None, ""
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
-            key, _, extension = member.name.rpartition("/")[2].partition(".")
             content = tar.extractfile(member)
-            assert content is not None
+            if content is None:
+                continue
+            key = _sample_key(member.name)
+            extension = member.name[len(key) + 1 :]
             text = content.read()
             if extension == "json":
-                return Record.from_dict({"key": key} | json.loads(text))
+                fields = parse_json(text)
+                if not isinstance(fields, dict):
+                    raise ValueError(f"{member.name} is not a JSON object")
+                return Record.from_dict({"key": key} | fields)
             if extension == "links.txt":
                 links = text.decode().strip()
             elif extension == "txt" and langs and len(langs) == 1:

@@ -6,7 +6,7 @@ mixture's state after it, so the state saved with step t is what step t consumed
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class _Plans:
         return self.plans
 
 
-def _same(batch: StepBatch) -> StepBatch:
+def _same(batch: Any) -> Any:
     return batch
 
 
@@ -193,7 +193,7 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
     return tuple(fitting)
 
 
-def stream_specs(streams: dict[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
+def stream_specs(streams: Mapping[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
     """streams: {name: (reads, languages, samples)}."""
     return [
         StreamSpec(name, select_sources(name, reads, languages, sources), samples, packed=reads == "mono")

@@ -47,7 +47,7 @@ class Exported:
 
 def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """(key, langs, texts) of the first `limit` records."""
-    records = []
+    records: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
     for shard, count in enumerate(source.counts):
         for record in range(min(int(count), limit - len(records))):
             found = source.read(shard, record)

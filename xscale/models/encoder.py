@@ -147,7 +147,7 @@ def _dropout_names(model_type: str, dropout: float) -> dict[str, float]:
 
 def _widen_token_types(lm: PreTrainedModel, languages: int) -> None:
     """Give the token-type table at least `languages` rows; new rows start as copies of row 0."""
-    embeddings = getattr(lm.base_model, "embeddings", None)
+    embeddings: Any = getattr(lm.base_model, "embeddings", None)
     old = getattr(embeddings, "token_type_embeddings", None)
     if old is None:
         raise UserError(

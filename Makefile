@@ -1,0 +1,51 @@
+# make demo: everything at once, on generated data.  make test: the tests.  Both start from a bare machine.
+PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
+DEMO := runs/demo
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test test-slow lint bench clean
+.DELETE_ON_ERROR:
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,mpi]'
+	touch $@
+
+data/demo: | $(VENV)/installed
+	$(BIN)/python -m data_tools.demo_corpus --out $@
+
+demo: $(VENV)/installed data/demo
+	rm -rf $(DEMO)
+	deepspeed --num_gpus $(RANKS) xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe mixed \
+	    --data data/demo --out $(DEMO)/run --set checkpoint.keep=9
+	@for step in before:checkpoints/step_00000000 after:; do \
+	    name=$${step%%:*}; \
+	    python -m xscale.export $(DEMO)/run/$${step#*:} $(DEMO)/$$name && \
+	    python -m xscale.eval.run --model $(DEMO)/$$name --task heldout retrieval --data data/demo/heldout \
+	        --out $(DEMO)/$$name.json > $(DEMO)/$$name.txt || exit 1; \
+	done
+	@for name in before after; do echo "$$name training:"; sed 's/^/  /' $(DEMO)/$$name.txt; done
+
+test: $(VENV)/installed
+	python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed
+	python -m pytest -m slow
+
+lint: $(VENV)/installed
+	ruff format --check .
+	ruff check .
+	mypy
+
+bench: $(VENV)/installed
+	python benchmarks/loader.py
+	python benchmarks/shuffle.py
+	python benchmarks/step.py
+
+clean:
+	rm -rf $(VENV) data/demo runs/demo

@@ -1,0 +1,107 @@
+"""Fixtures of the data path's tests: a small demo corpus, tools run as one rank or as several, plain readers."""
+
+import json
+import os
+import tarfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+
+from data_tools import demo_corpus, write_shards
+from data_tools.ranks import Ranks
+from xscale.data.encode import TextEncoder
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo corpus with 600 pairs and 600 sentences of each language. Read only."""
+    out = tmp_path_factory.mktemp("corpus") / "demo"
+    demo_corpus.build(out, pairs=600, mono=600)
+    return out
+
+
+@pytest.fixture(scope="session")
+def text_encoder(demo: Path) -> TextEncoder:
+    return TextEncoder(demo / "tokenizer")
+
+
+class ThreadRanks(Ranks):
+    """A rank of several that are threads of this process."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: list[Any]):
+        self.rank, self.size, self.barrier, self.board = rank, size, barrier, board
+
+    def gather(self, value: Any) -> list[Any]:
+        self.board[self.rank] = value
+        self.barrier.wait(timeout=20)
+        values = list(self.board)
+        self.barrier.wait(timeout=20)  # nobody writes again before all have read
+        return values
+
+
+@pytest.fixture(scope="session")
+def on_ranks() -> Callable[[int, Callable[[Ranks], Any]], list[Any]]:
+    """on_ranks(n, work): what `work(ranks)` returns, or the exception that it raises, on each of n ranks."""
+
+    def run(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
+        barrier, board = threading.Barrier(size), [None] * size
+        results: list[Any] = [None] * size
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = work(ThreadRanks(rank, size, barrier, board))
+            except BaseException as error:
+                results[rank] = error
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        return results
+
+    return run
+
+
+def tar_lines(path: Path) -> list[bytes]:
+    """Every line of every .jsonl member, by tarfile alone."""
+    with tarfile.open(path) as tar:
+        return [line for member in tar for line in tar.extractfile(member).read().split(b"\n") if line]
+
+
+@pytest.fixture(scope="session")
+def shard_records() -> Callable[[Path], list[list[dict]]]:
+    """shard_records(directory): the records of each shard, in order, by tarfile and json alone."""
+    return lambda directory: [[json.loads(line) for line in tar_lines(tar)] for tar in sorted(directory.glob("*.tar"))]
+
+
+@pytest.fixture
+def corpus_files(tmp_path: Path) -> Callable[..., tuple[Path, Path]]:
+    """corpus_files(src lines, tgt lines): two text files."""
+
+    def write(src: list[str], tgt: list[str], suffix: str = "") -> tuple[Path, Path]:
+        paths = tmp_path / f"c.en{suffix}", tmp_path / f"c.de{suffix}"
+        for path, lines in zip(paths, (src, tgt), strict=True):
+            path.write_bytes("".join(line + "\n" for line in lines).encode())
+        return paths
+
+    return write
+
+
+@pytest.fixture
+def write_pairs() -> Callable[..., None]:
+    """write_pairs(src, tgt, out, "--option", ...): the command as a user runs it, in this process."""
+
+    def run(src: Path, tgt: Path, out: Path, *options: object, ranks: Ranks | None = None) -> None:
+        argv = ["pairs", "--src", src, "--tgt", tgt, "--langs", "en", "de", "--out", out, *options]
+        write_shards.main(ranks or Ranks(), [str(argument) for argument in argv])
+
+    return run

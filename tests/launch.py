@@ -1,0 +1,130 @@
+"""Runs the training command as a user would, with real processes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+TRAIN = str(ROOT / "xscale" / "train.py")
+BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def command(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN) -> list[str]:
+    port = str(free_port())
+    if launcher == "deepspeed":
+        head = [str(BIN / "deepspeed"), "--num_gpus", str(world), "--master_port", port, script]
+    elif launcher == "mpirun":
+        head = [str(BIN / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", str(world), sys.executable, script]
+    else:
+        head = [str(BIN / "torchrun"), "--nproc_per_node", str(world), "--master_port", port, script]
+    return head + arguments
+
+
+def environment() -> dict[str, str]:
+    # One thread a rank: what the machine's cores allow, and bit-exact sums whatever their number.
+    extra = {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    return os.environ | extra
+
+
+def start(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN) -> subprocess.Popen:
+    return subprocess.Popen(
+        command(world, arguments, launcher, script),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def run(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN, timeout: int = 300) -> str:
+    """Output of a run that must succeed."""
+    code, output = try_run(world, arguments, launcher, script, timeout)
+    assert code == 0, f"exit code {code}\n{output[-6000:]}"
+    return output
+
+
+def try_run(
+    world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN, timeout: int = 300
+) -> tuple[int, str]:
+    process = start(world, arguments, launcher, script)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        kill(process)
+        raise AssertionError(f"no end after {timeout} s:\n{process.communicate()[0][-6000:]}") from None
+    return process.returncode, output
+
+
+def kill(process: subprocess.Popen) -> None:
+    """kill -9 of launcher, ranks and loader workers at once."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def rank_pids(process: subprocess.Popen) -> list[int]:
+    """The ranks of a started run, without launchers and loader workers."""
+    listing = subprocess.run(["ps", "-eo", "pid,ppid,sid,args"], capture_output=True, text=True).stdout
+    rows = [line.split(None, 3) for line in listing.splitlines()[1:]]
+    ours = {int(pid): int(ppid) for pid, ppid, sid, args in rows if int(sid) == process.pid and _is_rank(args)}
+    return [pid for pid, ppid in ours.items() if ppid not in ours]
+
+
+def _is_rank(args: str) -> bool:
+    words = args.split()
+    return TRAIN in words and not any("torchrun" in w or w.endswith("deepspeed") or "launch" in w for w in words[:5])
+
+
+def metrics(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = ("step_s", "data_wait_s", "tokens_per_s", "samples_per_s")
+
+
+def without_times(out: Path) -> list[dict]:
+    return [{k: v for k, v in entry.items() if k not in TIMES} for entry in metrics(out)]
+
+
+def trace(out: Path) -> dict[tuple[int, str], list[str]]:
+    """Keys of all ranks by (step, stream)."""
+    keys: dict[tuple[int, str], list[str]] = {}
+    for path in sorted((out / "trace").glob("rank*.jsonl")):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            keys.setdefault((entry["step"], entry["stream"]), []).extend(entry["keys"])
+    return keys
+
+
+def checkpoint_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of every DeepSpeed file of a checkpoint, by its place."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(where: str, value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors[where] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{where}/{key}", inner)
+        elif isinstance(value, list | tuple):
+            for key, inner in enumerate(value):
+                walk(f"{where}/{key}", inner)
+        elif isinstance(value, int | float):
+            tensors[where] = torch.tensor(float(value), dtype=torch.float64)
+
+    for file in sorted(path.glob("*.pt")):
+        walk(file.name, torch.load(file, weights_only=False))
+    return tensors

@@ -1,0 +1,357 @@
+"""What a step consumes: the same for every world size and micro-batch, resumable anywhere, every record once an epoch."""
+
+import itertools
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale.data.index import find_sources
+from xscale.data.mixture import (
+    PACK_FILL,
+    Mixture,
+    StepPlan,
+    StreamSpec,
+    initial_state,
+    micro_steps,
+    pack,
+    source_weights,
+)
+
+LENGTH = 64
+Place = tuple[int, int, int, int]  # source, epoch, shard, record
+
+
+class FakeSource:
+    """As much of a Source as drawing needs."""
+
+    def __init__(self, langs: str, counts: list[int], longest: int = 40):
+        self.name, self.fingerprint = langs, f"{langs} {counts}"
+        self.counts, self.records = np.array(counts), sum(counts)
+        self.sizes = [np.random.default_rng(i).integers(1, longest, count) for i, count in enumerate(counts)]
+
+    def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+        return self.sizes[shard][records]
+
+
+SOURCES: list[Any] = [
+    FakeSource("en", [30, 20, 7], longest=100),  # some records are longer than a sequence
+    FakeSource("de", [11]),
+    FakeSource("en-de", [25, 25]),
+    FakeSource("en-fr", [9, 5, 6]),
+]
+STREAMS = [
+    StreamSpec("mlm", (0, 1), 10, packed=True),
+    StreamSpec("tlm", (2, 3), 13, packed=False),
+    StreamSpec("again", (2,), 3, packed=False),
+]
+
+
+def mixture(
+    rank: int = 0,
+    world: int = 1,
+    micro_batch: int = 1000,
+    *,
+    sources: list[Any] = SOURCES,
+    streams: list[StreamSpec] = STREAMS,
+    seed: int = 5,
+    alpha: float = 0.7,
+    state: dict[str, Any] | None = None,
+) -> Mixture:
+    return Mixture(
+        streams,
+        sources,
+        [1.0] * len(sources),
+        seed=seed,
+        alpha=alpha,
+        max_length=LENGTH,
+        micro_batch=micro_batch,
+        rank=rank,
+        world=world,
+        state=state,
+    )
+
+
+def plain(plan: StepPlan) -> dict[str, list[list[tuple[int, Place]]]]:
+    """stream -> micro-batches -> (number of the sample, place) of each record."""
+
+    def rows(draw: Any) -> list[tuple[int, Place]]:
+        columns = (draw.sample, draw.source, draw.epoch, draw.shard, draw.record)
+        return [(sample, tuple(place)) for sample, *place in zip(*(c.tolist() for c in columns), strict=True)]
+
+    return {name: [rows(draw) for draw in draws] for name, draws in plan.micros.items()}
+
+
+def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Place]]]:
+    """The step's global batch: stream -> sample -> its records in order, over the plans of all ranks."""
+    batch: dict[str, dict[int, list[Place]]] = defaultdict(dict)
+    for plan in plans:
+        for name, micros in plain(plan).items():
+            for micro in micros:
+                for sample, group in itertools.groupby(micro, key=lambda row: row[0]):
+                    assert sample not in batch[name], "a sample is torn apart or given twice"
+                    batch[name][sample] = [place for _, place in group]
+    return dict(batch)
+
+
+def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Place]]]:
+    """(stream, source) -> samples in order of consumption."""
+    found: dict[tuple[str, int], list[list[Place]]] = defaultdict(list)
+    for plan in itertools.islice(mixture(**arguments), steps):
+        for name, batch in samples([plan]).items():
+            for sample in sorted(batch):
+                found[name, batch[sample][0][0]].append(batch[sample])
+    return found
+
+
+# 1. Ranks and micro-batches
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_global_batch_does_not_depend_on_the_cut(world: int, micro_batch: int) -> None:
+    whole = mixture()
+    ranks = [mixture(rank, world, micro_batch) for rank in range(world)]
+    for _ in range(12):
+        expected, plans = whole.next_step(), [rank.next_step() for rank in ranks]
+        assert samples(plans) == samples([expected])
+        assert [plan.state for plan in plans] == [expected.state] * world
+        for stream in STREAMS:
+            micros = [plain(plan)[stream.name] for plan in plans]
+            assert len({len(of_rank) for of_rank in micros}) == 1, "ranks differ in their number of micro-batches"
+            assert len(micros[0]) == micro_steps(stream, micro_batch, world)
+            sizes = [len({sample for sample, _ in micro}) for of_rank in micros for micro in of_rank]
+            assert max(sizes) <= micro_batch and sum(sizes) == stream.samples
+
+
+def test_every_step_has_all_samples() -> None:
+    for plan in itertools.islice(mixture(), 30):
+        assert {name: sorted(batch) for name, batch in samples([plan]).items()} == {
+            stream.name: list(range(stream.samples)) for stream in STREAMS
+        }
+
+
+def test_ranks_get_like_lengths() -> None:
+    """No rank waits for another: in a micro-step the longest samples of the ranks are close."""
+    sources = [FakeSource("en-de", [2000])]
+    streams = [StreamSpec("tlm", (0,), 64, packed=False)]
+    ranks = [mixture(rank, 4, 4, sources=sources, streams=streams) for rank in range(4)]
+    for micros in zip(*(rank.next_step().micros["tlm"] for rank in ranks), strict=True):
+        tokens = [micro.tokens.sum() for micro in micros]
+        assert max(tokens) - min(tokens) <= 0.2 * max(tokens) + 4
+
+
+# 2. State
+
+
+@pytest.mark.parametrize("stop", [1, 2, 7, 19])
+def test_resume_continues_exactly(stop: int) -> None:
+    """From the state of any step, through JSON as in a checkpoint, at another world size too."""
+    first = mixture()
+    plans = [first.next_step() for _ in range(40)]
+    state = json.loads(json.dumps(plans[stop - 1].state))
+    again = mixture(state=state)
+    for plan in plans[stop:]:
+        resumed = again.next_step()
+        assert (resumed.step, resumed.state) == (plan.step, plan.state)
+        assert plain(resumed) == plain(plan)
+    ranks = [mixture(rank, 3, 2, state=state) for rank in range(3)]
+    for plan in plans[stop:]:
+        assert samples([rank.next_step() for rank in ranks]) == samples([plan])
+
+
+def test_a_state_is_not_changed_by_what_follows() -> None:
+    """A batch carries its state through prefetch; the mixture runs ahead."""
+    run = mixture()
+    plans = [run.next_step() for _ in range(20)]
+    copies = [json.dumps(plan.state) for plan in plans]
+    for _ in range(20):
+        run.next_step()
+    assert [json.dumps(plan.state) for plan in plans] == copies
+    start = initial_state(STREAMS)
+    before = json.dumps(start)
+    mixture(state=start).next_step()
+    assert json.dumps(start) == before
+
+
+def test_state_says_what_was_consumed() -> None:
+    run, counts = mixture(), defaultdict(int)
+    for plan in itertools.islice(run, 60):
+        for name, batch in samples([plan]).items():
+            for place in itertools.chain(*batch.values()):
+                counts[name, place[0]] += 1
+        for stream in STREAMS:
+            for source, (epoch, position) in zip(stream.sources, plan.state["positions"][stream.name], strict=True):
+                assert epoch * SOURCES[source].records + position == counts[stream.name, source]
+    assert plan.state["step"] == 60
+
+
+def test_state_is_small() -> None:
+    plan = list(itertools.islice(mixture(), 200))[-1]
+    assert len(json.dumps(plan.state)) < 300
+
+
+# 3. Epochs
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_epoch_is_every_record_once(seed: int) -> None:
+    for (stream, source), in_turn in consumed(80, seed=seed).items():
+        places = [place for sample in in_turn for place in sample]
+        epochs = [epoch for _, epoch, *_ in places]
+        assert epochs == sorted(epochs), "an epoch begins before the last one ended"
+        assert epochs[-1] >= 2, (stream, source, "the test needs complete epochs")
+        counts = SOURCES[source].counts.tolist()
+        expected = {(shard, record) for shard, count in enumerate(counts) for record in range(count)}
+        orders = []
+        for epoch in range(epochs[-1]):
+            order = [place[2:] for place in places if place[1] == epoch]
+            assert expected - set(order) == set(), "missing"
+            assert {place for place, times in Counter(order).items() if times > 1} == set(), "duplicate"
+            orders.append(tuple(order))
+        assert len(set(orders)) == len(orders), "epochs repeat an order"
+        unfinished = [place[2:] for place in places if place[1] == epochs[-1]]
+        assert len(set(unfinished)) == len(unfinished)
+
+
+def test_streams_and_seeds_have_their_own_order() -> None:
+    runs = [consumed(4, seed=seed) for seed in (0, 1)]
+    orders = [
+        [place[2:] for sample in run[key] for place in sample][:10]
+        for run in runs
+        for key in (("tlm", 2), ("again", 2))
+    ]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+# 4. Languages
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 1.0])
+def test_weights_are_those_of_the_paper(alpha: float) -> None:
+    """p_i = n_i^alpha / sum_j n_j^alpha over languages; several sources of a language share by their records."""
+    sources: Any = [FakeSource("en", [600]), FakeSource("de", [50, 50]), FakeSource("en", [100, 200])]
+    found = source_weights(sources, alpha)
+    p_en, p_de = 900**alpha / (900**alpha + 100**alpha), 100**alpha / (900**alpha + 100**alpha)
+    assert found == pytest.approx([p_en * 600 / 900, p_de, p_en * 300 / 900])
+    assert found.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.7])
+def test_languages_appear_as_often_as_their_weight(alpha: float) -> None:
+    sources = [FakeSource("en", [4000]), FakeSource("de", [400]), FakeSource("sw", [40])]
+    streams = [StreamSpec("mlm", (0, 1, 2), 50, packed=False)]
+    found = consumed(100, sources=sources, streams=streams, alpha=alpha)
+    drawn = {source: len(in_turn) for (_, source), in_turn in found.items()}
+    assert sum(drawn.values()) == 5000
+    total = sum(n**alpha for n in (4000, 400, 40))
+    for source, n in enumerate((4000, 400, 40)):
+        p = n**alpha / total
+        assert abs(drawn[source] - 5000 * p) < 4.5 * (5000 * p * (1 - p)) ** 0.5
+
+
+def test_languages_of_steps_are_independent() -> None:
+    streams = [StreamSpec("mlm", (0, 1), 20, packed=False)]
+    sources = [FakeSource("en", [1000]), FakeSource("de", [1000])]
+    patterns = set()
+    for plan in itertools.islice(mixture(sources=sources, streams=streams), 50):
+        batch = samples([plan])["mlm"]
+        patterns.add(tuple(batch[sample][0][0] for sample in range(20)))
+    assert len(patterns) == 50
+
+
+# 5. Packing
+
+
+def greedy(tokens: list[float], room: float) -> list[int]:
+    """Ends of runs: a record opens a new run where it does not fit any more."""
+    ends, start = [], 0
+    for i in range(1, len(tokens)):
+        if sum(tokens[start : i + 1]) > room:
+            ends.append(i)
+            start = i
+    return [*ends, len(tokens)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=50), st.integers(1, 100), st.integers(1, 20), st.booleans())
+def test_pack_is_greedy(tokens: list[int], room: int, wanted: int, final: bool) -> None:
+    expected = greedy(list(map(float, tokens)), room)
+    if not final:
+        expected = expected[:-1]
+    assert pack(np.array(tokens, dtype=float), room, wanted, final).tolist() == expected[:wanted]
+
+
+def test_packed_samples_are_whole_runs() -> None:
+    """Cutting up each epoch's order by hand gives the same samples, whatever the drawing looked ahead."""
+    for (stream, source), in_turn in consumed(80).items():
+        packed = stream == "mlm"
+        last = in_turn[-1][0][1]
+        for epoch in range(last):
+            of_epoch = [sample for sample in in_turn if sample[0][1] == epoch]
+            assert all(place[1] == epoch for sample in of_epoch for place in sample), "a sample spans two epochs"
+            places = [place for sample in of_epoch for place in sample]
+            tokens = [float(SOURCES[source].sizes[shard][record]) for _, _, shard, record in places]
+            expected = greedy(tokens, PACK_FILL * LENGTH) if packed else list(range(1, len(places) + 1))
+            assert list(itertools.accumulate(map(len, of_epoch))) == expected
+    assert any(size > LENGTH for size in itertools.chain(*SOURCES[0].sizes)), "no record was longer than the room"
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(1, 9), min_size=1, max_size=2),
+    st.booleans(),
+    st.integers(1, 5),
+    st.integers(1, 4),
+)
+def test_any_mixture_is_complete_and_cut_evenly(
+    counts: list[list[int]], wanted: list[int], packed: bool, world: int, micro_batch: int
+) -> None:
+    """Tiny sources, so that a step may take several epochs of one."""
+    sources = [FakeSource(f"l{i}", c) for i, c in enumerate(counts)]
+    streams = [StreamSpec(f"s{i}", tuple(range(len(counts))), n, packed) for i, n in enumerate(wanted)]
+    arguments: Any = {"sources": sources, "streams": streams}
+    whole = mixture(**arguments)
+    ranks = [mixture(rank, world, micro_batch, **arguments) for rank in range(world)]
+    seen: Counter = Counter()
+    for _ in range(6):
+        plans = [rank.next_step() for rank in ranks]
+        batch = samples(plans)
+        assert batch == samples([whole.next_step()])
+        assert {name: sorted(found) for name, found in batch.items()} == {s.name: [*range(s.samples)] for s in streams}
+        for name, found in batch.items():
+            seen.update((name, place) for places in found.values() for place in places)
+    assert set(seen.values()) == {1}
+    for stream in streams:
+        for source, (epoch, position) in zip(stream.sources, whole.state["positions"][stream.name], strict=True):
+            drawn = sum(name == stream.name and place[0] == source for name, place in seen)
+            assert drawn == epoch * sources[source].records + position
+
+
+# 6. Real shards
+
+
+def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
+    sources = find_sources([demo])
+    names = [source.directory.name for source in sources]
+    streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (2,), 50, packed=False)]
+
+    def keys() -> Iterator[tuple[str, str, int, str]]:
+        for plan in itertools.islice(mixture(sources=sources, streams=streams), 40):
+            for name, batch in samples([plan]).items():
+                for _, number in sorted(batch.items()):
+                    for source, epoch, shard, record in number:
+                        yield name, names[source], epoch, sources[source].read(shard, record).key
+
+    found = Counter(keys())
+    for stream, name in (("mlm", "mono_en"), ("mlm", "mono_xx"), ("tlm", "pairs")):
+        expected = Counter(record["key"] for shard in shard_records(demo / name) for record in shard)
+        first = {key: n for (s, source, epoch, key), n in found.items() if (s, source, epoch) == (stream, name, 0)}
+        assert first == expected

@@ -1,0 +1,430 @@
+"""Shards as others see them: stock WebDataset, Hugging Face datasets and tarfile are the reference."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import tarfile
+import zlib
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import webdataset
+
+from data_tools import demo_corpus, index, inspect, write_shards
+from data_tools.demo_world import World
+from data_tools.ranks import Ranks
+from xscale.data import index as shards
+from xscale.data.index import Source, find_sources
+from xscale.errors import UserError
+
+
+def world_pairs(first: int, count: int) -> list[tuple[str, ...]]:
+    world = World(0)
+    return [world.pair(i) for i in range(first, first + count)]
+
+
+@cache
+def sentences(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        f"{i} " + " ".join(rng.choices(["to", "be", "or", "nöt", "日本", "🙂"], k=rng.randint(1, 9)))
+        for i in range(count)
+    ]
+
+
+def numbered_pairs(count: int) -> list[dict]:
+    pairs = zip(sentences(count), sentences(count, seed=1), strict=True)
+    return [{"key": f"{i:05d}", "langs": ["en", "de"], "texts": list(texts)} for i, texts in enumerate(pairs)]
+
+
+def read_all(source: Source) -> list[dict]:
+    records = [source.read(s, n) for s, count in enumerate(source.counts) for n in range(count)]
+    return [json.loads(record.to_json()) for record in records]
+
+
+def run_index(directory: Path, *langs: str) -> Source:
+    index.main(Ranks(), [str(directory), *(["--langs", *langs] if langs else [])])
+    return Source(directory)
+
+
+@pytest.fixture(scope="module")
+def mono(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """700 sentences in shards of 300 lines, two members each. Read only."""
+    folder = tmp_path_factory.mktemp("mono")
+    (folder / "text.en").write_text("".join(line + "\n" for line in sentences(700)), encoding="utf-8")
+    arguments = ["mono", "--text", folder / "text.en", "--lang", "en", "--out", folder / "out"]
+    write_shards.main(Ranks(), [str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(mono: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(mono, tmp_path / "copy"))
+
+
+# Others read our shards
+
+
+def test_demo_shards_hold_what_the_world_says(demo: Path, shard_records) -> None:
+    found = [record for shard in shard_records(demo / "pairs") for record in shard]
+    assert [(*r["texts"], r["links"]) for r in found] == world_pairs(0, 600)
+    assert {tuple(r["langs"]) for r in found} == {("en", "xx")}
+    assert len({r["key"] for r in found}) == 600
+    held_out = [record for shard in shard_records(demo / "heldout" / "pairs") for record in shard]
+    assert [(*r["texts"], r["links"]) for r in held_out] == world_pairs(600, 1000)
+
+
+def test_stock_webdataset_sees_every_record_once(mono: Path) -> None:
+    tars = [str(path) for path in sorted(mono.glob("*.tar"))]
+    dataset = webdataset.WebDataset(tars, shardshuffle=False)
+    texts = [
+        json.loads(line)["texts"][0] for sample in dataset for line in sample["jsonl"].decode().split("\n") if line
+    ]
+    assert texts == sentences(700)
+
+
+def test_hugging_face_datasets_sees_every_record_once(mono: Path, tmp_path: Path) -> None:
+    import datasets
+
+    tars = [str(path) for path in sorted(mono.glob("*.tar"))]
+    stream = datasets.load_dataset(
+        "webdataset", data_files={"train": tars}, split="train", streaming=True, cache_dir=str(tmp_path)
+    )
+    texts = []
+    for sample in stream:
+        member = sample["jsonl"]
+        lines = member.decode() if isinstance(member, bytes) else member
+        texts += [json.loads(line)["texts"][0] for line in lines.split("\n") if line]
+    assert texts == sentences(700)
+
+
+def test_every_record_by_idx_equals_a_scan_of_the_tar(mono: Path, shard_records) -> None:
+    source, expected = Source(mono), shard_records(mono)
+    assert [len(shard) for shard in expected] == source.counts.tolist() == [300, 300, 100]
+    for number, (tar, records) in enumerate(zip(sorted(mono.glob("*.tar")), expected, strict=True)):
+        rows = np.fromfile(tar.with_suffix(".idx"), dtype="<u8,<u4,<u4").tolist()
+        data = tar.read_bytes()
+        assert [json.loads(data[start : start + length]) for start, length, _ in rows] == records
+        assert [zlib.crc32(data[start : start + length]) for start, length, _ in rows] == [crc for *_, crc in rows]
+        order = random.Random(0).sample(range(len(records)), len(records))
+        assert [json.loads(source.read(number, n).to_json()) for n in order] == [records[n] for n in order]
+        lengths = source.lengths(number, np.array(order))
+        assert lengths.tolist() == [rows[n][1] for n in order]
+
+
+def test_index_json_tells_the_truth(mono: Path) -> None:
+    stated = json.loads((mono / "index.json").read_text())
+    tars = sorted(mono.glob("*.tar"))
+    assert [shard["name"] for shard in stated["shards"]] == [tar.name for tar in tars]
+    assert [shard["sha256"] for shard in stated["shards"]] == [
+        hashlib.sha256(tar.read_bytes()).hexdigest() for tar in tars
+    ]
+    assert [shard["bytes"] for shard in stated["shards"]] == [tar.stat().st_size for tar in tars]
+    assert stated["records"] == 700 and stated["languages"] == {"en": 700} and stated["langs"] == ["en"]
+
+
+def test_odd_characters_survive(tmp_path: Path, corpus_files, write_pairs) -> None:
+    odd = [
+        'a\u2028b\x85c\x0bd\x0ce\x1cf "quoted" \\n',
+        "tab\there\rreturn",
+        "🙂 \u0301 \ufeff x",
+        "nul \x00 ü" + "x" * 70000,
+    ]
+    write_pairs(*corpus_files(odd, odd[::-1]), tmp_path / "out")
+    expected = [[a.strip(), b.strip()] for a, b in zip(odd, odd[::-1], strict=True)]
+    assert [record["texts"] for record in read_all(Source(tmp_path / "out"))] == expected
+    dataset = webdataset.WebDataset(str(tmp_path / "out" / "pairs-000000.tar"), shardshuffle=False)
+    lines = [line for sample in dataset for line in sample["jsonl"].split(b"\n") if line]
+    assert [json.loads(line)["texts"] for line in lines] == expected
+
+
+# We read others' shards
+
+
+def write_others(directory: Path, records: list[dict], members, shard: int = 40, prefix: str = "") -> None:
+    """Tars as stock WebDataset writes them; `members` makes a record's members."""
+    directory.mkdir(exist_ok=True)
+    for start in range(0, len(records), shard):
+        with webdataset.TarWriter(str(directory / f"x-{start:06d}.tar")) as writer:
+            for record in records[start : start + shard]:
+                writer.write({"__key__": prefix + record["key"]} | members(record))
+
+
+def test_pairs_of_text_members(tmp_path: Path) -> None:
+    records = numbered_pairs(100)
+    write_others(tmp_path / "d", records, lambda r: {"en.txt": r["texts"][0], "de.txt": r["texts"][1]})
+    assert read_all(run_index(tmp_path / "d", "en", "de")) == records
+    swapped = [r | {"langs": ["de", "en"], "texts": r["texts"][::-1]} for r in records]
+    assert read_all(run_index(tmp_path / "d")) == swapped  # without --langs the tar's order counts
+
+
+def test_pairs_with_links(tmp_path: Path) -> None:
+    records = [record | {"links": "0-0 1-1" if i % 2 else ""} for i, record in enumerate(numbered_pairs(90))]
+
+    def members(r: dict) -> dict:
+        return {"en.txt": r["texts"][0] + "\n", "de.txt": r["texts"][1] + "\n", "links.txt": r["links"] + "\n"}
+
+    write_others(tmp_path / "d", records, members)
+    assert read_all(run_index(tmp_path / "d", "en", "de")) == records
+
+
+def test_json_members(tmp_path: Path) -> None:
+    records = [record | {"links": "0-0"} for record in numbered_pairs(90)]
+    write_others(tmp_path / "d", records, lambda r: {"json": {k: r[k] for k in ("langs", "texts", "links")}})
+    assert read_all(run_index(tmp_path / "d")) == records
+
+
+def test_text_members_with_langs(tmp_path: Path) -> None:
+    records = [{"key": f"{i:05d}", "langs": ["de"], "texts": [text]} for i, text in enumerate(sentences(90))]
+    write_others(tmp_path / "d", records, lambda r: {"txt": r["texts"][0]})
+    assert read_all(run_index(tmp_path / "d", "de")) == records
+    with pytest.raises(UserError, match=r"x-000000\.tar.*--lang"):
+        run_index(tmp_path / "d")
+
+
+def test_keys_are_those_of_webdataset(tmp_path: Path) -> None:
+    """A key is the whole path up to the first dot of the file's name."""
+    directory = tmp_path / "d"
+    deep = f"{'long-directory-name/' * 5}v1.0/"
+    write_others(directory, numbered_pairs(6), lambda r: {"en.txt": r["texts"][0], "de.txt": "x"}, 3, deep)
+    stock = webdataset.WebDataset([str(tar) for tar in sorted(directory.glob("*.tar"))], shardshuffle=False)
+    assert [r["key"] for r in read_all(run_index(directory))] == [sample["__key__"] for sample in stock]
+
+
+def test_tars_of_the_tar_program(tmp_path: Path) -> None:
+    """With a root directory entry, PAX headers and files of all sizes."""
+    records, files = numbered_pairs(20), tmp_path / "files"
+    files.mkdir()
+    records[3]["texts"][0] = "x" * 1024
+    records[4]["key"] = "k" * 120  # too long for the old header
+    records.sort(key=lambda record: record["key"])
+    for record in records:
+        for lang, text in zip(record["langs"], record["texts"], strict=True):
+            (files / f"{record['key']}.{lang}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "d").mkdir()
+    tar = tmp_path / "d" / "x.tar"
+    subprocess.run(["tar", "--sort=name", "--format=pax", "-C", files, "-cf", tar, "."], check=True)
+    found = read_all(run_index(tmp_path / "d", "en", "de"))
+    assert [(r["key"].removeprefix("./"), r["texts"]) for r in found] == [(r["key"], r["texts"]) for r in records]
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "named"),
+    [
+        ("0.json", b"[1]", "object"),
+        ("0.json", b"{", "JSON"),
+        ("0.json", b'{"langs": "en", "texts": "ab"}', "lists"),
+        ("0.json", b'{"langs": ["en"], "texts": ["a", "b"]}', "1 langs and 2 texts"),
+        ("0.json", b'{"langs": ["en"], "texts": [" "]}', "empty"),
+        ("0.json", b'{"langs": ["en", "de"], "texts": ["a", "b"], "links": [[0, 0]]}', "links"),
+        ("0.en.txt", b"\xff", "utf-8"),
+        ("0.jpg", b"x", "0'"),
+        ("0.jsonl", b'{"key": "a", "langs": ["en"], "texts": ["x"]}\n{"key', "not JSON"),
+        ("0.jsonl", b'{"key": "a", "langs": ["en"], "texts": ["x"]}\n\xff', "UTF-8"),
+        ("0.jsonl", b'{"text": "x"}', "key"),
+    ],
+)
+def test_foreign_content_is_refused(tmp_path: Path, member: str, content: bytes, named: str) -> None:
+    with webdataset.TarWriter(str(tmp_path / "bad.tar"), encoder=False) as writer:
+        key, _, extension = member.partition(".")
+        writer.write({"__key__": key, extension: content})
+    with pytest.raises(UserError, match=f"(?s)bad.tar: .*record.*{named}"):
+        run_index(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.tar"]
+
+
+def test_mixed_languages_are_refused(tmp_path: Path) -> None:
+    for number, lang in enumerate(("en", "de")):
+        with webdataset.TarWriter(str(tmp_path / f"{number}.tar")) as writer:
+            writer.write({"__key__": "0", f"{lang}.txt": "x"})
+    with pytest.raises(UserError, match=r"1\.tar.*de.*0\.tar.*en"):
+        run_index(tmp_path)
+    assert not (tmp_path / "index.json").exists()
+
+
+# Damage
+
+
+def flip(path: Path, text: str) -> None:
+    data = bytearray(path.read_bytes())
+    data[data.index(text.encode())] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
+    flip(copy / "mono-000001.tar", sentences(700)[300 + 271])
+    source = Source(copy)
+    source.check_sizes()
+    with pytest.raises(UserError, match=r"mono-000001\.tar: record 271 "):
+        source.read(1, 271)
+    intact = [n for n in range(300) if n != 271]
+    assert [source.read(1, n).texts[0] for n in intact] == [sentences(700)[300 + n] for n in intact]
+
+
+def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
+    inspect.main(Ranks(), [str(copy), "--verify"])
+    assert "3 shards verified" in capsys.readouterr().out
+    flip(copy / "mono-000000.tar", sentences(700)[17])
+    os.truncate(copy / "mono-000001.tar", 20_000)
+    rows = bytearray((copy / "mono-000002.idx").read_bytes())
+    rows[16:32], rows[32:48] = rows[32:48], rows[16:32]  # valid byte ranges in the wrong order
+    (copy / "mono-000002.idx").write_bytes(rows)
+    with pytest.raises(UserError) as error:
+        inspect.main(Ranks(), [str(copy), "--verify"])
+    assert "3 damaged" in str(error.value)
+    for named in (r"mono-000000.tar: record 17 ", "mono-000001.tar: record", "mono-000002.idx"):
+        assert named in str(error.value)
+    (copy / "mono-000001.tar").unlink()
+    with pytest.raises(UserError, match=r"mono-000001\.tar is missing"):
+        inspect.main(Ranks(), [str(copy), "--verify"])
+
+
+def test_check_sizes_sees_an_incomplete_copy(copy: Path) -> None:
+    source = Source(copy)
+    source.check_sizes()
+    for name in ("mono-000002.tar", "mono-000002.idx"):
+        whole = (copy / name).read_bytes()
+        for content in (whole[:-512], whole + b"x", b""):
+            (copy / name).write_bytes(content)
+            with pytest.raises(UserError, match=rf"{name} has {len(content):,} bytes.*{len(whole):,}"):
+                source.check_sizes()
+        (copy / name).unlink()
+        with pytest.raises(UserError, match=f"{name} is missing"):
+            source.check_sizes()
+        (copy / name).write_bytes(whole)
+
+
+def test_index_refuses_a_tar_that_was_cut_anywhere(copy: Path) -> None:
+    """tarfile alone takes a cut between members, or in a header, for the end."""
+    path = copy / "mono-000000.tar"
+    whole, before = path.read_bytes(), (copy / "index.json").read_bytes()
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+    end = members[-1].offset_data + -(-members[-1].size // 512) * 512
+    cuts = {0, 100, 512, 5000, end - 1, end, *(member.offset + d for member in members[1:] for d in (0, 300, 512, 900))}
+    for cut in sorted(cuts):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match=r"mono-000000\.tar"):
+            run_index(copy)
+        assert (copy / "index.json").read_bytes() == before
+    path.write_bytes(whole)
+    assert run_index(copy).records == 700
+
+
+def test_index_refuses_a_damaged_header(copy: Path) -> None:
+    path = copy / "mono-000000.tar"
+    with tarfile.open(path) as tar:
+        header = tar.getmembers()[1].offset
+    whole = path.read_bytes()
+    for byte in (0, 126, 150, 257):  # name, size, checksum, magic
+        damaged = bytearray(whole)
+        damaged[header + byte] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"mono-000000\.tar: record 256"):
+            run_index(copy)
+
+
+# How they are made
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_same_bytes_for_every_number_of_ranks(tmp_path: Path, corpus_files, write_pairs, on_ranks) -> None:
+    src = [line if i // 50 not in (0, 3, 8) else "" for i, line in enumerate(sentences(500))]  # some empty shards
+    files = corpus_files(src, sentences(500, seed=1))
+    made = {}
+    for size in (1, 2, 3, 12):
+        out = tmp_path / str(size) / "out"
+        assert (
+            on_ranks(size, lambda ranks, out=out: write_pairs(*files, out, "--shard_lines", 50, ranks=ranks))
+            == [None] * size
+        )
+        made[size] = contents(out)
+    assert made[1] == made[2] == made[3] == made[12]
+    assert sorted(made[1]) == sorted(["index.json", *(f"pairs-{i:06d}.{e}" for i in range(7) for e in ("tar", "idx"))])
+    kept = [[a, b] for a, b in zip(src, sentences(500, seed=1), strict=True) if a]
+    assert [record["texts"] for record in read_all(Source(tmp_path / "3" / "out"))] == kept
+
+
+def test_demo_corpus_is_the_same_for_every_number_of_ranks(tmp_path: Path, on_ranks, monkeypatch) -> None:
+    monkeypatch.setattr(demo_corpus, "HELDOUT", 20)
+    monkeypatch.setattr(write_shards, "SHARD_LINES", 400)
+    for size in (1, 3):
+        out = tmp_path / str(size)
+        assert on_ranks(size, lambda ranks, out=out: demo_corpus.build(out, 250, 250, ranks=ranks)) == [None] * size
+    one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
+    assert sorted(one) == sorted(three)
+    assert [name for name in one if one[name] != three[name]] == []
+
+
+def test_index_is_the_same_for_every_number_of_ranks(copy: Path, mono: Path, on_ranks) -> None:
+    for path in [*copy.glob("*.idx"), copy / "index.json"]:
+        path.unlink()
+    on_ranks(3, lambda ranks: index.main(ranks, [str(copy)]))
+    rebuilt, original = contents(copy), contents(mono)
+    stated, expected = json.loads(rebuilt.pop("index.json")), json.loads(original.pop("index.json"))
+    assert rebuilt == original
+    assert stated | {"made_by": 0} == expected | {"made_by": 0}
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_compressed_input_gives_the_same_shards(tmp_path: Path, corpus_files, write_pairs, suffix, compress) -> None:
+    plain = corpus_files(sentences(300), sentences(300, seed=1))
+    write_pairs(*plain, tmp_path / "plain")
+    packed = [path.with_name(path.name + suffix) for path in plain]
+    for path, original in zip(packed, plain, strict=True):
+        path.write_bytes(compress(original.read_bytes()))
+    write_pairs(*packed, tmp_path / "packed")
+    one, other = contents(tmp_path / "plain"), contents(tmp_path / "packed")
+    assert one.pop("index.json") != other.pop("index.json")  # it tells the inputs' names
+    assert one == other
+
+
+def test_fingerprint_is_that_of_the_content(copy: Path, mono: Path, tmp_path: Path) -> None:
+    original = Source(mono).fingerprint
+    assert Source(copy).fingerprint == original
+    (copy / "mono-000002.tar").unlink()
+    fewer = run_index(copy).fingerprint
+    assert fewer != original
+    shutil.copy(mono / "mono-000001.tar", copy / "mono-000000.tar")
+    assert len({run_index(copy).fingerprint, fewer, original}) == 3
+
+
+# Reading
+
+
+def test_few_files_are_open_at_once(mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records) -> None:
+    monkeypatch.setattr(shards, "OPEN_SHARDS", 2)
+    source, expected = Source(mono), shard_records(mono)
+    before = len(os.listdir("/proc/self/fd"))
+    for i in range(60):
+        assert source.read(i % 3, i).texts[0] == expected[i % 3][i]["texts"][0]
+        assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2  # a tar and its .idx
+    again = pickle.loads(pickle.dumps(source))  # as a worker gets it
+    assert again.read(1, 5) == source.read(1, 5)
+    del source, again
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_find_sources(demo: Path, mono: Path) -> None:
+    assert [source.directory.name for source in find_sources([demo])] == ["mono_en", "mono_xx", "pairs"]
+    assert [source.name for source in find_sources([mono, demo / "pairs"])] == ["en", "en-xx"]
+    with pytest.raises(UserError, match="tokenizer"):
+        find_sources([demo / "tokenizer"])
+
+
+def test_an_index_of_another_version_is_refused(copy: Path) -> None:
+    for content, named in (("{", "not an index"), ("{}", "not an index"), ('{"version": 99}', "version 99")):
+        (copy / "index.json").write_text(content)
+        with pytest.raises(UserError, match=named):
+            Source(copy)

@@ -1,0 +1,218 @@
+"""The main job with real processes: equal at any number of ranks, exact after kills, loadable by others."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import launch
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed"]
+EXACT = ["--set", "model.dropout=0.0", "streams.mlm.samples=6", "streams.tlm.samples=20", "train.micro_batch=4"]
+
+
+def arguments(demo: Path, out: Path, *more: str) -> list[str]:
+    return [*SMALL, "--data", str(demo), "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """20 uninterrupted steps on 2 ranks, dropout on, with a trace."""
+    out = tmp_path_factory.mktemp("run") / "reference"
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "deepspeed")
+    return out
+
+
+def same_checkpoint(a: Path, b: Path) -> None:
+    first, second = launch.checkpoint_tensors(a), launch.checkpoint_tensors(b)
+    assert first.keys() == second.keys()
+    differing = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not differing, differing[:5]
+
+
+def test_kills_leave_no_trace(demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Kill -9 of everything at random moments, also inside saves; resumed, the end equals an uninterrupted run's."""
+    out = tmp_path / "killed"
+    chance = random.Random(int(os.environ.get("KILL_SEED", "1")))
+    kills = int(os.environ.get("KILLS", "3"))
+    for _ in range(kills):
+        process = launch.start(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=1"))
+        wait_for_progress(process, out)
+        time.sleep(chance.random() * 0.8)
+        if process.poll() is None:
+            launch.kill(process)
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"))
+    same_checkpoint(out / "checkpoints/step_00000020", reference / "checkpoints/step_00000020")
+    assert launch.without_times(out) == launch.without_times(reference)
+    assert launch.trace(out) == launch.trace(reference)
+    assert not list(out.glob("checkpoints/*.incomplete"))
+
+
+def steps_of(out: Path) -> int:
+    latest = out / "checkpoints/latest"
+    return int(latest.read_text().removeprefix("step_")) if latest.exists() else -1
+
+
+def wait_for_progress(process: subprocess.Popen, out: Path) -> None:
+    """Until the run has saved once more, or has ended."""
+    before = steps_of(out)
+    wait_for(lambda: steps_of(out) > before or process.poll() is not None, 60)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
+def test_signal_saves_and_stops(demo: Path, reference: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """One rank is told to stop: all save at the next step boundary and exit with 75; the next start goes on."""
+    out = tmp_path / "stopped"
+    process = launch.start(2, arguments(demo, out, "--steps", "20", "--trace"), "deepspeed")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_text()) > 0, 60)
+    os.kill(launch.rank_pids(process)[-1], number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output[-3000:]
+    step = steps_of(out)
+    assert 0 < step < 20, output[-3000:]
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace"))
+    same_checkpoint(out / "checkpoints/step_00000020", reference / "checkpoints/step_00000020")
+    assert launch.without_times(out) == launch.without_times(reference)
+
+
+def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
+    """1, 2 and 4 ranks, micro-batches of 3 to 20: the same losses and gradient norms to 1e-5, the same records."""
+    curves, traces = {}, {}
+    for world, micro_batch in [(1, 20), (2, 4), (4, 3), (2, 16)]:
+        out = tmp_path / f"{world}-{micro_batch}"
+        more = ["--steps", "12", "--trace", *EXACT, f"train.micro_batch={micro_batch}"]
+        launch.run(world, arguments(demo, out, *more))
+        curves[world, micro_batch] = launch.metrics(out)
+        traces[world, micro_batch] = {step: sorted(keys) for step, keys in launch.trace(out).items()}
+    expected = curves[1, 20]
+    for cut, curve in curves.items():
+        assert traces[cut] == traces[1, 20], cut
+        for ours, theirs in zip(curve, expected, strict=True):
+            for name in ("loss", "loss/mlm", "loss/tlm", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (cut, ours["step"], name)
+            for name in ("count/mlm", "count/tlm", "tokens", "samples"):
+                assert ours[name] == theirs[name], (cut, ours["step"], name)
+
+
+def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
+    """The trace of the first epoch of the pairs is every key exactly once."""
+    index = json.loads((demo / "pairs/index.json").read_text())
+    samples = 40
+    steps = index["records"] // samples
+    assert steps * samples == index["records"]
+    out = tmp_path / "epoch"
+    more = ["--recipe", "tlm", "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"]
+    launch.run(2, [*arguments(demo, out), *more])
+    keys = [key for keys in launch.trace(out).values() for key in keys]
+    assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
+
+
+def test_rescale_through_universal_checkpoint(demo: Path, tmp_path: Path) -> None:
+    """6 steps on 2 ranks, then on 1, then on 4, equal 18 steps on 2 ranks."""
+    straight, moved = tmp_path / "straight", tmp_path / "moved"
+    more = ["--set", "train.steps=18", *EXACT[1:]]
+    launch.run(2, arguments(demo, straight, *more))
+    for world, until in [(2, 6), (1, 12), (4, 18)]:
+        if until < 18:
+            stop_after(world, arguments(demo, moved, *more, "checkpoint.every=6"), moved, until)
+        else:
+            launch.run(world, arguments(demo, moved, *more, "checkpoint.every=6"))
+    for ours, theirs in zip(launch.metrics(moved), launch.metrics(straight), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5), ours["step"]
+        assert ours["lr"] == theirs["lr"]
+
+
+def stop_after(world: int, args: list[str], out: Path, step: int) -> None:
+    """Run until checkpoint `step` is complete, then kill; later checkpoints are removed."""
+    process = launch.start(world, args)
+    wait_for(lambda: steps_of(out) >= step or process.poll() is not None, 120)
+    launch.kill(process)
+    for path in (out / "checkpoints").glob("step_*"):
+        if int(path.name[5:13]) > step:
+            shutil.rmtree(path)
+    assert steps_of(out) >= step, process.communicate()[0][-3000:]
+
+
+def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Path) -> None:
+
+    folder = reference / "checkpoints"
+    for module, args in [
+        ("deepspeed.utils.zero_to_fp32", [str(folder), str(tmp_path / "fp32")]),
+        (
+            "deepspeed.checkpoint.ds_to_universal",
+            ["--input_folder", str(folder / "step_00000020"), "--output_folder", str(tmp_path / "universal")],
+        ),
+    ]:
+        done = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    weights = torch.load(tmp_path / "fp32" / "pytorch_model.bin", weights_only=True)
+    name = "encoder.lm.bert.encoder.layer.0.output.dense.weight"
+    universal = torch.load(tmp_path / "universal" / "zero" / name / "fp32.pt", weights_only=False)["param"]
+    assert torch.equal(weights[name].flatten(), universal.flatten())
+
+
+def test_resume_refuses_what_changed(demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Other data, tokenizer or recipe: exit code 2 and a line that names the field; nothing is touched."""
+    other = tmp_path / "other"
+    shutil.copytree(demo, other)
+    shutil.rmtree(other / "mono_xx")
+    before = sorted((path, path.stat().st_mtime_ns) for path in reference.rglob("*.pt"))
+    for args, named in [
+        (arguments(demo, reference, "--steps", "30", "--set", "train.lr=0.5"), "train.lr: was 0.002, is now 0.5"),
+        (arguments(demo, reference, "--seed", "3"), "train.seed: was 0, is now 3"),
+        (arguments(other, reference, "--steps", "30"), "data: was"),
+    ]:
+        code, output = launch.try_run(1, args)
+        assert code != 0 and named in output, output[-3000:]
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in reference.rglob("*.pt"))
+
+
+def test_damaged_newest_checkpoint_falls_back(demo: Path, reference: Path, tmp_path: Path) -> None:
+    """A flipped byte in the newest checkpoint: the run says so, takes the one before and ends the same."""
+    out = tmp_path / "damaged"
+    shutil.copytree(reference, out)
+    file = next((out / "checkpoints/step_00000020").glob("zero_pp_rank_1_*"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    output = launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"))
+    assert "step_00000020 is not usable" in output and "differs from its hash" in output
+    same_checkpoint(out / "checkpoints/step_00000020", reference / "checkpoints/step_00000020")
+
+
+def test_damaged_shard_stops_the_run(demo: Path, tmp_path: Path) -> None:
+    """A flipped byte in a record: every rank ends, exit code not 0, shard and record are named."""
+    data = tmp_path / "data"
+    shutil.copytree(demo, data)
+    tar = sorted((data / "pairs").glob("*.tar"))[0]
+    damaged = bytearray(tar.read_bytes())
+    for offset in range(2000, len(damaged), 4000):
+        damaged[offset] ^= 0x20
+    tar.write_bytes(damaged)
+    code, output = launch.try_run(2, arguments(data, tmp_path / "out", "--steps", "5"), "deepspeed", timeout=90)
+    assert code == 2, output[-3000:]
+    assert tar.name in output and "record" in output and "--verify" in output
+
+
+def test_launchers(demo: Path, reference: Path, tmp_path: Path) -> None:
+    """mpirun starts the same run as deepspeed does."""
+    out = tmp_path / "mpi"
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "mpirun")
+    assert launch.without_times(out) == launch.without_times(reference)
