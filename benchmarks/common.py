@@ -12,9 +12,9 @@ from typing import Any
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
 from data_tools.ranks import Ranks
-from data_tools.text import read_lines
 from data_tools.write_shards import SHARD_LINES, Line, write_shards
 from xscale.data.index import Source
+from xscale.data.text import read_lines
 from xscale.sample import Record
 
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}

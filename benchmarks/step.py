@@ -36,7 +36,7 @@ from xscale.errors import UserError
 from xscale.sample import Record
 from xscale.train import Job
 
-SAMPLES, STOCK_MICRO_BATCH, VOCAB_SIZE, MAX_LENGTH = 256, 32, 32_768, 128
+STOCK_MICRO_BATCH, VOCAB_SIZE, MAX_LENGTH = 32, 32_768, 128
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
 PARTS = ("data", "encoder forward", "head forward", "head backward", "encoder backward", "gradients, optimizer")
 
@@ -161,7 +161,7 @@ class StockLoop(Loop):
         """The pairs of each optimizer step, in the random order of the draw."""
         job, train = self.job, self.recipe.train
         options: dict[str, Any] = {"seed": train.seed, "alpha": self.recipe.data.alpha, "max_length": MAX_LENGTH}
-        options |= {"micro_batch": SAMPLES, "rank": 0, "world": 1, "state": initial_state(job.specs)}
+        options |= {"micro_batch": samples_of(job), "rank": 0, "world": 1, "state": initial_state(job.specs)}
         for plan in Mixture(job.specs, job.sources, job.tokens_per_byte, **options):
             (draw,) = plan.micros["tlm"]
             by_sample = draw.sample.argsort()
@@ -200,8 +200,8 @@ def make_data(folder: Path) -> Path:
     return write_pairs(pool, langs, folder / "pairs", len(pool)).directory
 
 
-def make_job(data: Path, ds_config: Path, micro_batch: int, steps: int) -> Job:
-    fields = {"model.preset": "mini", "streams.tlm.samples": SAMPLES, "data.max_length": MAX_LENGTH, "data.workers": 0}
+def make_job(data: Path, ds_config: Path, samples: int, micro_batch: int, steps: int) -> Job:
+    fields = {"model.preset": "mini", "streams.tlm.samples": samples, "data.max_length": MAX_LENGTH, "data.workers": 0}
     fields |= {"data.overlong": "truncate", "train.micro_batch": micro_batch, "train.steps": steps}
     sets = [f"{key}={value}" for key, value in fields.items()]
     argv = ["--ds_config", str(ds_config), "--recipe", "tlm", "--data", str(data), "--set", *sets]
@@ -214,8 +214,12 @@ def make_job(data: Path, ds_config: Path, micro_batch: int, steps: int) -> Job:
     return job
 
 
+def samples_of(job: Job) -> int:
+    return sum(spec.samples for spec in job.specs)
+
+
 def report(loops: list[Loop], warm: int) -> None:
-    stock = loops[0]
+    stock, samples = loops[0], samples_of(loops[0].job)
     header = ["", "pairs/s", "ratio", "range", "FLOPs allow", "padding", "TFLOP", "TFLOP/s", "loss"]
     rows, parts = [], []
     for loop in loops:
@@ -225,7 +229,7 @@ def report(loops: list[Loop], warm: int) -> None:
         rows.append(
             [
                 loop.name,
-                f"{SAMPLES / median(seconds):,.1f}",
+                f"{samples / median(seconds):,.1f}",
                 f"{median(stock.seconds[warm:]) / median(seconds):.2f}",
                 f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
                 f"{median(stock.flops[warm:]) / flops:.2f}",
@@ -237,7 +241,7 @@ def report(loops: list[Loop], warm: int) -> None:
         )
         middle = [median(each[name] for each in loop.parts[warm:]) for name in PARTS]
         parts.append([loop.name, *(f"{1e3 * value:.0f}" for value in [*middle, median(seconds)])])
-    title = f"1. Optimizer steps of {SAMPLES} pairs, {loops[0].precision}, {torch.get_num_threads()} threads"
+    title = f"1. Optimizer steps of {samples} pairs, {loops[0].precision}, {torch.get_num_threads()} threads"
     print_table(f"{title}, {len(stock.seconds) - warm} rounds", header, rows)
     print_table("2. Where a step's time goes, ms", ["", *PARTS, "step"], parts)
 
@@ -247,6 +251,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a directory of pair shards")
     parser.add_argument("--ds_config", type=Path, default=DS_CONFIGS / "zero2_cpu.json")
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[16, 32, 64], help="of xscale")
+    parser.add_argument("--samples", type=int, default=256, help="pairs of an optimizer step")
     parser.add_argument("--rounds", type=int, default=8, help="optimizer steps of each loop that count")
     parser.add_argument("--warm", type=int, default=2, help="optimizer steps of each loop before those")
     parser.add_argument("--threads", type=int, default=2)
@@ -262,9 +267,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         data = args.data or make_data(Path(folder))
         steps = args.rounds + args.warm
-        loops: list[Loop] = [StockLoop(make_job(data, args.ds_config, STOCK_MICRO_BATCH, steps), args.ds_config)]
-        for size in args.micro_batches:
-            loops.append(XscaleLoop(make_job(data, args.ds_config, size, steps), args.ds_config))
+        kinds = [(StockLoop, STOCK_MICRO_BATCH), *((XscaleLoop, size) for size in args.micro_batches)]
+        jobs = [make_job(data, args.ds_config, args.samples, size, steps) for _, size in kinds]
+        loops: list[Loop] = [kind(job, args.ds_config) for (kind, _), job in zip(kinds, jobs, strict=True)]
         parameters = sum(p.numel() for p in loops[0].engine.module.parameters())
         print(f"{parameters:,} parameters, vocabulary {VOCAB_SIZE:,}; {data}; malloc: {args.allocator}")
         turns = random.Random(0)

@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from data_tools.ranks import Ranks, run
-from data_tools.text import files_of, read_lines
 from xscale.data.index import Source, find_sources
+from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}

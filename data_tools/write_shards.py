@@ -20,8 +20,8 @@ import webdataset
 
 from data_tools import index as indexing
 from data_tools.ranks import Ranks, run
-from data_tools.text import files_of, read_lines, split_sentences
 from xscale.data.encode import TextEncoder
+from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.errors import UserError
 from xscale.sample import Record
 

@@ -1,4 +1,4 @@
-"""What a step consumes: the same for every world size and micro-batch, resumable anywhere, every record once an epoch."""
+"""What a step consumes: the same at every world size and micro-batch, resumable, every record once an epoch."""
 
 import itertools
 import json
@@ -344,7 +344,7 @@ def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
     streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (2,), 50, packed=False)]
 
     def keys() -> Iterator[tuple[str, str, int, str]]:
-        for plan in itertools.islice(mixture(sources=sources, streams=streams), 40):
+        for plan in itertools.islice(mixture(sources=sources, streams=streams), 70):
             for name, batch in samples([plan]).items():
                 for _, number in sorted(batch.items()):
                     for source, epoch, shard, record in number:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from xscale.data.index import sha256_file
 from xscale.distributed import Control, Place
 from xscale.errors import UserError
@@ -23,6 +25,8 @@ MANIFEST = "manifest.json"
 HF = "hf"
 """Folder of a checkpoint that holds the model's Hugging Face config and the tokenizer."""
 INCOMPLETE = ".incomplete"
+COMPANIONS = "companions.pt"
+"""Momentum encoders, queues and the like, by stream; the same on every rank, so one file."""
 SPARE_BYTES = 1 << 28
 """Free disk space that must be left after a save."""
 
@@ -43,7 +47,7 @@ def save(
     step: int,
     identity: dict[str, Any],
     state: dict[str, Any],
-    write_hf: Callable[[Path], None],
+    write_more: Callable[[Path], None],
     place: Place,
     control: Control,
 ) -> Path | None:
@@ -59,7 +63,7 @@ def save(
     client_state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
     engine.save_checkpoint(str(folder), tag=partial.name, client_state=client_state, save_latest=False)
     if place.is_main:
-        write_hf(partial / HF)
+        write_more(partial)
     control.barrier()
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     mine = {name: _seal(partial / name) for name in names[place.rank :: place.world]}
@@ -147,6 +151,12 @@ def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) ->
     control.barrier()
     if universal and place.is_main:
         shutil.rmtree(universal)
+
+
+def companions(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Saved companion states by stream."""
+    path = checkpoint.path / COMPANIONS
+    return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
 
 
 def _to_universal(path: Path, universal: Path) -> None:

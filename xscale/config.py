@@ -115,8 +115,12 @@ class Recipe:
         return fields
 
 
-NOT_IDENTITY = {"model": {"tokenizer"}, "data": {"workers"}, "train": {"steps", "micro_batch", "time_limit"}}
-"""Fields a resumed run may change. The tokenizer's content is compared instead of its path."""
+NOT_IDENTITY = {
+    "model": {"tokenizer"},
+    "data": {"workers", "lexicons"},
+    "train": {"steps", "micro_batch", "time_limit"},
+}
+"""Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
 
 
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:

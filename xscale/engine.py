@@ -18,7 +18,7 @@ from xscale.config import Recipe
 from xscale.data.collate import MicroBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder, decay_groups
-from xscale.objectives import OBJECTIVES, LossSums
+from xscale.objectives import OBJECTIVES, Companion, LossSums, Parts
 
 AUTO = "auto"
 _WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
@@ -164,16 +164,30 @@ def _resolve_precision(
 
 
 class StepModule(nn.Module):
-    """What DeepSpeed wraps: routes a micro-batch to its stream's objective."""
+    """What DeepSpeed wraps: the encoder, the objectives' own heads, and the way from a micro-batch to its loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe):
         super().__init__()
         self.encoder = encoder
+        self.heads = nn.ModuleDict()
+        self.companions: dict[str, Companion] = {}
+        """Not modules: DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
+
+        for name, (objective, options) in self.streams.items():
+            torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
+            if objective.heads:
+                self.heads[name] = objective.heads(encoder, options)
+            if objective.companion:
+                self.companions[name] = objective.companion(encoder, self.parts(name).heads, options)
+
+    def parts(self, stream: str) -> Parts:
+        heads = dict(self.heads.items()).get(stream)
+        return Parts(self.encoder, heads, self.companions.get(stream))
 
     def forward(self, stream: str, batch: dict[str, Tensor]) -> LossSums:
         objective, options = self.streams[stream]
-        return objective.loss(self.encoder, batch, options)
+        return objective.loss(self.parts(stream), batch, options)
 
 
 def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
@@ -214,6 +228,7 @@ def optimizer_step(
     global number of targets, so that a sum over ranks gives the step's value.
     """
     sums = StepSums()
+    skipped = engine.skipped_steps
     undo_mean = world * len(micros)
     for number, micro in enumerate(micros):
         torch.manual_seed(rng.torch_seed(recipe.train.seed, "dropout", step, number, rank))
@@ -232,6 +247,8 @@ def optimizer_step(
             sums.add(f"{name}/{micro.stream}", value / max(totals[micro.stream, term], 1))
         engine.backward(loss * (stream.weight * undo_mean))
         engine.step()
+    for companion in engine.module.companions.values():
+        companion.update(applied=engine.skipped_steps == skipped)
     return sums.sums
 
 

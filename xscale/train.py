@@ -31,6 +31,7 @@ from xscale.data import loader as loading
 from xscale.data.collate import Context
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source, find_sources
+from xscale.data.lexicon import Lexicon, check_order, load_lexicon
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state, micro_steps, positions_report
 from xscale.distributed import Control, Place
@@ -76,11 +77,18 @@ class Job:
     specs: list[StreamSpec]
     tokens_per_byte: list[float]
     languages: list[str]
+    lexicons: tuple[Lexicon, ...]
 
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
         data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
-        return {"recipe": self.recipe.identity(), "data": data, "tokenizer": self.text.fingerprint}
+        lexicons = {lexicon.name: lexicon.fingerprint for lexicon in self.lexicons}
+        return {
+            "recipe": self.recipe.identity(),
+            "data": data,
+            "tokenizer": self.text.fingerprint,
+            "lexicons": lexicons,
+        }
 
     def micro_steps(self, world: int) -> int:
         return sum(micro_steps(spec, self.recipe.train.micro_batch, world) for spec in self.specs)
@@ -118,7 +126,9 @@ class Job:
             state=state,
         )
         language_ids = {language: number for number, language in enumerate(self.languages)}
-        context = Context(self.text, recipe.data.max_length, recipe.data.overlong, language_ids)
+        context = Context(
+            self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
+        )
         collates = {}
         for name, stream in recipe.streams.items():
             objective = OBJECTIVES[stream.objective]
@@ -138,7 +148,33 @@ def prepare(args: argparse.Namespace) -> Job:
     text = TextEncoder(find_tokenizer(recipe, args.data[0]))
     tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
     languages = sorted({language for source in sources for language in source.langs})
-    return Job(recipe, sources, text, specs, tokens_per_byte, languages)
+    lexicons = load_lexicons(recipe, text, sources)
+    check_needs(recipe, specs, sources, lexicons)
+    return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
+
+
+def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source]) -> tuple[Lexicon, ...]:
+    """Raises UserError where one is missing, malformed or the wrong way round."""
+    lexicons = []
+    for path in map(Path, recipe.data.lexicons):
+        lexicon = load_lexicon(path, text)
+        check_order(lexicon, path, sources)
+        lexicons.append(lexicon)
+    return tuple(lexicons)
+
+
+def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]) -> None:
+    """Raises UserError where an objective lacks its dictionary or its word links."""
+    for spec in specs:
+        needs = OBJECTIVES[recipe.streams[spec.name].objective].needs
+        if needs == "lexicon" and not lexicons:
+            raise UserError(f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt]")
+        for source in (sources[s] for s in spec.sources):
+            if needs == "links" and source.read(0, 0).links is None:
+                raise UserError(
+                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
+                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+                )
 
 
 def find_tokenizer(recipe: Recipe, data: Path) -> str:
@@ -288,6 +324,8 @@ class Trainer:
         self.engine = engine.build_engine(engine.StepModule(self.job.encoder(), recipe), ds_config)
         if checkpoint:
             checkpoints.load(self.engine, checkpoint, place, control)
+            for name, companion_state in checkpoints.companions(checkpoint).items():
+                self.engine.module.companions[name].load_state_dict(companion_state)
             LOG.info(
                 f"resumed from {checkpoint.path}: step {first}; "
                 + "; ".join(positions_report(checkpoint.manifest["state"], self.job.specs, self.job.sources))
@@ -366,7 +404,7 @@ class Trainer:
             return
         started = time.monotonic()
         path = checkpoints.save(
-            self.engine, self.folder, step, self.job.identity(), state, self.write_hf, self.place, self.control
+            self.engine, self.folder, step, self.job.identity(), state, self.write_more, self.place, self.control
         )
         if path is None:
             message = f"no disk space for a checkpoint in {self.folder}; free some"
@@ -379,9 +417,14 @@ class Trainer:
         self.saved = step
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
 
-    def write_hf(self, path: Path) -> None:
-        self.engine.module.encoder.lm.config.save_pretrained(path)
-        self.job.text.tokenizer.save_pretrained(path)
+    def write_more(self, path: Path) -> None:
+        """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
+        self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
+        self.job.text.tokenizer.save_pretrained(path / checkpoints.HF)
+        companions = self.engine.module.companions
+        if companions:
+            states = {name: companion.state_dict() for name, companion in companions.items()}
+            torch.save(states, path / checkpoints.COMPANIONS)
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""

@@ -4,11 +4,21 @@ Shape letters: B sequences, L tokens of the longest, M predicted tokens.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from xscale.data.encode import Sequences, TextEncoder
 from xscale.data.masking import mask_tokens
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which of the equal parts of a stream's optimizer step a micro-batch is, over all ranks and micro-steps."""
+
+    step: int = 0
+    part: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -20,6 +30,10 @@ class Context:
     overlong: str
     """"drop" or "truncate"."""
     language_ids: dict[str, int]
+    seed: int = 0
+    lexicons: tuple[Any, ...] = ()
+    """The dictionaries of data.lexicons (data/lexicon.py), as id tables."""
+    share: Share = Share()
 
 
 @dataclass(frozen=True)

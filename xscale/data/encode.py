@@ -5,12 +5,16 @@ Shape letters: B sequences of a micro-batch, N tokens of all of them in one flat
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 
 from xscale.errors import UserError
+
+Words = Literal["whitespace", "tokenizer"]
+"""Whose words: the text's, as word links count them, or the tokenizer's, which splits punctuation and Chinese."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,11 @@ class Example:
     """For each token the number of its word (whole-word masking), where asked for."""
     identity: np.uint64
     """Key of all randomness that concerns this record in this epoch of this stream."""
+    number: int = 0
+    """The sample's number in the global batch of its stream."""
+    key: str = ""
+    links: str | None = None
+    """The record's word links, in Pharaoh form."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,11 @@ class TextEncoder:
         """Token ids of each text without special tokens; one call of the tokenizer."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids, and for each token the number of its word in the text."""
-        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+    def encode_words(self, texts: list[str], words: Words = "tokenizer") -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids, and for each token the number of its word in the text; -1 where it has none."""
+        split = words == "whitespace"
+        inputs: list[Any] = [text.split() for text in texts] if split else texts
+        encodings = self.backend.encode_batch(inputs, is_pretokenized=split, add_special_tokens=False)
         return [e.ids for e in encodings], [[-1 if w is None else w for w in e.word_ids] for e in encodings]
 
     def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
@@ -203,4 +214,4 @@ def pack_sentences(
 def truncated(example: Example, keep: tuple[int, ...]) -> Example:
     ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
     words = example.words and tuple(side[:n] for side, n in zip(example.words, keep, strict=True))
-    return Example(example.langs, ids, words, example.identity)
+    return replace(example, ids=ids, words=words)

@@ -14,8 +14,8 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.collate import Context, MicroBatch
-from xscale.data.encode import Example
+from xscale.data.collate import Context, MicroBatch, Share
+from xscale.data.encode import Example, Words
 from xscale.data.index import Source
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec
 from xscale.errors import UserError
@@ -30,8 +30,8 @@ class StreamCollate:
 
     collate: Collate
     options: Any
-    words: bool
-    """Whether the objective needs to know which tokens form a word."""
+    words: Words | None = None
+    """Whose word numbers the examples carry."""
 
 
 @dataclass(frozen=True)
@@ -70,35 +70,44 @@ class StepDataset(Dataset):
 
     def __getitem__(self, plan: StepPlan) -> "StepBatch | Failure":
         try:
-            micros = [m for name, draws in plan.micros.items() for m in self._stream(name, draws)]
+            micros = [m for name in plan.micros for m in self._stream(name, plan)]
             return StepBatch(plan.step, micros, plan.state)
         except UserError as error:  # crosses the process boundary as a value: DataLoader would wrap it in a traceback
             return Failure(f"step {plan.step}: {error}")
 
-    def _stream(self, name: str, draws: list[Draw]) -> Iterator[MicroBatch]:
-        stream = self.streams[name]
+    def _stream(self, name: str, plan: StepPlan) -> Iterator[MicroBatch]:
+        stream, draws = self.streams[name], plan.micros[name]
         places = [zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True) for d in draws]
         records = [[self.sources[s].read(shard, record) for s, shard, record in place] for place in places]
         texts = [text for micro in records for record in micro for text in record.texts]
         words: list[list[int]] | None = None
         if stream.words:
-            ids, words = self.context.encoder.encode_words(texts)
+            ids, words = self.context.encoder.encode_words(texts, stream.words)
         else:
             ids = self.context.encoder.encode(texts)
         at = 0
-        for draw, micro in zip(draws, records, strict=True):
+        for step, (draw, micro) in enumerate(zip(draws, records, strict=True)):
             identities = self.identities(name, draw)
             samples: list[list[Example]] = []
             last = -1
             for record, identity, sample in zip(micro, identities, draw.sample.tolist(), strict=True):
                 end = at + len(record.texts)
-                example = Example(record.langs, tuple(ids[at:end]), tuple(words[at:end]) if words else None, identity)
+                example = Example(
+                    record.langs,
+                    tuple(ids[at:end]),
+                    tuple(words[at:end]) if words else None,
+                    identity,
+                    sample,
+                    record.key,
+                    record.links,
+                )
                 at = end
                 if sample != last:
                     samples.append([])
                     last = sample
                 samples[-1].append(example)
-            batch = stream.collate(samples, stream.options, self.context)
+            share = Share(plan.step, step * plan.world + plan.rank, len(draws) * plan.world)
+            batch = stream.collate(samples, stream.options, replace(self.context, share=share))
             yield replace(batch, stream=name, keys=[record.key for record in micro])
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:

@@ -61,6 +61,8 @@ class StepPlan:
     """For each stream its micro-batches; every rank has equally many, some of which may be empty."""
     state: dict[str, Any]
     """State of the mixture after this step."""
+    rank: int
+    world: int
 
 
 class Mixture:
@@ -99,7 +101,7 @@ class Mixture:
             draw, positions[stream.name] = self._draw(stream, weights, step)
             micros[stream.name] = cut(draw, stream.samples, self.micro_batch, self.rank, self.world)
         self.state = {"step": step + 1, "positions": positions}
-        return StepPlan(step, micros, self.state)
+        return StepPlan(step, micros, self.state, self.rank, self.world)
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Draw, list[list[int]]]:
         """The stream's global batch of a step, and its positions after it."""

@@ -13,6 +13,7 @@ from xscale.data.encode import Example
 from xscale.data.index import Source
 from xscale.eval.model import Exported, read_all
 from xscale.objectives import tlm
+from xscale.objectives.base import Parts
 
 BATCH = 32
 
@@ -32,7 +33,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     with torch.inference_mode():
         for start in range(0, len(samples), BATCH):
             micro = tlm.collate(samples[start : start + BATCH], options, context)
-            sums = tlm.OBJECTIVE.loss(model.encoder, model.to_device(micro.arrays), options)
+            sums = tlm.OBJECTIVE.loss(Parts(model.encoder), model.to_device(micro.arrays), options)
             loss += float(sums.terms["mlm"])
             correct += float(sums.metrics["accuracy"][0])
             targets += micro.targets["mlm"]

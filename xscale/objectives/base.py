@@ -6,10 +6,11 @@ ranks, all micro-steps), so a loss does not depend on how the global batch was c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from xscale.data.encode import Words
 from xscale.data.loader import Collate
 from xscale.models.encoder import Encoder
 
@@ -24,6 +25,27 @@ class LossSums:
     """Name -> (sum, the term by whose targets it is divided)."""
 
 
+class Companion(Protocol):
+    """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
+
+    def update(self, applied: bool) -> None:
+        """Called on all ranks after each optimizer step; `applied` is False where fp16 overflow skipped it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a stream's loss is computed with."""
+
+    encoder: Encoder
+    heads: Any = None
+    """The objective's own trainable module, where it has one."""
+    companion: Any = None
+
+
 @dataclass(frozen=True)
 class Objective:
     reads: Literal["mono", "pair"]
@@ -32,9 +54,15 @@ class Objective:
     """Frozen dataclass: the objective's own fields of a stream."""
     collate: Collate
     """Runs in a worker: samples -> arrays."""
-    loss: Callable[[Encoder, dict[str, Tensor], Any], LossSums]
-    """Runs on the device: (encoder, arrays, options) -> sums."""
+    loss: Callable[[Parts, dict[str, Tensor], Any], LossSums]
+    """Runs on the device: (parts, arrays, options) -> sums."""
     terms: Callable[[Any], dict[str, float]]
     """options -> factor of each term in the stream's loss."""
-    words: Callable[[Any], bool] = lambda options: False
-    """options -> whether collate needs word numbers."""
+    words: Callable[[Any], Words | None] = lambda options: None
+    """options -> whose word numbers collate needs."""
+    needs: Literal["", "lexicon", "links"] = ""
+    """What must be there before step 1."""
+    heads: Callable[[Encoder, Any], nn.Module] | None = None
+    """(encoder, options) -> the objective's own trainable module."""
+    companion: Callable[[Encoder, Any, Any], Companion] | None = None
+    """(encoder, heads, options) -> state beside the optimizer, made from the initial weights."""

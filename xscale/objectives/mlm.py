@@ -11,10 +11,9 @@ from torch import Tensor
 
 from xscale.data import collate as arrays
 from xscale.data.collate import Context, MicroBatch
-from xscale.data.encode import Example, join_segments, pack_sentences
+from xscale.data.encode import Example, Words, join_segments, pack_sentences
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder
-from xscale.objectives.base import LossSums, Objective
+from xscale.objectives.base import LossSums, Objective, Parts
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,14 @@ def collate(samples: list[list[Example]], options: MaskedOptions, context: Conte
     )
 
 
-def loss(encoder: Encoder, batch: dict[str, Tensor], options: MaskedOptions) -> LossSums:
-    hidden_BLH = encoder.hidden(batch)
+def words(options: MaskedOptions) -> Words | None:
+    return "tokenizer" if options.whole_word else None
+
+
+def loss(parts: Parts, batch: dict[str, Tensor], options: MaskedOptions) -> LossSums:
+    hidden_BLH = parts.encoder.hidden(batch)
     rows_MH = hidden_BLH.flatten(0, 1)[batch["rows"]]
-    loss_sum, correct = encoder.masked_lm(rows_MH, batch["labels"])
+    loss_sum, correct = parts.encoder.masked_lm(rows_MH, batch["labels"])
     return LossSums({"mlm": loss_sum}, {"accuracy": (correct, "mlm")})
 
 
@@ -64,5 +67,5 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"mlm": 1.0},
-    words=lambda options: options.whole_word,
+    words=words,
 )

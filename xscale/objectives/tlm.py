@@ -48,5 +48,5 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=mlm.loss,
     terms=lambda options: {"mlm": 1.0},
-    words=lambda options: options.whole_word,
+    words=mlm.words,
 )

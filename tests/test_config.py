@@ -1,0 +1,343 @@
+"""Recipes: strict, every problem at once, every message with the value and the remedy."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from xscale.config import RECIPES, Recipe, load_recipe
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+
+OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
+STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"
+
+
+def load(name: str, *sets: str) -> Recipe:
+    return load_recipe(name, list(sets), OPTIONS)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path):
+    """recipe(text, "key=value", ...): a recipe of a file with this text."""
+
+    def make(text: str, *sets: str) -> Recipe:
+        (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+        return load(str(tmp_path / "r.yaml"), *sets)
+
+    return make
+
+
+def problems(make: Any, *arguments: str) -> list[str]:
+    with pytest.raises(UserError) as error:
+        make(*arguments)
+    return str(error.value).splitlines()[1:]
+
+
+# 1. Shipped recipes
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_shipped_recipes_load(name: str) -> None:
+    recipe = load(name)
+    written = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    assert list(recipe.streams) == list(written["streams"])
+    resolved = recipe.to_dict()
+    for section, fields in written.items():
+        for key, value in fields.items():
+            expected = value.items() if section == "streams" else [(None, value)]
+            for field, wanted in expected:
+                found = resolved[section][key][field] if field else resolved[section][key]
+                assert found == wanted, (section, key, field)
+    assert (RECIPES / f"{name}.yaml").read_text().startswith("#"), "a shipped recipe says what it is"
+
+
+def test_a_single_stream_bears_its_objective_s_name() -> None:
+    for path in RECIPES.glob("*.yaml"):
+        streams = load(path.stem).streams
+        if len(streams) == 1:
+            assert [*streams] == [stream.objective for stream in streams.values()]
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_the_resolved_recipe_loads_again(recipe, name: str) -> None:
+    """config.yaml of a run is a recipe."""
+    first = load(name, "train.lr=1e-5", "train.weight_decay=0")
+    assert recipe(yaml.safe_dump(first.to_dict())) == first
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(UserError, match=r"nonsense.*mixed.*mlm"):
+        load("nonsense")
+    with pytest.raises(UserError, match="absent.yaml"):
+        load("absent.yaml")
+
+
+# 2. Types
+
+
+@pytest.mark.parametrize("written", ["3e-4", "1e-5", "125e-6", "2.5e3", "1E-3"])
+def test_a_number_that_yaml_reads_as_text(recipe, written: str) -> None:
+    (line,) = problems(recipe, STREAM + f"train: {{lr: {written}}}")
+    assert "train.lr" in line and repr(written) in line
+    remedy = re.search(r"write (\S+)$", line)
+    assert remedy and recipe(STREAM + f"train: {{lr: {remedy[1]}}}").train.lr == float(written)
+
+
+@pytest.mark.parametrize("written", ["no", "off", "yes"])
+def test_languages_that_yaml_reads_as_truth_values(recipe, written: str) -> None:
+    (line,) = problems(recipe, f"streams: {{mlm: {{objective: mlm, samples: 8, languages: [de, {written}]}}}}")
+    assert "streams.mlm.languages[1]" in line and "quote" in line
+    quoted = recipe(f"streams: {{mlm: {{objective: mlm, samples: 8, languages: [de, '{written}']}}}}")
+    assert quoted.streams["mlm"].languages == ["de", written]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train.steps", "true"),
+        ("train.steps", "10.0"),
+        ("train.steps", "many"),
+        ("train.steps", "null"),
+        ("train.lr", "false"),
+        ("train.lr", "[1]"),
+        ("train.lr", ".nan"),
+        ("train.lr", ".inf"),
+        ("train.precision", "fp8"),
+        ("train.precision", "16"),
+        ("train.precision", "true"),
+        ("model.preset", "huge"),
+        ("model.init", "7"),
+        ("model.dropout", "'0.1'"),
+        ("data.lexicons", "en-de.txt"),
+        ("data.lexicons", "[1]"),
+        ("streams.mlm.languages", "en"),
+        ("streams.mlm.whole_word", "1"),
+        ("streams.mlm.samples", "yes"),
+        ("streams.mlm.objective", "[mlm]"),
+        ("streams.mlm.objective", "nonsense"),
+    ],
+)
+def test_wrong_types(recipe, field: str, value: str) -> None:
+    *parents, last = field.split(".")
+    tree = yaml.safe_load(STREAM)
+    node = tree
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = yaml.safe_load(value)
+    (line,) = problems(recipe, yaml.safe_dump(tree))
+    assert line.strip().startswith(field)
+    shown = node[last][0] if isinstance(node[last], list) and field == "data.lexicons" else node[last]
+    assert repr(shown) in line or str(shown) in line
+
+
+def test_ints_are_floats_and_null_is_optional(recipe) -> None:
+    made = recipe(STREAM + "train: {lr: 1, time_limit: 5}\nmodel: {init: null}\ndata:\n")
+    assert made.train.lr == 1.0 and isinstance(made.train.lr, float) and isinstance(made.train.time_limit, float)
+    assert made.model.init is None and made.data == load("mlm").data
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train.steps", "0"),
+        ("train.lr", "-1.0"),
+        ("train.warmup", "-1"),
+        ("train.weight_decay", "-0.1"),
+        ("train.max_grad_norm", "-1"),
+        ("train.micro_batch", "0"),
+        ("data.max_length", "4"),
+        ("data.alpha", "1.5"),
+        ("data.workers", "-1"),
+        ("model.dropout", "1.0"),
+        ("checkpoint.every", "0"),
+        ("checkpoint.keep", "1"),
+        ("streams.mlm.samples", "0"),
+        ("streams.mlm.weight", "0"),
+        ("streams.mlm.mask_prob", "0"),
+        ("streams.mlm.mask_prob", "1.0"),
+    ],
+)
+def test_values_out_of_range(recipe, field: str, value: str) -> None:
+    (line,) = problems(recipe, STREAM, f"{field}={value}")
+    assert line.strip().startswith(field) and str(float(value)).rstrip("0").rstrip(".") in line
+
+
+# 3. Structure
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (STREAM + "optimizer: {lr: 1.0}", "optimizer"),
+        (STREAM + "train: {learning_rate: 1.0}", "train.learning_rate"),
+        ("streams: {mlm: {objective: mlm, samples: 8, reset_positions: true}}", "streams.mlm.reset_positions"),
+        ("streams: {mlm: {objective: mlm, samples: 8, options: {}}}", "streams.mlm.options"),
+    ],
+)
+def test_unknown_keys(recipe, text: str, named: str) -> None:
+    (line,) = problems(recipe, text)
+    assert line.strip().startswith(f"{named}: unknown") and "there are" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train: {steps: 5}", "streams"),
+        ("streams: {}", "streams"),
+        ("streams: [mlm]", "streams"),
+        ("streams: {mlm: 64}", "streams.mlm"),
+        ("streams: {mlm: {samples: 8}}", "streams.mlm.objective"),
+        ("streams: {mlm: {objective: mlm}}", "streams.mlm.samples: is required"),
+        (STREAM + "train: 5", "train"),
+        (STREAM + "train: 0", "train"),
+        (STREAM + "train: [steps]", "train"),
+        (STREAM + "data: []", "data"),
+    ],
+)
+def test_missing_parts(recipe, text: str, named: str) -> None:
+    (line,) = problems(recipe, text)
+    assert line.strip().startswith(named)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1", "just text", "\x00"])
+def test_not_a_recipe(recipe, text: str) -> None:
+    with pytest.raises(UserError, match=r"r\.yaml"):
+        recipe(text)
+
+
+def test_not_text(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"r\.yaml"):
+        load(str(tmp_path / "r.yaml"))
+
+
+def test_all_problems_at_once(recipe) -> None:
+    text = """
+        modle: {}
+        model: {preset: huge, dropout: no}
+        streams:
+          a: {objective: nonsense, samples: 1}
+          b: {objective: tlm, sample: 1, languages: [no]}
+        train: {lr: 3e-4, steps: true, speed: 1}
+    """
+    text = re.sub(r"^ {8}", "", text, flags=re.MULTILINE)
+    found = problems(recipe, text, "data.alpha", "checkpoint.often=1")
+    expected = [
+        "modle",
+        "model.preset",
+        "model.dropout",
+        "streams.a.objective",
+        "streams.b.sample:",
+        "streams.b.samples",
+        "streams.b.languages[0]",
+        "train.lr",
+        "train.steps",
+        "train.speed",
+        "--set data.alpha",
+        "checkpoint.often",
+    ]
+    assert len(found) == len(expected)
+    for name in expected:
+        assert sum(line.strip().startswith(name) for line in found) == 1, (name, found)
+    ranges = problems(recipe, STREAM, "train.lr=-1", "data.alpha=3", "streams.mlm.samples=0")
+    assert len(ranges) == 3
+
+
+# 4. --set
+
+
+def test_set_overrides_and_adds() -> None:
+    made = load(
+        "mlm",
+        "train.lr=3e-4",
+        "train.steps=7",
+        "model.tokenizer=some/where",
+        "data.lexicons=[a/en-de.txt, b/en-fr.txt]",
+        "streams.mlm.mask_prob=0.3",
+        "streams.mlm.languages=[en, 'no']",
+        "streams.extra.objective=tlm",
+        "streams.extra.samples=4",
+        "streams.extra.reset_positions=true",
+        "train.time_limit=null",
+    )
+    assert made.train.lr == 3e-4 and made.train.steps == 7 and made.model.tokenizer == "some/where"
+    assert made.data.lexicons == ["a/en-de.txt", "b/en-fr.txt"]
+    assert made.streams["mlm"].options.mask_prob == 0.3 and made.streams["mlm"].languages == ["en", "no"]
+    assert [*made.streams] == ["mlm", "extra"]
+    assert made.streams["extra"].options.reset_positions is True and made.streams["extra"].samples == 4
+    assert made.train.time_limit is None
+    assert made.train.warmup == load("mlm").train.warmup
+
+
+def test_set_reaches_a_section_that_the_file_left_empty(recipe) -> None:
+    assert recipe("model:\n" + STREAM, "model.preset=mini").model.preset == "mini"
+
+
+def test_the_last_set_counts() -> None:
+    assert load("mlm", "train.steps=7", "train.steps=8").train.steps == 8
+    assert load("mlm", "streams.mlm={objective: tlm, samples: 3}").streams["mlm"].objective == "tlm"
+
+
+@pytest.mark.parametrize(
+    ("assignment", "named"),
+    [
+        ("train.stepz=5", "train.stepz"),
+        ("trian.steps=5", "trian"),
+        ("steps=5", "steps"),
+        ("streams.mlm.mask_probability=0.2", "streams.mlm.mask_probability"),
+        ("train.steps", "--set train.steps"),
+        ("train.steps=1e3", "train.steps"),
+        ("train.steps.more=1", "--set train.steps.more=1"),
+        ("train.lr=[1", "--set train.lr=[1"),
+        ("train.lr=fast", "train.lr"),
+        ("data.workers=", "data.workers"),
+    ],
+)
+def test_set_is_strict(assignment: str, named: str) -> None:
+    (line,) = problems(load, "mlm", assignment)
+    assert line.strip().startswith(named)
+
+
+# 5. Meaning
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(0.1, 100), (0.25, 250), (0, 0), (1, 1), (50, 50)])
+def test_warmup_is_a_share_or_a_number(warmup: float, steps: int) -> None:
+    assert load("mlm", "train.steps=1000", f"train.warmup={warmup}").warmup_steps() == steps
+
+
+def test_identity_covers_what_decides_the_result() -> None:
+    """A resume may change how a run is carried out, and nothing else."""
+    base = load("xlm")
+    free = {
+        "train.steps=5",
+        "train.micro_batch=2",
+        "train.time_limit=3",
+        "data.workers=0",
+        "model.tokenizer=x",
+        "checkpoint.every=3",
+        "checkpoint.keep=9",
+    }
+    fixed = {
+        "train.lr=0.5",
+        "train.seed=9",
+        "train.warmup=7",
+        "train.weight_decay=0.5",
+        "train.max_grad_norm=7",
+        "data.max_length=99",
+        "data.alpha=0.1",
+        "data.overlong=truncate",
+        "model.preset=mini",
+        "model.dropout=0.5",
+        "streams.mlm.samples=7",
+        "streams.mlm.weight=7",
+        "streams.tlm.mask_prob=0.5",
+        "streams.tlm.languages=[en-xx]",
+        "streams.more={objective: mlm, samples: 1}",
+    }
+    assert load("xlm", *free).identity() == base.identity()
+    for assignment in fixed:
+        assert load("xlm", assignment).identity() != base.identity(), assignment

@@ -1,0 +1,252 @@
+"""ds_configs and recipes made one: every "auto" filled, every contradiction named, precision asked for or fallen back."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from xscale.config import RECIPES, Recipe, load_recipe
+from xscale.engine import Hardware, read_ds_config, resolve_ds_config
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+
+SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+CPU, CPU_FP16, OLD_CPU = Hardware("cpu", False, True), Hardware("cpu", True, True), Hardware("cpu", False, False)
+GPU = Hardware("cuda", True, True)
+
+
+def recipe(name: str = "mlm", *sets: str) -> Recipe:
+    return load_recipe(name, list(sets), {n: o.options for n, o in OBJECTIVES.items()})
+
+
+def resolve(config: dict[str, Any], made: Recipe | None = None, micro_steps: int = 3, world: int = 2, hardware=GPU):
+    return resolve_ds_config(config, Path("X.json"), made or recipe(), micro_steps, world, hardware)
+
+
+def leaves(tree: Any) -> list[Any]:
+    if isinstance(tree, dict | list):
+        return [leaf for value in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(value)]
+    return [tree]
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_shipped_files_resolve_with_every_recipe(path: Path, name: str) -> None:
+    made = recipe(name, "train.steps=1000", "train.warmup=0.1", "train.lr=0.002", "train.micro_batch=16")
+    config = read_ds_config(path)
+    for hardware in (GPU, CPU, CPU_FP16, OLD_CPU):
+        resolved, precision, notes = resolve(config, made, 3, 2, hardware)
+        assert "auto" not in leaves(resolved)
+        assert json.loads(json.dumps(resolved)) == resolved
+        micro, steps = resolved["train_micro_batch_size_per_gpu"], resolved["gradient_accumulation_steps"]
+        assert (micro, steps) == (16, 3)
+        assert resolved["train_batch_size"] == micro * steps * 2, "DeepSpeed's own rule"
+        assert resolved["gradient_clipping"] == made.train.max_grad_norm
+        assert resolved["optimizer"]["params"]["lr"] == 0.002
+        assert resolved["optimizer"]["params"]["weight_decay"] == made.train.weight_decay
+        schedule = resolved["scheduler"]["params"]
+        assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (1000, 100)
+        assert schedule["warmup_max_lr"] == 0.002 and 0 < schedule["warmup_min_lr"] <= 0.002 / 100
+        wanted = next((p for p in ("fp16", "bf16") if p in config), "fp32")
+        supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}[wanted]
+        assert precision == (wanted if supported else "fp32")
+        assert len(notes) == (0 if supported else 1)
+        for name_ in ("fp16", "bf16"):
+            assert resolved.get(name_, {}).get("enabled", False) is (precision == name_)
+        for key in set(config) - {"fp16", "bf16", "optimizer", "scheduler"}:
+            assert resolved[key] == config[key] or config[key] == "auto", f"{key} was changed"
+
+
+def test_the_file_s_content_is_not_changed() -> None:
+    config = read_ds_config(SHIPPED[-1])
+    before = copy.deepcopy(config)
+    resolve(config)
+    assert config == before
+
+
+def test_absence_is_auto() -> None:
+    empty, *_ = resolve({})
+    spelled, *_ = resolve(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}},
+        }
+    )
+    assert empty == spelled
+
+
+@pytest.mark.parametrize(
+    ("kind", "owned"),
+    [
+        ("WarmupDecayLR", {"total_num_steps": 1000, "warmup_num_steps": 100, "warmup_max_lr": 0.001}),
+        ("WarmupLR", {"warmup_num_steps": 100, "warmup_max_lr": 0.001}),
+        ("WarmupCosineLR", {"total_num_steps": 1000, "warmup_num_steps": 100}),
+    ],
+)
+def test_schedulers_get_the_recipe_s_steps(kind: str, owned: dict[str, Any]) -> None:
+    made = recipe("mlm", "train.steps=1000", "train.warmup=100", "train.lr=0.001")
+    for given in ({}, dict.fromkeys(owned, "auto")):
+        resolved, *_ = resolve({"scheduler": {"type": kind, "params": dict(given)}}, made)
+        params = resolved["scheduler"]["params"]
+        assert {key: params[key] for key in owned} == owned
+        assert ("total_num_steps" in params) == (kind != "WarmupLR"), "DeepSpeed refuses parameters it does not know"
+        assert ("warmup_min_lr" in params) == (kind != "WarmupCosineLR")
+
+
+MADE = {"train.lr": "0.001", "train.weight_decay": "0.01", "train.max_grad_norm": "1.0", "train.steps": "1000"}
+CONTRADICTIONS: list[tuple[dict[str, Any], str, str, str, str]] = [
+    # ds_config, its key, its value, the recipe's field, its value
+    ({"train_micro_batch_size_per_gpu": 5}, "train_micro_batch_size_per_gpu", "5", "train.micro_batch", "32"),
+    ({"gradient_accumulation_steps": 7}, "gradient_accumulation_steps", "7", "streams", "3"),
+    ({"train_batch_size": 9999}, "train_batch_size", "9999", "samples", "192"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping", "0.5", "train.max_grad_norm", "1.0"),
+    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "optimizer.params.lr", "0.5", "train.lr", "0.001"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.5}}},
+        "optimizer.params.weight_decay",
+        "0.5",
+        "train.weight_decay",
+        "0.01",
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}},
+        "scheduler.params.total_num_steps",
+        "5",
+        "train.steps",
+        "1000",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
+        "scheduler.params.warmup_num_steps",
+        "5",
+        "train.warmup",
+        "100",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5}}},
+        "scheduler.params.warmup_max_lr",
+        "5",
+        "train.lr",
+        "0.001",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 5}}},
+        "scheduler.params.warmup_min_lr",
+        "5",
+        "train.lr",
+        "1e-05",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS, ids=[case[1] for case in CONTRADICTIONS])
+def test_a_contradiction_names_both(case: tuple[dict[str, Any], str, str, str, str]) -> None:
+    config, key, value, field, recipe_s = case
+    with pytest.raises(UserError) as error:
+        resolve(config, recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100"))
+    first, line = str(error.value).splitlines()
+    assert "X.json" in first
+    assert f"{key} = {value} " in line and field in line and line.endswith(recipe_s)
+
+
+def test_the_same_value_is_no_contradiction() -> None:
+    made = recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100")
+    config = {
+        "train_micro_batch_size_per_gpu": 32,
+        "gradient_accumulation_steps": 3,
+        "train_batch_size": 192,
+        "gradient_clipping": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.98]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 1e-3}},
+        "fp16": {"enabled": False},
+    }
+    resolved, precision, _ = resolve(config, made)
+    assert precision == "fp32" and resolved["optimizer"]["params"]["betas"] == [0.9, 0.98]
+    resolve({"train_batch_size": 64}, made)  # the samples of a step, as the user counts them
+
+
+def test_all_contradictions_at_once() -> None:
+    config = {"train_batch_size": 9999, "gradient_clipping": 0.5, "optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
+    with pytest.raises(UserError) as error:
+        resolve(config | {"bf16": {"enabled": True}}, recipe("mlm", "train.precision=fp16"))
+    assert len(str(error.value).splitlines()) == 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ("zero_optimization", "reduce_bucket_size"),
+        ("zero_optimization", "stage3_prefetch_bucket_size"),
+        ("fp16", "loss_scale"),
+    ],
+)
+def test_an_auto_that_nobody_fills_is_named(section: str, key: str) -> None:
+    """Other integrations fill these; DeepSpeed itself would fail on the text much later."""
+    with pytest.raises(UserError, match=rf"X\.json.*\n.*{section}\.{key}"):
+        resolve({section: {key: "auto"}})
+
+
+# Precision: what ds_config says, what the recipe says, what the hardware has -> precision, or the error's words
+
+ON, OFF, AUTO = {"enabled": True}, {"enabled": False}, {"enabled": "auto"}
+MATRIX = [
+    # auto falls back, with a line
+    ({"fp16": AUTO}, "auto", GPU, "fp16"),
+    ({"fp16": AUTO}, "auto", CPU_FP16, "fp16"),
+    ({"fp16": AUTO}, "auto", CPU, "fp32 with a note"),
+    ({"bf16": AUTO}, "auto", CPU, "bf16"),
+    ({"bf16": AUTO}, "auto", OLD_CPU, "fp32 with a note"),
+    ({}, "auto", GPU, "fp32"),
+    ({"fp16": OFF}, "auto", GPU, "fp32"),
+    # an explicit request is met or refused
+    ({"fp16": ON}, "auto", GPU, "fp16"),
+    ({"fp16": ON}, "auto", CPU, "error fp16 cpu"),
+    ({"bf16": ON}, "auto", OLD_CPU, "error bf16 cpu"),
+    ({"fp16": AUTO}, "fp16", GPU, "fp16"),
+    ({"fp16": AUTO}, "fp16", CPU, "error fp16 cpu"),
+    ({}, "fp16", CPU, "error fp16 cpu"),
+    ({}, "fp16", GPU, "fp16"),
+    ({}, "bf16", CPU, "bf16"),
+    ({"fp16": AUTO}, "bf16", GPU, "bf16"),
+    ({"fp16": AUTO}, "fp32", GPU, "fp32"),
+    ({"fp16": ON}, "fp16", GPU, "fp16"),
+    # contradictions
+    ({"fp16": ON}, "fp32", GPU, "error fp16.enabled train.precision fp32"),
+    ({"fp16": ON}, "bf16", GPU, "error fp16.enabled train.precision bf16"),
+    ({"bf16": ON}, "fp16", GPU, "error bf16.enabled train.precision fp16"),
+    ({"fp16": OFF}, "fp16", GPU, "error fp16.enabled train.precision fp16"),
+    ({"bf16": OFF}, "bf16", GPU, "error bf16.enabled train.precision bf16"),
+    ({"fp16": ON, "bf16": ON}, "auto", GPU, "error fp16.enabled bf16.enabled"),
+]
+
+
+@pytest.mark.parametrize(("config", "wanted", "hardware", "expected"), MATRIX)
+def test_precision(config: dict[str, Any], wanted: str, hardware: Hardware, expected: str) -> None:
+    made = recipe("mlm", f"train.precision={wanted}")
+    if expected.startswith("error"):
+        with pytest.raises(UserError) as error:
+            resolve(config, made, hardware=hardware)
+        assert all(word in str(error.value) for word in expected.split()[1:])
+        return
+    resolved, precision, notes = resolve(config, made, hardware=hardware)
+    assert precision == expected.split()[0]
+    assert [("fp16" in note or "bf16" in note) and "fp32" in note for note in notes] == [True] * ("note" in expected)
+    enabled = {name for name in ("fp16", "bf16") if resolved.get(name, {}).get("enabled")}
+    assert enabled == {precision} - {"fp32"}
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    for content in ("{", "[]", None):
+        path = tmp_path / "x.json"
+        if content is not None:
+            path.write_text(content)
+        else:
+            path.unlink()
+        with pytest.raises(UserError, match=r"x\.json"):
+            read_ds_config(path)

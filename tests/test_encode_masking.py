@@ -1,0 +1,435 @@
+"""Text to arrays. References: the Hugging Face tokenizer called as users call it, loops, and binomial bounds."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from data_tools import tokenizer as tokenizers
+from data_tools.demo_world import World
+from xscale.data import collate as arrays
+from xscale.data import masking
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example, Sequences, TextEncoder, fit_pairs, join_segments, offsets, pack_sentences
+from xscale.data.index import find_sources
+from xscale.data.loader import StepDataset, StreamCollate, source_statistics
+from xscale.data.mixture import Mixture, StreamSpec
+from xscale.objectives import mlm, tlm
+
+LANGUAGES = {"en": 0, "xx": 1}
+TLM = {"language_embeddings": True, "reset_positions": True}
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, ...]]:
+    world = World(0)
+    return [world.pair(i)[:2] for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def hugging_face(demo: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(str(demo / "tokenizer"))
+
+
+def examples_of(encoder: TextEncoder, texts: list[tuple[str, ...]], words: bool = False) -> list[Example]:
+    made = []
+    for number, sides in enumerate(texts):
+        ids, numbers = encoder.encode_words(list(sides))
+        langs = ("en", "xx")[: len(sides)]
+        made.append(Example(langs, tuple(ids), tuple(numbers) if words else None, np.uint64(1000 + number)))
+    return made
+
+
+def fake(*lengths: int, identity: int = 0) -> Example:
+    """An example with sides of these lengths and ids that tell their place."""
+    ids = tuple([100 * side + i for i in range(length)] for side, length in enumerate(lengths))
+    words = tuple([i // 2 for i in range(length)] for length in lengths)
+    return Example(("en", "xx")[: len(lengths)], ids, words, np.uint64(identity))
+
+
+def context(encoder: TextEncoder, max_length: int = 128, overlong: str = "drop") -> Context:
+    return Context(encoder, max_length, overlong, LANGUAGES)
+
+
+def rows_of(batch: MicroBatch, encoder: TextEncoder) -> list[dict[str, Any]]:
+    """Each sequence without padding, with the original ids put back, by loops."""
+    shape = batch.arrays["input_ids"].shape
+    labels = dict(zip(batch.arrays["rows"].tolist(), batch.arrays["labels"].tolist(), strict=True))
+    found = []
+    for row in range(shape[0]):
+        length = int(batch.arrays["attention_mask"][row].sum())
+        ids = batch.arrays["input_ids"][row, :length].tolist()
+        targets = {i: labels[row * shape[1] + i] for i in range(length) if row * shape[1] + i in labels}
+        found.append(
+            {"ids": ids, "targets": targets, "original": [targets.get(i, token) for i, token in enumerate(ids)]}
+        )
+    return found
+
+
+# 1. Token ids
+
+
+def test_pairs_are_encoded_as_hugging_face_does(text_encoder, hugging_face, pairs) -> None:
+    joined = join_segments(
+        text_encoder, [[(e, 0), (e, 1)] for e in examples_of(text_encoder, pairs)], LANGUAGES, reset_positions=False
+    )
+    expected = [hugging_face(*pair)["input_ids"] for pair in pairs]
+    assert [ids.tolist() for ids in np.split(joined.ids, np.cumsum(joined.lengths)[:-1])] == expected
+    sentences = [[(e, 0)] for e in examples_of(text_encoder, pairs)]
+    joined = join_segments(text_encoder, sentences, LANGUAGES)
+    assert joined.ids.tolist() == [token for en, _ in pairs for token in hugging_face(en)["input_ids"]]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kind: str) -> None:
+    tokenizers.train((side for pair in pairs for side in pair), kind, 400, lowercase=True).save_pretrained(tmp_path)
+    encoder, reference = TextEncoder(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    odd = [("Ünïcode TEXT", "日本語 🙂"), ("a  b\tc", "."), *pairs[:50]]
+    examples = examples_of(encoder, odd, words=True)
+    joined = join_segments(encoder, [[(e, 0), (e, 1)] for e in examples], LANGUAGES)
+    expected = [reference(*pair) for pair in odd]
+    assert joined.ids.tolist() == [token for one in expected for token in one["input_ids"]]
+    assert encoder.mask_id == reference.mask_token_id and encoder.vocab_size == len(reference)
+    assert set(encoder.ordinary_ids.tolist()) == set(range(len(reference))) - set(reference.all_special_ids)
+    for example, pair in zip(examples, odd, strict=True):
+        for words, text in zip(example.words, pair, strict=True):
+            assert words == reference(text, add_special_tokens=False).word_ids()
+
+
+def test_texts_that_spell_special_tokens(text_encoder, hugging_face) -> None:
+    text = "a [MASK] and a [SEP] in the text"
+    assert text_encoder.encode([text]) == [hugging_face(text, add_special_tokens=False)["input_ids"]]
+    sequences = join_segments(text_encoder, [[(e, 0)] for e in examples_of(text_encoder, [(text,)] * 400)], LANGUAGES)
+    _, targets = masking.mask_tokens(sequences, text_encoder, 0.5)
+    assert not set(sequences.ids[targets].tolist()) & set(hugging_face.all_special_ids)
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_positions_languages_and_words_by_loops(text_encoder, pairs, reset: bool) -> None:
+    examples = examples_of(text_encoder, pairs[:20], words=True)
+    sequences = [[(e, 0), (e, 1)] for e in examples[:10]] + [
+        [(a, 1), (b, 1), (c, 1)] for a, b, c in zip(*[iter(examples[10:19])] * 3, strict=True)
+    ]
+    joined = join_segments(text_encoder, sequences, LANGUAGES, reset)
+    at = 0
+    for number, sequence in enumerate(sequences):
+        ids, positions, languages, words = (
+            [text_encoder.cls_id],
+            [0],
+            [LANGUAGES[sequence[0][0].langs[sequence[0][1]]]],
+            [-1],
+        )
+        before = 0
+        for segment, (example, side) in enumerate(sequence):
+            for i, token in enumerate([*example.ids[side], text_encoder.sep_id]):
+                positions.append(i if reset and segment else len(ids))
+                ids.append(token)
+                languages.append(LANGUAGES[example.langs[side]])
+                last = i == len(example.ids[side])
+                words.append(-1 if last else before + example.words[side][i])
+            before += max(example.words[side]) + 1
+        here = slice(at, at + len(ids))
+        assert joined.ids[here].tolist() == ids
+        assert joined.positions[here].tolist() == positions
+        assert joined.languages[here].tolist() == languages
+        assert joined.words[here].tolist() == words
+        assert joined.lengths[number] == len(ids)
+        assert joined.offsets[here].tolist() == list(range(len(ids)))
+        assert set(joined.rows[here].tolist()) == {number}
+        assert joined.identities[number] == sequence[0][0].identity
+        at += len(ids)
+    assert at == len(joined.ids)
+
+
+@given(st.lists(st.integers(1, 9), max_size=9))
+def test_offsets(lengths: list[int]) -> None:
+    assert offsets(np.array(lengths, dtype=np.int64)).tolist() == [i for n in lengths for i in range(n)]
+
+
+# 2. Lengths
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), max_size=8), st.integers(8, 50))
+def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) -> None:
+    examples = [fake(*size, identity=i) for i, size in enumerate(sizes)]
+    fitting = [e for e in examples if sum(map(len, e.ids)) + 3 <= max_length]
+    assert fit_pairs(examples, max_length, "drop") == (fitting, len(examples) - len(fitting))
+    cut, long = fit_pairs(examples, max_length, "truncate")
+    assert long == len(examples) - len(fitting) and len(cut) == len(examples)
+    for original, kept in zip(examples, cut, strict=True):
+        if original in fitting:
+            assert kept == original
+            continue
+        assert sum(map(len, kept.ids)) + 3 == max_length, "cut more than needed, or less"
+        assert kept.identity == original.identity
+        for side, whole, words, all_words in zip(kept.ids, original.ids, kept.words, original.words, strict=True):
+            assert side, "a side was cut away"
+            assert side == whole[: len(side)] and words == all_words[: len(side)]
+        shares = [len(side) / len(whole) for side, whole in zip(kept.ids, original.ids, strict=True)]
+        smallest = min(map(len, original.ids))
+        assert abs(shares[0] - shares[1]) <= 2 / smallest, "not in proportion"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(8, 40), st.sampled_from(["drop", "truncate"]))
+def test_packing_keeps_sentences_whole(sizes: list[int], max_length: int, overlong: str) -> None:
+    sample = [fake(size, identity=i) for i, size in enumerate(sizes)]
+    sequences, long = pack_sentences(sample, max_length, overlong)
+    expected, room = [], max_length - 2
+    for example in sample:
+        if len(example.ids[0]) <= room:
+            expected.append(example.ids[0])
+        elif overlong == "truncate":
+            expected.append(example.ids[0][:room])
+    assert [example.ids[side] for sequence in sequences for example, side in sequence] == expected
+    assert long == sum(size > room for size in sizes)
+    lengths = [1 + sum(len(e.ids[0]) + 1 for e, _ in sequence) for sequence in sequences]
+    assert all(lengths) and max(lengths, default=0) <= max_length
+    for length, after in itertools.pairwise(zip(lengths, sequences, strict=True)):
+        assert length[0] + len(after[1][0][0].ids[0]) + 1 > max_length, "a sentence would have fitted"
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_too_long_is_counted(text_encoder, overlong: str) -> None:
+    """Also where nothing of a micro-batch is left."""
+    for sizes, long in (([(5, 5), (90, 90), (3, 200)], 2), ([(90, 90), (100, 100)], 2)):
+        batch = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(text_encoder, 64, overlong))
+        assert batch.too_long == long
+        assert batch.sequences == (len(sizes) if overlong == "truncate" else len(sizes) - long)
+    for lengths, long in (([5, 200], 1), ([200], 1)):
+        batch = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(text_encoder, 64, overlong))
+        assert batch.too_long == long
+    assert batch.arrays["input_ids"].shape[1] <= 64
+
+
+# 3. Masking
+
+
+def flat(ids: np.ndarray, length: int, words: np.ndarray | None = None, seed: int = 0) -> Sequences:
+    """Sequences of equal length with given ids."""
+    count = len(ids) // length
+    lengths = np.full(count, length)
+    identities = np.random.default_rng(seed).integers(0, 2**64, count, dtype=np.uint64)
+    return Sequences(ids, lengths, offsets(lengths), np.zeros(len(ids), dtype=np.int64), words, identities)
+
+
+def within(successes: int, trials: int, p: float, sigmas: float = 5) -> bool:
+    return abs(successes - trials * p) < sigmas * (trials * p * (1 - p)) ** 0.5
+
+
+@pytest.mark.parametrize("mask_prob", [0.15, 0.3])
+def test_masking_rates(text_encoder, mask_prob: float) -> None:
+    """15 % of the ordinary tokens; of these 80 % [MASK], 10 % random, 10 % unchanged."""
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, text_encoder.vocab_size, 400_000)
+    special = np.isin(ids, text_encoder.tokenizer.all_special_ids)
+    masked, targets = masking.mask_tokens(flat(ids, 100), text_encoder, mask_prob)
+    assert targets.tolist() == sorted(set(targets.tolist()))
+    assert not special[targets].any(), "a special token is predicted"
+    assert within(len(targets), int((~special).sum()), mask_prob)
+    untouched = np.ones(len(ids), dtype=bool)
+    untouched[targets] = False
+    assert (masked[untouched] == ids[untouched]).all(), "a token changed that is not predicted"
+    became, was = masked[targets], ids[targets]
+    ordinary = text_encoder.vocab_size - len(text_encoder.tokenizer.all_special_ids)
+    same = 1 / ordinary  # a random token may be the old one
+    assert within(int((became == text_encoder.mask_id).sum()), len(targets), 0.8)
+    assert within(int((became == was).sum()), len(targets), 0.1 + 0.1 * same)
+    random_ids = became[(became != was) & (became != text_encoder.mask_id)]
+    assert within(len(random_ids), len(targets), 0.1 * (1 - same))
+    assert not set(random_ids.tolist()) & set(text_encoder.tokenizer.all_special_ids)
+    seen = np.bincount(random_ids, minlength=text_encoder.vocab_size)[text_encoder.ordinary_ids]
+    mean = len(random_ids) / ordinary
+    assert (seen > 0).mean() > 1 - 2 * np.exp(-mean) - 0.01, "some ids are never drawn"
+    assert ((seen - mean) ** 2 / mean).mean() < 1.4, "random ids are not uniform"
+    assert within(int(seen[: ordinary // 2].sum()), len(random_ids), (ordinary // 2) / ordinary)
+
+
+def test_every_place_is_masked_equally(text_encoder) -> None:
+    """First and last tokens too, and neighbours independently."""
+    ids = np.full(400_000, text_encoder.ordinary_ids[0])
+    _, targets = masking.mask_tokens(flat(ids, 20), text_encoder, 0.15)
+    per_place = np.bincount(targets % 20, minlength=20)
+    assert all(within(int(n), 20_000, 0.15) for n in per_place)
+    chosen = np.zeros(len(ids))
+    chosen[targets] = 1
+    chosen = chosen.reshape(-1, 20)
+    assert abs(np.corrcoef(chosen[:, 3], chosen[:, 4])[0, 1]) < 0.04
+    per_sequence = Counter(chosen.sum(1).astype(int).tolist())
+    assert within(per_sequence[0], 20_000, 0.85**20)
+
+
+def test_whole_words(text_encoder) -> None:
+    """All tokens of a word or none, each word with mask_prob, each token with its own 80-10-10."""
+    generator = np.random.default_rng(1)
+    words = np.concatenate([[-1, *np.sort(generator.integers(0, 12, 28)), -1] for _ in range(8000)])
+    ids = generator.choice(text_encoder.ordinary_ids, len(words))
+    ids[words < 0] = text_encoder.cls_id
+    masked, targets = masking.mask_tokens(flat(ids, 30, words), text_encoder, 0.15, whole_word=True)
+    chosen = np.zeros(len(ids), dtype=bool)
+    chosen[targets] = True
+    groups: dict[tuple[int, int], set[bool]] = {}
+    for place, (word, hit) in enumerate(zip(words.tolist(), chosen.tolist(), strict=True)):
+        if word >= 0:
+            groups.setdefault((place // 30, word), set()).add(hit)
+    assert not chosen[words < 0].any()
+    assert all(len(outcomes) == 1 for outcomes in groups.values()), "a word is masked in part"
+    assert within(sum(True in outcomes for outcomes in groups.values()), len(groups), 0.15)
+    assert within(int((masked[targets] == text_encoder.mask_id).sum()), len(targets), 0.8)
+
+
+def test_whole_words_of_both_sides_are_independent(text_encoder) -> None:
+    """Word 0 of the second sentence is not word 0 of the first."""
+    pair = Example(("en", "xx"), ([50, 51], [60, 61]), ([0, 0], [0, 0]), np.uint64(0))
+    many = [Example(pair.langs, pair.ids, pair.words, np.uint64(i)) for i in range(4000)]
+    joined = join_segments(text_encoder, [[(e, 0), (e, 1)] for e in many], LANGUAGES)
+    _, targets = masking.mask_tokens(joined, text_encoder, 0.5, whole_word=True)
+    hits = np.zeros(len(joined.ids), dtype=bool)
+    hits[targets] = True
+    hits = hits.reshape(-1, 7)
+    assert (hits[:, 1] == hits[:, 2]).all() and (hits[:, 4] == hits[:, 5]).all()
+    assert within(int((hits[:, 1] & hits[:, 4]).sum()), 4000, 0.25)
+
+
+# 4. Masks depend on the record, not on its company
+
+
+def test_masks_do_not_depend_on_the_batch(text_encoder, pairs) -> None:
+    examples = examples_of(text_encoder, pairs, words=True)
+    for objective, samples in (
+        (tlm.collate, [[e] for e in examples]),
+        (mlm.collate, [[a, b, c] for a, b, c in zip(*[iter(examples)] * 3, strict=True)]),
+    ):
+        for options in (tlm.Options(), tlm.Options(whole_word=True), tlm.Options(shuffle_sides=True)):
+            whole = rows_of(objective(samples, options, context(text_encoder)), text_encoder)
+            shuffled = np.random.default_rng(0).permutation(len(samples))
+            for size in (1, 7, len(samples)):
+                alone = {}
+                for start in range(0, len(samples), size):
+                    batch = shuffled[start : start + size].tolist()
+                    made = objective([samples[i] for i in batch], options, context(text_encoder))
+                    alone |= dict(zip(batch, rows_of(made, text_encoder), strict=True))
+                assert [alone[i] for i in range(len(samples))] == whole
+
+
+def step_rows(demo: Path, encoder: TextEncoder, world: int, micro_batch: int, steps: int, seed: int = 3) -> list[Any]:
+    """Everything that the steps hold, over all ranks: {stream: sorted rows} for each step."""
+    sources = find_sources([demo])
+    specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (2,), 25, packed=False)]
+    tokens_per_byte = [source_statistics(source, encoder) for source in sources]
+    collates = {
+        "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions(), words=False),
+        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words=True),
+    }
+    dataset = StepDataset(sources, collates, context(encoder, 64), seed)
+    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "micro_batch": micro_batch, "world": world}
+    ranks = [Mixture(specs, sources, tokens_per_byte, rank=rank, **arguments) for rank in range(world)]
+    result = []
+    for _ in range(steps):
+        found: dict[str, list] = {"mlm": [], "tlm": [], "keys": []}
+        for rank in ranks:
+            batch = dataset[rank.next_step()]
+            for micro in batch.micros:
+                rows = rows_of(micro, encoder) if micro.sequences else []
+                found[micro.stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
+                found["keys"] += micro.keys
+                assert micro.targets == {"mlm": len(micro.arrays["labels"])}
+                assert micro.tokens == sum(len(row["ids"]) for row in rows)
+        result.append({name: sorted(values) for name, values in found.items()})
+    return result
+
+
+def test_a_step_is_the_same_at_every_world_size(demo: Path, text_encoder) -> None:
+    """Down to the masks; ranks without a sample get an idle micro-batch."""
+    expected = step_rows(demo, text_encoder, 1, 1000, 3)
+    for world, micro_batch in ((2, 4), (3, 32), (7, 2)):
+        assert step_rows(demo, text_encoder, world, micro_batch, 3) == expected
+
+
+def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
+    def masks(steps: list[Any]) -> dict[str, list[list[int]]]:
+        found: dict[str, list[list[int]]] = {}
+        for step in steps:
+            for original, _, targets in step["tlm"]:
+                found.setdefault(str(sorted(original)), []).append(targets)
+        return found
+
+    two_epochs = {
+        key: times for key, times in masks(step_rows(demo, text_encoder, 1, 64, 48)).items() if len(times) == 2
+    }
+    assert len(two_epochs) > 550
+    assert sum(first == second for first, second in two_epochs.values()) < 0.1 * len(two_epochs)
+    other = masks(step_rows(demo, text_encoder, 1, 64, 24, seed=4))
+    shared = [(times[0], other[key][0]) for key, times in two_epochs.items() if key in other]
+    assert len(shared) > 500 and sum(a == b for a, b in shared) < 0.1 * len(shared)
+
+
+# 5. Arrays
+
+
+@pytest.mark.parametrize("options", [{}, TLM, {"whole_word": True}, {"shuffle_sides": True, **TLM}])
+def test_arrays_of_tlm(text_encoder, hugging_face, pairs, options: dict[str, bool]) -> None:
+    examples = examples_of(text_encoder, pairs, words=True)
+    batch = tlm.collate([[e] for e in examples], tlm.Options(**options), context(text_encoder))
+    longest = batch.arrays["input_ids"].shape[1]
+    swaps = 0
+    for number, (row, pair) in enumerate(zip(rows_of(batch, text_encoder), pairs, strict=True)):
+        straight, swapped = hugging_face(*pair)["input_ids"], hugging_face(*pair[::-1])["input_ids"]
+        swap = row["original"] == swapped
+        assert row["original"] in (straight, swapped)
+        swaps += swap
+        length, sides = len(straight), pair[::-1] if swap else pair
+        first = len(hugging_face(sides[0])["input_ids"])
+        assert (batch.arrays["input_ids"][number, length:] == text_encoder.pad_id).all()
+        assert batch.arrays["attention_mask"][number].tolist() == [1] * length + [0] * (longest - length)
+        if "reset_positions" in options:
+            expected = [*range(first), *range(length - first)]
+            assert batch.arrays["position_ids"][number, :length].tolist() == expected
+            languages = [0] * first + [1] * (length - first)
+            found = batch.arrays["token_type_ids"][number, :length].tolist()
+            assert found == ([1 - x for x in languages] if swap else languages)
+    assert longest == max(len(hugging_face(*pair)["input_ids"]) for pair in pairs)
+    assert within(swaps, len(pairs), 0.5) if "shuffle_sides" in options else swaps == 0
+    assert ("position_ids" in batch.arrays) == ("token_type_ids" in batch.arrays) == ("reset_positions" in options)
+    assert batch.targets == {"mlm": len(batch.arrays["labels"])} and batch.sequences == len(pairs)
+    assert not np.isin(batch.arrays["labels"], hugging_face.all_special_ids).any()
+
+
+def test_arrays_of_mlm(text_encoder, hugging_face, pairs) -> None:
+    samples = [
+        list(group) for group in zip(*[iter(examples_of(text_encoder, [(en,) for en, _ in pairs]))] * 10, strict=True)
+    ]
+    batch = mlm.collate(samples, mlm.MaskedOptions(), context(text_encoder, 48))
+    rows = rows_of(batch, text_encoder)
+    ids = [hugging_face(en, add_special_tokens=False)["input_ids"] for en, _ in pairs]
+    in_turn = [token for row in rows for token in row["original"] if token not in (text_encoder.cls_id,)]
+    assert in_turn == [token for sentence in ids for token in [*sentence, text_encoder.sep_id]]
+    assert all(row["original"][0] == text_encoder.cls_id and row["original"][-1] == text_encoder.sep_id for row in rows)
+    assert max(len(row["original"]) for row in rows) <= 48 < sum(map(len, ids)) / len(samples) * 1.5
+    assert set(batch.arrays) == {"input_ids", "attention_mask", "rows", "labels"}
+
+
+def test_idle_micro_batch_has_no_target(text_encoder) -> None:
+    for batch in (
+        arrays.idle(context(text_encoder)),
+        tlm.collate([], tlm.Options(), context(text_encoder)),
+        mlm.collate([], mlm.MaskedOptions(), context(text_encoder)),
+    ):
+        assert batch.targets == {"mlm": 0} and batch.tokens == batch.sequences == 0
+        assert batch.arrays["input_ids"].shape == batch.arrays["attention_mask"].shape
+        assert len(batch.arrays["rows"]) == len(batch.arrays["labels"]) == 0
+
+
+def test_estimated_lengths_fill_sequences(demo: Path, text_encoder) -> None:
+    """Packed samples are cut by bytes; the estimate must leave hardly any sample split or half empty."""
+    steps = step_rows(demo, text_encoder, 1, 64, 30)
+    lengths = [len(original) for step in steps for original, *_ in step["mlm"]]
+    assert len(lengths) < 1.1 * 30 * 9
+    assert np.mean(lengths) > 0.7 * 64 and max(lengths) <= 64

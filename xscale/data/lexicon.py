@@ -1,0 +1,111 @@
+"""Bilingual dictionaries in MUSE form (`source target`, one entry a line, several per word), as id tables.
+
+A file's name says the pair and the order of the columns: en-de.txt.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from xscale.data.encode import TextEncoder
+from xscale.data.index import Source
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+
+_NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
+_ORDER_SAMPLE = 3000
+"""Records of each language whose words decide whether the columns are swapped."""
+
+
+@dataclass(frozen=True)
+class Lexicon:
+    langs: tuple[str, str]
+    words: list[tuple[str, str]]
+    """Entries in the file's order, without repeats."""
+    ids: tuple[list[list[int]], list[list[int]]]
+    """Token ids of each entry's source and target word, one or more."""
+    fingerprint: str
+
+    @property
+    def name(self) -> str:
+        return "-".join(self.langs)
+
+    def single(self) -> np.ndarray:
+        """[n, 2] ids of the entries that are one token on either side."""
+        pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def load_lexicon(path: Path, encoder: TextEncoder) -> Lexicon:
+    """Raises UserError naming file and line."""
+    langs = pair_of(path)
+    words = read_entries(path)
+    unknown = encoder.tokenizer.unk_token_id
+    ids = [encoder.encode([entry[side] for entry in words]) for side in (0, 1)]
+    kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
+    if not kept:
+        raise UserError(f"{path}: the tokenizer knows no entry of it; is it the dictionary of another language?")
+    content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
+    return Lexicon(
+        langs,
+        [words[i] for i in kept],
+        ([ids[0][i] for i in kept], [ids[1][i] for i in kept]),
+        hashlib.sha256(content).hexdigest()[:16],
+    )
+
+
+def pair_of(path: Path) -> tuple[str, str]:
+    """("en", "de") of .../en-de.txt."""
+    match = _NAME.match(path.name.partition(".")[0])
+    if not match:
+        raise UserError(
+            f"{path}: a dictionary's file name says its languages in the order of its columns, as en-de.txt"
+        )
+    return match[1], match[2]
+
+
+def read_entries(path: Path) -> list[tuple[str, str]]:
+    """Distinct entries in the order of the file, plain, .gz or .xz. Raises UserError."""
+    entries: dict[tuple[str, str], None] = {}
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        columns = line.split("\t") if "\t" in line else line.split()
+        if len(columns) != 2 or not all(column.strip() for column in columns):
+            raise UserError(f"{path}: line {number}: {line!r} is not an entry; needs `source target`")
+        entries[columns[0].strip(), columns[1].strip()] = None
+    if not entries:
+        raise UserError(f"{path} holds no entry")
+    return list(entries)
+
+
+def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
+    """Raises UserError where the columns are in the order opposite to the file's name, going by the training text."""
+    seen = {language: _words_of(language, sources) for language in lexicon.langs}
+    absent = [language for language, found in seen.items() if not found]
+    if absent:
+        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; its dictionary can't be used")
+    first, second = (seen[language] for language in lexicon.langs)
+    straight = sum((a in first) + (b in second) for a, b in lexicon.words)
+    swapped = sum((a in second) + (b in first) for a, b in lexicon.words)
+    if swapped > straight:
+        a, b = lexicon.langs
+        raise UserError(
+            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text the other "
+            f"way round, {straight:,} as named). Rename it to {b}-{a}.txt or swap the columns"
+        )
+
+
+def _words_of(language: str, sources: list[Source]) -> set[str]:
+    found: set[str] = set()
+    for source in sources:
+        if language in source.langs:
+            side = source.langs.index(language)
+            n = min(_ORDER_SAMPLE, source.shards[0].records)
+            for record in range(n):
+                words = source.read(0, record).texts[side].split()
+                found.update(word.strip(".,;:!?\"'()").lower() for word in words)
+    return found
