@@ -1,5 +1,6 @@
 # make demo: everything at once, on generated data.  make test: the tests.  Both start from a bare machine.
-PYTHON ?= $(shell command -v python3.12 || command -v python3.11 || command -v python3)
+SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c "$(SUITS)" 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
@@ -12,6 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 $(VENV)/installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 (with venv) is needed; set PYTHON=/path/to/python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev,mpi]'
 	touch $@

@@ -71,7 +71,7 @@ def test_the_resolved_recipe_loads_again(recipe, name: str) -> None:
 def test_unknown_recipe() -> None:
     with pytest.raises(UserError, match=r"nonsense.*mixed.*mlm"):
         load("nonsense")
-    with pytest.raises(UserError, match="absent.yaml"):
+    with pytest.raises(UserError, match=r"absent\.yaml"):
         load("absent.yaml")
 
 

@@ -1,4 +1,4 @@
-"""ds_configs and recipes made one: every "auto" filled, every contradiction named, precision asked for or fallen back."""
+"""ds_configs and recipes made one: every "auto" filled, contradictions named, precision as asked or fallen back."""
 
 import copy
 import json
