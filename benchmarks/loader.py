@@ -41,6 +41,8 @@ from xscale.objectives import OBJECTIVES
 WORDS, SAMPLES, MICRO_BATCH, MAX_LENGTH, VOCAB_SIZE = 15, 512, 32, 128, 16_000
 UNIQUE_PAIRS = 20_000
 SPECS = [StreamSpec("tlm", (0,), SAMPLES, packed=False)]
+SMALL_SHARD = 1024
+"""Records of a shard as others may write them."""
 REPEATS = 5
 
 
@@ -217,9 +219,11 @@ def opens(directory: Path, rate: float) -> None:
     with counted_opens() as of_worker:
         for shard, record in zip(shards.tolist(), records.tolist(), strict=True):
             worker.read(shard, record)
-            most = max(most, len(worker._open))
+            most = max(most, len(worker._files))
     spans = [np.ptp(np.flatnonzero(shards == shard)) + 1 for shard in range(len(main.shards))]
     full = np.random.default_rng(0).permutation(np.repeat(np.arange(len(main.shards)), main.counts))
+    small = np.full(main.records // SMALL_SHARD, SMALL_SHARD)
+    of_small, _ = EpochOrder(small, np.uint64(1), 0).locate(0, int(small.sum()))
     order = EpochOrder(main.counts, np.uint64(1), 0)
     rows = [
         ["windows of the order", f"{len(order.window_ends)}"],
@@ -228,6 +232,7 @@ def opens(directory: Path, rate: float) -> None:
         ["opens of a shard by the main process (for its .idx), mean", f"{of_main.total() / len(main.shards):.2f}"],
         [f"shards open at the same time, most (limit {OPEN_SHARDS})", f"{most}"],
         ["a shard's first to last read, share of the epoch", f"{max(spans) / steps / SAMPLES:.3f}"],
+        [f"in shards of {SMALL_SHARD:,}: opens of a shard, mean", f"{cache_misses(of_small) / len(small):,.2f}"],
         ["in a full shuffle: opens of a shard, mean", f"{cache_misses(full) / len(main.shards):,.1f}"],
         ["in a full shuffle: a shard's first to last read", "1.000"],
     ]

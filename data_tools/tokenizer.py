@@ -4,6 +4,7 @@ python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram
 """
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections import Counter
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from data_tools.ranks import Ranks, run
@@ -39,14 +40,15 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         tokenizer.add_special_tokens(tokens)
     else:
         tokenizer = Tokenizer(models.Unigram())
-        steps = [normalizers.NFKC()] + ([normalizers.Lowercase()] if lowercase else [])
-        tokenizer.normalizer = normalizers.Sequence(steps)
+        steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+        tokenizer.normalizer = normalizers.Sequence(steps + ([normalizers.Lowercase()] if lowercase else []))
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
         tokenizer.decoder = decoders.Metaspace()
         trainer = trainers.UnigramTrainer(
             vocab_size=vocab_size, special_tokens=tokens, unk_token=special["unk"], show_progress=False
         )
         tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.model = _settled(tokenizer, len(tokens))
     ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
     cls, sep = special["cls"], special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -79,6 +81,24 @@ def _wordpieces(texts: Iterator[str], normalizer: Any, vocab_size: int, special:
         )
         tokenizer.train_from_iterator(spool, trainer)
     return tokenizer.get_vocab()
+
+
+def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
+    """The Unigram model, the same in every run. UnigramTrainer goes through hash tables: the last digits of its scores
+    differ, and so does which rare character gets the lowest score, which the lowest + 0.0001, + 0.0002, ..."""
+    model = json.loads(tokenizer.to_str())["model"]
+    trained = model["vocab"][special:]
+    low = min(score for _, score in trained)
+
+    def settle(piece: str, score: float) -> float:
+        steps = (score - low) / 1e-4
+        return round(low if len(piece) == 1 and abs(steps - round(steps)) < 1e-6 else score, 6)
+
+    pieces = sorted(
+        ((piece, settle(piece, score)) for piece, score in trained), key=lambda entry: (-entry[1], entry[0])
+    )
+    fixed = [(piece, score) for piece, score in model["vocab"][:special]]
+    return models.Unigram(fixed + pieces, model["unk_id"], model["byte_fallback"])
 
 
 def shard_texts(sources: list[Source], limit: int) -> Iterator[str]:

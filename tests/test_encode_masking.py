@@ -102,6 +102,21 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
             assert words == reference(text, add_special_tokens=False).word_ids()
 
 
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_whitespace_words(tmp_path: Path, pairs, kind: str) -> None:
+    """Numbers of whitespace words, as word links count them; the tokens are those of the plain text."""
+    tokenizers.train((side for pair in pairs for side in pair), kind, 400, lowercase=False).save_pretrained(tmp_path)
+    encoder, reference = TextEncoder(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    texts = ["it's one, two; (three)", " the  dog\tsleeps . ", *(side for pair in pairs[:50] for side in pair)]
+    ids, words = encoder.encode_words(texts, "whitespace")
+    for text, tokens, numbers in zip(texts, ids, words, strict=True):
+        assert tokens == reference(text, add_special_tokens=False)["input_ids"]
+        assert numbers == sorted(numbers) and set(numbers) == set(range(len(text.split())))
+        for number, word in enumerate(text.split()):
+            own = [token for token, n in zip(tokens, numbers, strict=True) if n == number]
+            assert own == reference(word, add_special_tokens=False)["input_ids"]
+
+
 def test_texts_that_spell_special_tokens(text_encoder, hugging_face) -> None:
     text = "a [MASK] and a [SEP] in the text"
     assert text_encoder.encode([text]) == [hugging_face(text, add_special_tokens=False)["input_ids"]]
@@ -325,8 +340,8 @@ def step_rows(demo: Path, encoder: TextEncoder, world: int, micro_batch: int, st
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (2,), 25, packed=False)]
     tokens_per_byte = [source_statistics(source, encoder) for source in sources]
     collates = {
-        "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions(), words=False),
-        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words=True),
+        "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
+        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words="tokenizer"),
     }
     dataset = StepDataset(sources, collates, context(encoder, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "micro_batch": micro_batch, "world": world}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale import rng
+from xscale.data.index import OPEN_SHARDS
 from xscale.data.order import EpochOrder
 
 SEED = np.uint64(1234567)
@@ -70,13 +71,14 @@ def test_the_order_is_the_documented_one() -> None:
 
     counts = [17, 5, 30, 9, 22, 41, 8, 13]
     key = draw(seed, epoch)
-    groups: list[list[tuple[int, int]]] = [[]]
-    for shard in shuffled(draw(key, 0), list(range(len(counts)))):
-        if len(groups[-1]) >= window:
-            groups.append([])
-        groups[-1] += [(shard, record) for record in range(counts[shard])]
-    if len(groups[-1]) < window:
-        groups[-2:] = [groups[-2] + groups[-1]]
+    n_windows = sum(counts) // window
+    assert n_windows == 2
+    # Of each run of n_windows neighbouring shards, the one with the least hash goes to the first window, and so on.
+    groups: list[list[tuple[int, int]]] = [[] for _ in range(n_windows)]
+    for first in range(0, len(counts), n_windows):
+        run = range(first, min(first + n_windows, len(counts)))
+        for group, shard in zip(groups, sorted(run, key=lambda i: draw(draw(key, 0), i)), strict=False):
+            group += [(shard, record) for record in range(counts[shard])]
     expected = [place for number, group in enumerate(groups) for place in shuffled(draw(key, number + 1), group)]
     assert places(counts, np.uint64(seed), epoch, window) == expected
 
@@ -111,14 +113,32 @@ def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) 
     bounds = [order.bounds(position) for position in range(len(whole))]
     windows_of = {shard: {bounds[i][0] for i, (s, _) in enumerate(whole) if s == shard} for shard in range(len(counts))}
     assert all(len(found) == 1 for found in windows_of.values())
-    # Windows tile the epoch in order; each holds `window` records at least, and no shard more than it needs.
+    # Windows tile the epoch in order; as many as the records fill, and their numbers of shards differ by one at most.
     tiles = sorted(set(bounds))
     assert [tile[0] for tile in tiles] == list(range(len(tiles)))
     assert [tile[1] for tile in tiles] == [0, *(tile[2] for tile in tiles[:-1])] and tiles[-1][2] == len(whole)
     assert all(start <= i < end for i, (_, start, end) in enumerate(bounds))
-    sizes = [end - start for _, start, end in tiles]
-    assert len(tiles) == 1 or min(sizes) >= window
-    assert max(sizes) < 2 * window + max(counts)
+    assert len(tiles) == min(max(sum(counts) // window, 1), len(counts))
+    shards = Counter(next(iter(found)) for found in windows_of.values())
+    assert max(shards.values()) - min(shards.values()) <= 1
+
+
+def test_a_window_has_no_more_shards_than_stay_open() -> None:
+    """Many tiny shards: windows shrink rather than open a shard twice."""
+    order = EpochOrder(np.full(5000, 10), SEED, 0)
+    shards, _ = order.locate(0, 50_000)
+    for window in range(5000 // 256 + 1):
+        _, first, end = order.bounds(window * 50_000 // 20 + 1)
+        assert len(set(shards[first:end].tolist())) <= 256 == OPEN_SHARDS
+
+
+def test_every_window_is_a_cross_section() -> None:
+    """A source sorted by topic: each window holds its share of each tenth of the source."""
+    order = EpochOrder(np.full(200, 50), SEED, 0, window=1000)
+    shards, _ = order.locate(0, 10_000)
+    for start in range(0, 10_000, 1000):
+        tenths = Counter((shards[start : start + 1000] // 20).tolist())
+        assert sorted(tenths.values()) == [100] * 10
 
 
 def test_few_shards_are_read_at_a_time() -> None:

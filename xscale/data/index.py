@@ -24,8 +24,8 @@ from xscale.sample import Record
 
 FORMAT_VERSION = 1
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
-OPEN_SHARDS = 64
-"""Shards a process keeps open at once."""
+OPEN_SHARDS = 256
+"""Shards of a source that a process keeps open at once; a window of the order (data/order.py) has no more."""
 _BLOCK = tarfile.BLOCKSIZE
 
 
@@ -61,7 +61,8 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.fingerprint = fingerprint(index)
-        self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._indices: OrderedDict[int, np.ndarray] = OrderedDict()
 
     @property
     def kind(self) -> str:
@@ -86,12 +87,12 @@ class Source:
 
     def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
         """Byte lengths of records of one shard, read from the .idx alone."""
-        return self._handle(shard)[1]["length"][records].astype(np.int64)
+        return self._idx(shard)["length"][records].astype(np.int64)
 
     def read(self, shard: int, record: int) -> Record:
         """Record number `record` of shard number `shard`. Raises UserError where its bytes are damaged."""
-        fd, idx = self._handle(shard)
-        offset, length, crc = idx[record].item()
+        fd = self._file(shard)
+        offset, length, crc = self._idx(shard)[record].item()
         data = os.pread(fd, length, offset)
         if zlib.crc32(data) != crc:
             data = os.pread(fd, length, offset)  # a shared file system may answer better the second time
@@ -106,27 +107,31 @@ class Source:
     def parse(self, data: bytes) -> Record:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
-    def _handle(self, shard: int) -> tuple[int, np.ndarray]:
-        handle = self._open.get(shard)
-        if handle is None:
-            path = self.directory / self.shards[shard].name
-            fd = os.open(path, os.O_RDONLY)
+    def _idx(self, shard: int) -> np.ndarray:
+        idx = self._indices.get(shard)
+        if idx is None:
+            idx = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
+            self._indices[shard] = idx
+            if len(self._indices) > OPEN_SHARDS:
+                self._indices.popitem(last=False)
+        return idx
+
+    def _file(self, shard: int) -> int:
+        fd = self._files.get(shard)
+        if fd is None:
+            fd = os.open(self.directory / self.shards[shard].name, os.O_RDONLY)
             # The whole shard will be read in random order soon: ask for it in one sequential sweep.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            handle = (fd, np.memmap(idx_path(path), dtype=IDX_DTYPE, mode="r"))
-            self._open[shard] = handle
-            if len(self._open) > OPEN_SHARDS:
-                _, (oldest, _) = self._open.popitem(last=False)
-                os.close(oldest)
-        else:
-            self._open.move_to_end(shard)
-        return handle
+            self._files[shard] = fd
+            if len(self._files) > OPEN_SHARDS:
+                os.close(self._files.popitem(last=False)[1])
+        return fd
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_open": OrderedDict()}
+        return self.__dict__ | {"_files": OrderedDict(), "_indices": OrderedDict()}
 
     def __del__(self) -> None:
-        for fd, _ in getattr(self, "_open", {}).values():
+        for fd in getattr(self, "_files", {}).values():
             os.close(fd)
 
 

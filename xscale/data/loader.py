@@ -5,6 +5,7 @@ mixture's state after it, so the state saved with step t is what step t consumed
 """
 
 import os
+import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -127,6 +128,7 @@ class Failure:
 
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
     """The next `steps` StepBatches of the mixture, made by `workers` processes (0: by this one)."""
+    allow_open_files()
     plans = (mixture.next_step() for _ in range(steps))
     loader: DataLoader = DataLoader(
         dataset,
@@ -162,9 +164,16 @@ def _same(batch: Any) -> Any:
 
 def _leave_signals_to_parent(worker: int) -> None:
     """A worker inherits the trainer's handlers; the trainer alone decides when to stop."""
+    allow_open_files()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def allow_open_files() -> None:
+    """Each source keeps up to OPEN_SHARDS files open; the usual soft limit is 1,024 in all."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def source_statistics(source: Source, encoder: Any, sample: int = 512) -> float:

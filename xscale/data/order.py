@@ -1,8 +1,8 @@
 """The order of a source's records: a pure function of (shard sizes, seed, epoch).
 
-Each epoch permutes the shards, groups them into windows of at least `window` records and permutes the records of a
-window. So a shard is read through once an epoch, while neighbours in a batch come from all over the source, and
-memory is that of one window whatever the size of the source.
+Each epoch deals the shards out to windows of about `window` records and permutes the records of a window. So a shard
+is opened and read through once an epoch, while neighbours in a batch come from all over the source
+(benchmarks/shuffle.py measures how well), and memory is that of one window whatever the size of the source.
 """
 
 import bisect
@@ -11,7 +11,9 @@ import numpy as np
 
 from xscale import rng
 
-WINDOW_RECORDS = 1 << 17
+WINDOW_RECORDS = 1 << 20
+WINDOW_SHARDS = 256
+"""A window has no more shards than a reader keeps open."""
 
 
 class EpochOrder:
@@ -21,19 +23,17 @@ class EpochOrder:
         """counts: records of each shard [n_shards]; seed: 64-bit key of the stream and source."""
         self.counts = counts
         self.key = rng.hash64(seed, np.uint64(epoch))
-        self.shards = rng.permutation(rng.hash64(self.key, np.uint64(0)), len(counts))
+        # Of each run of `windows` neighbouring shards one goes to each window, so that every window is a cross-section
+        # of a source that is sorted by topic or length.
+        number = np.arange(len(counts))
+        enough = max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1)
+        windows = min(enough, len(counts))
+        drawn = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
+        members = [drawn[w::windows] for w in range(windows)]
+        self.shards = np.concatenate(members)
+        self.window_ends = np.cumsum([len(m) for m in members]).tolist()
         self.ends = np.cumsum(counts[self.shards])
         self.size = int(self.ends[-1])
-        # A window is a run of permuted shards; `window_ends[w]` is the number of shards up to its end.
-        self.window_ends: list[int] = []
-        start = 0
-        for i, end in enumerate(self.ends):
-            if end - start >= window:
-                self.window_ends.append(i + 1)
-                start = int(end)
-        if not self.window_ends:
-            self.window_ends = [len(counts)]
-        self.window_ends[-1] = len(counts)  # the remainder joins the last window
         self._window: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
 
     def bounds(self, position: int) -> tuple[int, int, int]:

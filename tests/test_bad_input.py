@@ -1,0 +1,321 @@
+"""What a user can get wrong with data_tools: an error that names file, line and value, and nothing left behind."""
+
+import gzip
+import json
+import lzma
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data_tools import demo_corpus, index, inspect, tokenizer, write_shards
+from data_tools.ranks import Ranks, run
+from xscale.data.encode import TextEncoder
+from xscale.data.index import Source
+from xscale.data.loader import select_sources
+from xscale.errors import UserError
+
+EN = [f"one two three number {i}" for i in range(400)]
+DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
+
+
+@pytest.fixture(params=[1, 3], ids=["1-rank", "3-ranks"])
+def refused(request: pytest.FixtureRequest, on_ranks) -> Callable[[Callable[[Ranks], Any]], str]:
+    """refused(work): the UserError's text, the same on every rank."""
+
+    def run_refused(work: Callable[[Ranks], Any]) -> str:
+        errors = on_ranks(request.param, work)
+        assert all(isinstance(error, UserError) for error in errors), errors
+        assert len({str(error) for error in errors}) == 1
+        return str(errors[0])
+
+    return run_refused
+
+
+def mono(*options: object) -> Callable[[Ranks], None]:
+    return lambda ranks: write_shards.main(ranks, ["mono", "--lang", "en", *map(str, options)])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# Pairs
+
+
+@pytest.mark.parametrize(
+    ("src", "tgt", "line", "short"), [(399, 400, 400, "c.en"), (400, 130, 131, "c.de"), (0, 1, 1, "c.en")]
+)
+def test_files_of_different_length(tmp_path, corpus_files, write_pairs, refused, src, tgt, line, short) -> None:
+    paths = corpus_files(EN[:src], DE[:tgt])
+    before = files(tmp_path)
+    message = refused(lambda ranks: write_pairs(*paths, tmp_path / "out", "--shard_lines", 50, ranks=ranks))
+    assert f"{short} ends after line {line - 1}" in message and f"line {line}" in message
+    assert all(str(path) in message for path in paths)
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("bad", "shown"),
+    [("0-0 4-0 9-1", "9-1"), ("0-6", "0-6"), ("0:1", "0:1"), ("1", "1"), ("-1-0", "-1-0"), ("a-b", "a-b")],
+)
+def test_links_that_do_not_fit(tmp_path, corpus_files, write_pairs, refused, bad: str, shown: str) -> None:
+    paths = corpus_files(EN, DE)
+    links = tmp_path / "c.links"
+    links.write_text("".join(f"{bad if i == 271 else '0-0 4-4'}\n" for i in range(400)))
+    before = files(tmp_path)
+    arguments = ("--links", links, "--shard_lines", 50)
+    message = refused(lambda ranks: write_pairs(*paths, tmp_path / "out", *arguments, ranks=ranks))
+    assert f"{links}: line 272" in message and repr(shown) in message and "5 and 5" in message
+    assert files(tmp_path) == before
+
+
+def test_links_of_another_corpus(tmp_path, corpus_files, write_pairs, refused) -> None:
+    paths = corpus_files(EN, DE)
+    (tmp_path / "c.links").write_text("0-0\n" * 20)
+    message = refused(lambda ranks: write_pairs(*paths, tmp_path / "out", "--links", tmp_path / "c.links", ranks=ranks))
+    assert "c.links ends after line 20" in message
+    assert not (tmp_path / "out").exists()
+
+
+# Files
+
+
+@pytest.mark.parametrize("compress", [None, gzip.compress, lzma.compress])
+def test_bytes_that_are_not_utf8(tmp_path: Path, refused, compress) -> None:
+    lines = [line.encode() for line in EN]
+    lines[123] = "Größe".encode("latin-1")
+    data = b"\n".join(lines) + b"\n"
+    path = tmp_path / {None: "text", gzip.compress: "text.gz", lzma.compress: "text.xz"}[compress]
+    path.write_bytes(compress(data) if compress else data)
+    message = refused(mono("--text", path, "--out", tmp_path / "out", "--shard_lines", 50))
+    assert str(path) in message and "line 124" in message and "UTF-8" in message
+    assert files(tmp_path) == {path.name}
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".gz", gzip.compress), (".xz", lzma.compress)])
+def test_damaged_compressed_files(tmp_path: Path, refused, suffix: str, compress) -> None:
+    rng = random.Random(0)
+    whole = compress("".join(f"{rng.random()}\n" for _ in range(3000)).encode())
+    middle = len(whole) // 2
+    garbled = whole[:middle] + bytes(255 - byte for byte in whole[middle : middle + 200]) + whole[middle + 200 :]
+    path = tmp_path / f"text{suffix}"
+    for content in (whole[:middle], garbled, b"plain text\n" * 99, whole[:3]):
+        path.write_bytes(content)
+        message = refused(mono("--text", path, "--out", tmp_path / "out"))
+        assert str(path) in message and "line" in message
+        assert files(tmp_path) == {path.name}
+
+
+@pytest.mark.parametrize("content", ["", "\n\n \n", "<doc id=1>\n</doc>\n"])
+def test_an_empty_corpus(tmp_path: Path, refused, content: str) -> None:
+    (tmp_path / "text.en").write_text(content)
+    message = refused(mono("--text", tmp_path / "text.en", "--out", tmp_path / "out"))
+    assert "text.en" in message and "nothing" in message
+    assert files(tmp_path) == {"text.en"}
+
+
+def test_absent_files(tmp_path: Path, refused, write_pairs) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("a\n")
+    for path in (tmp_path / "absent", tmp_path / "empty"):
+        assert str(path) in refused(mono("--text", path, "--out", tmp_path / "out"))
+        for pair in ((path, tmp_path / "text"), (tmp_path / "text", path)):
+            message = refused(lambda ranks, pair=pair: write_pairs(*pair, tmp_path / "out", ranks=ranks))
+            assert str(path) in message
+    assert files(tmp_path) == {"empty", "text"}
+
+
+# Output
+
+
+def test_the_output_directory_is_taken(tmp_path: Path, corpus_files, write_pairs, refused) -> None:
+    paths, out = corpus_files(EN, DE), tmp_path / "out"
+    out.mkdir()
+    (out / "precious").write_text("x")
+    before = files(tmp_path)
+    tools: list[Callable[[Ranks], Any]] = [
+        lambda ranks: write_pairs(*paths, out, ranks=ranks),
+        mono("--text", paths[0], "--out", out),
+        lambda ranks: demo_corpus.main(ranks, ["--out", str(out), "--pairs", "5", "--mono", "5"]),
+        lambda ranks: tokenizer.main(ranks, ["--text", str(paths[0]), "--out", str(out)]),
+    ]
+    for tool in tools:
+        assert str(out) in refused(tool)
+        assert files(tmp_path) == before and files(out) == {"precious"}
+
+
+def test_an_empty_output_directory_is_used(tmp_path: Path, corpus_files, write_pairs) -> None:
+    (tmp_path / "out").mkdir()
+    write_pairs(*corpus_files(EN, DE), tmp_path / "out")
+    assert Source(tmp_path / "out").records == 400
+
+
+def test_what_an_interrupted_run_left_is_cleaned(tmp_path: Path, corpus_files, write_pairs) -> None:
+    (tmp_path / "out.incomplete").mkdir()
+    (tmp_path / "out.incomplete" / "pairs-000009.tar").write_text("half a tar")
+    paths = corpus_files(EN, DE)
+    write_pairs(*paths, tmp_path / "out")
+    assert Source(tmp_path / "out").records == 400 and "out.incomplete" not in files(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [["--pairs", "0"], ["--mono", "0"]])
+def test_a_demo_corpus_of_nothing(tmp_path: Path, refused, arguments: list[str]) -> None:
+    sizes = ["--pairs", "5", "--mono", "5", *arguments]
+    refused(lambda ranks: demo_corpus.main(ranks, ["--out", str(tmp_path / "demo"), *sizes]))
+    assert files(tmp_path) == set()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, corpus_files, write_pairs, monkeypatch) -> None:
+    paths = corpus_files(EN, DE)
+    before = files(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("webdataset.TarWriter.write", full)
+    with pytest.raises(OSError, match="No space"):
+        write_pairs(*paths, tmp_path / "out")
+    assert files(tmp_path) == before
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--min_tokens", "3"], "--tokenizer"),
+        (["--max_tokens", "3"], "--tokenizer"),
+        (["--shard_lines", "0"], "--shard_lines 0"),
+    ],
+)
+def test_options_of_write_shards(tmp_path: Path, corpus_files, write_pairs, options, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        write_pairs(*corpus_files(EN, DE), tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_filter_that_keeps_nothing(tmp_path: Path, demo: Path, corpus_files, write_pairs) -> None:
+    paths = corpus_files(EN, DE)
+    before = files(tmp_path)
+    options = ("--min_tokens", 900, "--tokenizer", demo / "tokenizer")
+    with pytest.raises(UserError, match=r"nothing.*400 too short"):
+        write_pairs(*paths, tmp_path / "out", *options)
+    assert files(tmp_path) == before
+
+
+def test_index_and_inspect_without_shards(tmp_path: Path) -> None:
+    for tool in (index, inspect):
+        for path in (tmp_path, tmp_path / "absent"):
+            with pytest.raises(UserError, match=str(path)):
+                tool.main(Ranks(), [str(path)])
+    assert files(tmp_path) == set()
+
+
+# Tokenizers
+
+
+def save_tokenizer(path: Path, **special: str) -> Path:
+    vocabulary = {token: number for number, token in enumerate(["[UNK]", *special.values(), "a", "b"])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **special).save_pretrained(path)
+    return path
+
+
+ALL_SPECIAL = {"mask_token": "[MASK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+
+
+@pytest.mark.parametrize("missing", sorted(ALL_SPECIAL))
+def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> None:
+    TextEncoder(save_tokenizer(tmp_path / "whole", **ALL_SPECIAL))
+    special = {name: token for name, token in ALL_SPECIAL.items() if name != missing}
+    path = save_tokenizer(tmp_path / "tokenizer", **special)
+    with pytest.raises(UserError, match=f"{path} has no {missing.removesuffix('_token')} token"):
+        TextEncoder(path)
+
+
+def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    for path in (tmp_path / "absent", tmp_path / "broken", tmp_path):
+        with pytest.raises(UserError, match=f"tokenizer {path} cannot be loaded"):
+            TextEncoder(path)
+
+
+def test_training_a_tokenizer_on_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--data or --text"):
+        tokenizer.main(Ranks(), ["--out", str(tmp_path / "out")])
+    with pytest.raises(UserError, match="absent"):
+        tokenizer.main(Ranks(), ["--text", str(tmp_path / "absent"), "--out", str(tmp_path / "out")])
+    assert files(tmp_path) == set()
+
+
+# Data of a run
+
+
+def test_languages_without_data(demo: Path) -> None:
+    sources = [Source(demo / name) for name in ("mono_en", "mono_xx", "pairs")]
+    assert select_sources("s", "mono", None, sources) == (0, 1)
+    assert select_sources("s", "mono", ["xx"], sources) == (1,)
+    assert select_sources("s", "pair", ["en", "xx"], sources) == select_sources("s", "pair", ["en-xx"], sources) == (2,)
+    with pytest.raises(UserError, match=r"streams\.s\.languages: no mono data for de; --data has en, xx"):
+        select_sources("s", "mono", ["en", "de"], sources)
+    with pytest.raises(UserError, match=r"streams\.s\.languages: no pair data for en-de"):
+        select_sources("s", "pair", ["en-de"], sources)
+    with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
+        select_sources("s", "pair", None, sources[:2])
+
+
+def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 and one line on stderr for the user's mistakes; anything else is a fault with a traceback."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def fail(ranks: Ranks) -> None:
+        raise UserError("the file x is bad")
+
+    with pytest.raises(SystemExit) as stopped:
+        run(fail)
+    assert stopped.value.code == 2 and capsys.readouterr().err == "error: the file x is bad\n"
+    with pytest.raises(ZeroDivisionError):
+        run(lambda ranks: 1 / 0)
+
+
+def test_ranks_stop_together(on_ranks) -> None:
+    """One rank's mistake is everybody's, none waits forever."""
+
+    def work(ranks: Ranks) -> list[int]:
+        def part() -> int:
+            if ranks.rank == 1:
+                raise UserError("rank 1 found it")
+            return ranks.rank
+
+        return ranks.together(part)
+
+    assert [str(error) for error in on_ranks(3, work)] == ["rank 1 found it"] * 3
+    assert on_ranks(3, lambda ranks: ranks.together(lambda: ranks.rank)) == [[0, 1, 2]] * 3
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(tmp_path: Path, refused) -> None:
+    (tmp_path / "text").write_text("a\n")
+    (tmp_path / "text").chmod(0)
+    assert str(tmp_path / "text") in refused(mono("--text", tmp_path / "text", "--out", tmp_path / "out"))
+
+
+def test_a_failed_index_keeps_the_old_one(tmp_path: Path, corpus_files, write_pairs) -> None:
+    write_pairs(*corpus_files(EN, DE), tmp_path / "out", "--shard_lines", 200)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / "zzz.tar").write_bytes(b"not a tar" * 999)
+    with pytest.raises(UserError, match=r"zzz\.tar"):
+        index.main(Ranks(), [str(tmp_path / "out")])
+    (tmp_path / "out" / "zzz.tar").unlink()
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert json.loads(before["index.json"])["records"] == 400

@@ -1,0 +1,260 @@
+"""The tools that make data: what ends up in shards, tokenizers and the demo corpus, checked against the input."""
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from data_tools import demo_corpus, inspect, tokenizer, write_shards
+from data_tools.demo_world import World
+from data_tools.ranks import Ranks
+from xscale.data.index import Source
+from xscale.data.text import files_of, read_lines, split_sentences
+from xscale.errors import UserError
+
+
+def write_mono(out: Path, *options: object) -> None:
+    write_shards.main(Ranks(), ["mono", "--lang", "en", "--out", str(out), *map(str, options)])
+
+
+def records_of(directory: Path, shard_records) -> list[dict]:
+    return [record for shard in shard_records(directory) for record in shard]
+
+
+def counts_of(directory: Path) -> dict[str, int]:
+    return json.loads((directory / "index.json").read_text())["made_by"]["counts"]
+
+
+# Pairs
+
+
+def test_pairs_with_blank_lines(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
+    """A pair with an empty side is left out and counted; the others keep their line number in the key."""
+    src, tgt = ["a", "", "c ", " d", "e", " "], ["A", "B", "C", " ", "E", ""]
+    write_pairs(*corpus_files(src, tgt), tmp_path / "out")
+    found = records_of(tmp_path / "out", shard_records)
+    assert [record["texts"] for record in found] == [["a", "A"], ["c", "C"], ["e", "E"]]
+    assert [int(record["key"].rpartition("-")[2]) for record in found] == [1, 3, 5]
+    assert {key: n for key, n in counts_of(tmp_path / "out").items() if key != "members"} == {
+        "lines": 6,
+        "records": 3,
+        "empty": 3,
+    }
+
+
+def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
+    paths = corpus_files(["a b", "", "c d"], ["A B", "x", "C"])
+    (tmp_path / "links").write_text("0-1 1-0\n0-0\n\n")
+    write_pairs(*paths, tmp_path / "out", "--links", tmp_path / "links")
+    assert [record["links"] for record in records_of(tmp_path / "out", shard_records)] == ["0-1 1-0", ""]
+
+
+def test_windows_line_ends(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
+    write_pairs(*corpus_files(["a\r", "b\r"], ["A", "B"]), tmp_path / "out")
+    assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["a", "A"], ["b", "B"]]
+
+
+def test_a_shard_is_a_range_of_lines(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
+    src = [f"{i}" if i % 3 else "" for i in range(100)]
+    write_pairs(*corpus_files(src, src), tmp_path / "out", "--shard_lines", 30, "--name", "x")
+    assert [[int(r["texts"][0]) for r in shard] for shard in shard_records(tmp_path / "out")] == [
+        [i for i in range(first, min(first + 30, 100)) if i % 3] for first in range(0, 100, 30)
+    ]
+    assert sorted(p.name for p in (tmp_path / "out").glob("*.tar")) == [f"x-{i:06d}.tar" for i in range(4)]
+
+
+def test_token_limits(tmp_path: Path, demo: Path, corpus_files, write_pairs, shard_records) -> None:
+    """Every side at least --min_tokens, all sides together at most --max_tokens, by Hugging Face's count."""
+    world, reference = World(0), AutoTokenizer.from_pretrained(str(demo / "tokenizer"))
+    pairs = [world.pair(i)[:2] for i in range(200)]
+    sizes = [[len(reference(side, add_special_tokens=False)["input_ids"]) for side in pair] for pair in pairs]
+    options = ("--min_tokens", 9, "--max_tokens", 26, "--tokenizer", demo / "tokenizer")
+    paths = corpus_files(*zip(*pairs, strict=True))
+    write_pairs(*paths, tmp_path / "out", *options)
+    expected = [list(p) for p, size in zip(pairs, sizes, strict=True) if min(size) >= 9 and sum(size) <= 26]
+    assert 20 < len(expected) < 180
+    assert [record["texts"] for record in records_of(tmp_path / "out", shard_records)] == expected
+    counts = counts_of(tmp_path / "out")
+    assert counts["too short"] == sum(min(size) < 9 for size in sizes)
+    assert counts["lines"] == counts["records"] + counts["too short"] + counts["too long"] == 200
+    write_mono(tmp_path / "mono", "--text", paths[0], "--whole_lines", *options)
+    kept = [pair[0] for pair, size in zip(pairs, sizes, strict=True) if 9 <= size[0] <= 26]
+    assert [record["texts"][0] for record in records_of(tmp_path / "mono", shard_records)] == kept
+
+
+# Monolingual text
+
+
+def test_wikiextractor_output(tmp_path: Path, shard_records) -> None:
+    """Directories of files of the same name; every sentence once, under a key of its own."""
+    texts = {}
+    for folder, name in itertools.product(("AA", "AB"), ("wiki_00", "wiki_01")):
+        (tmp_path / "text" / folder).mkdir(parents=True, exist_ok=True)
+        lines = [f"First of {folder} {name}.", f"Second here. Third of {name}! And a fourth?"]
+        document = f'<doc id="1" title="x">\n{lines[0]}\n\n{lines[1]}\n</doc>\n'
+        (tmp_path / "text" / folder / name).write_text(document)
+        texts[folder, name] = [lines[0], "Second here.", f"Third of {name}!", "And a fourth?"]
+    write_mono(tmp_path / "out", "--text", tmp_path / "text")
+    found = records_of(tmp_path / "out", shard_records)
+    assert [record["texts"][0] for record in found] == [text for key in sorted(texts) for text in texts[key]]
+    assert len({record["key"] for record in found}) == len(found) == 16
+    assert {tuple(record["langs"]) for record in found} == {("en",)}
+
+
+def test_keys_are_unique_whatever_files_are_called(tmp_path: Path, shard_records) -> None:
+    names = ["a/x.txt", "b/x.txt", "b/x.en.txt", "y.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("one\ntwo\n")
+    write_mono(tmp_path / "out", "--text", *(tmp_path / name for name in names))
+    keys = [record["key"] for record in records_of(tmp_path / "out", shard_records)]
+    assert len(set(keys)) == len(keys) == 8
+    assert keys[-1].startswith("y.en-") and keys[-1].endswith("-000000002.0")
+
+
+def test_whole_lines(tmp_path: Path, shard_records) -> None:
+    (tmp_path / "t").write_text("One. Two.\n\nThree.\n")
+    write_mono(tmp_path / "out", "--text", tmp_path / "t", "--whole_lines")
+    assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["One. Two."], ["Three."]]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentences"),
+    [
+        ("First. Second! Third? Fourth", ["First.", "Second!", "Third?", "Fourth"]),
+        ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
+        ("One. Errs towards leaving together. Good.", ["One. Errs towards leaving together.", "Good."]),
+        ("Dr. Smith met J. R. Tolkien. They talked.", ["Dr. Smith met J. R. Tolkien.", "They talked."]),
+        ("It cost 3.5 euros. Cheap.", ["It cost 3.5 euros.", "Cheap."]),
+        ("Am 3. Mai kam er. Er blieb.", ["Am 3. Mai kam er.", "Er blieb."]),
+        ("Это так. Но нет.", ["Это так.", "Но нет."]),
+        ("今日は。明日も！", ["今日は。", "明日も！"]),
+        ("no capital follows. so it stays", ["no capital follows. so it stays"]),
+        ("  ", []),
+    ],
+)
+def test_sentences(line: str, sentences: list[str]) -> None:
+    assert split_sentences(line) == sentences
+
+
+def test_splitting_loses_no_character() -> None:
+    world = World(3)
+    line = " ".join(world.sentence("en", i).replace(" .", ".").capitalize() for i in range(200))
+    for text in (line, line.replace(". ", '." '), line.replace(". ", "…) (")):
+        assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
+
+
+def test_lines_are_numbered_from_one(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes("ä\r\n\nlast".encode())
+    assert list(read_lines(tmp_path / "t")) == [(1, "ä"), (2, ""), (3, "last")]
+    (tmp_path / "d").mkdir()
+    with pytest.raises(UserError, match="no file"):
+        files_of([tmp_path / "d"])
+
+
+# inspect
+
+
+def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytest.CaptureFixture) -> None:
+    inspect.main(Ranks(), [str(demo / "pairs"), "--show", "5"])
+    out = capsys.readouterr().out
+    found = records_of(demo / "pairs", shard_records)
+    shown = [json.loads(line) for line in out.splitlines() if line.strip().startswith("{")]
+    assert len(shown) == 5 and all(record in found for record in shown)
+    places = [found.index(record) for record in shown]
+    assert places[0] < 100 and places[-1] > 500, "records are spread over the source"
+    assert "600 pair records (en xx)" in out and "with word links: 100 %" in out
+    for side, lang in enumerate(("en", "xx")):
+        words = [len(record["texts"][side].split()) for record in found]
+        assert f"{lang}: words a sentence {sum(words) / 600:.1f} on average" in out
+        assert f"longest {max(words)} " in out
+    inspect.main(Ranks(), [str(demo / "mono_en"), "--show", "9999"])
+    assert sum(line.strip().startswith("{") for line in capsys.readouterr().out.splitlines()) == 600
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_tokenizer_of_shards_and_text(tmp_path: Path, demo: Path, kind: str, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "text.de").write_text("Schifffahrt\n" * 300)
+    sources = ["--data", str(demo / "mono_en"), "--text", str(tmp_path / "text.de")]
+    tokenizer.main(Ranks(), [*sources, "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "500"])
+    made = AutoTokenizer.from_pretrained(str(tmp_path / "t"))
+    assert len(made) <= 500 and f"{len(made):,} tokens" in capsys.readouterr().out
+    assert made.unk_token_id not in made("Schifffahrt")["input_ids"], "the text was not read"
+    ids = made("the dog sleeps", "a cat")["input_ids"]
+    special = (made.cls_token_id, made.sep_token_id)
+    assert ids[0] == special[0] and ids[-1] == special[1] and ids.count(special[1]) == 2
+    assert made.decode(ids, skip_special_tokens=True).split() == ["the", "dog", "sleeps", "a", "cat"]
+    assert made.mask_token_id is not None and made.pad_token_id is not None
+    assert made.unk_token_id not in ids
+    assert len(set(made.get_vocab().values())) == len(made) == max(made.get_vocab().values()) + 1
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_training_a_tokenizer_is_repeatable(kind: str) -> None:
+    """The library's trainers are not: they go through hash tables of another order each time."""
+    world = World(0)
+    texts = [side for i in range(300) for side in world.pair(i)[:2]]
+    made = [tokenizer.train(iter(texts), kind, 400, False).backend_tokenizer.to_str() for _ in range(4)]
+    assert len(set(made)) == 1
+
+
+def test_max_records(tmp_path: Path, demo: Path) -> None:
+    texts = list(tokenizer.shard_texts([Source(demo / "pairs")], 7))
+    world = World(0)
+    assert texts == [side for i in range(7) for side in world.pair(i)[:2]]
+
+
+# The demo corpus
+
+
+def test_demo_corpus_is_whole(demo: Path, shard_records) -> None:
+    assert sorted(path.name for path in demo.iterdir()) == [
+        "heldout",
+        "lexicon",
+        "mono_en",
+        "mono_xx",
+        "pairs",
+        "tokenizer",
+    ]
+    world = World(0)
+    for lang in ("en", "xx"):
+        found = records_of(demo / f"mono_{lang}", shard_records)
+        assert [record["texts"][0] for record in found] == [world.sentence(lang, i) for i in range(1, 601)]
+    keys = Counter(
+        record["key"]
+        for name in ("pairs", "heldout/pairs", "mono_en", "mono_xx")
+        for record in records_of(demo / name, shard_records)
+    )
+    assert max(keys.values()) == 1 and len(keys) == 600 * 3 + 1000
+
+
+def test_demo_dictionary(demo: Path) -> None:
+    """One `source target` an entry, both directions the same entries."""
+    forth, back = (
+        [tuple(line.split(" ")) for line in (demo / "lexicon" / name).read_text().splitlines()]
+        for name in ("en-xx.txt", "xx-en.txt")
+    )
+    assert set(forth) == set(World(0).dictionary()) == {(en, xx) for xx, en in back}
+    assert len(forth) == len(back) == len(set(forth))
+
+
+def test_demo_tokenizer_knows_the_demo(demo: Path) -> None:
+    made, world = AutoTokenizer.from_pretrained(str(demo / "tokenizer")), World(0)
+    for i in range(100):
+        for side in world.pair(i)[:2]:
+            ids = made(side, add_special_tokens=False)["input_ids"]
+            assert made.unk_token_id not in ids and made.decode(ids).replace(" ", "") == side.replace(" ", "")
+
+
+def test_demo_corpus_of_another_seed(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_corpus, "HELDOUT", 5)
+    demo_corpus.main(Ranks(), ["--out", str(tmp_path / "d"), "--pairs", "9", "--mono", "9", "--seed", "1"])
+    one, other = Source(demo / "pairs"), Source(tmp_path / "d" / "pairs")
+    assert other.records == 9
+    assert not {one.read(0, i).texts for i in range(9)} & {other.read(0, i).texts for i in range(9)}
