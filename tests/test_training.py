@@ -26,12 +26,19 @@ def arguments(demo: Path, out: Path, *more: str) -> list[str]:
     return [*SMALL, "--data", str(demo), "--out", str(out), *more]
 
 
+KILLS, KILL_STEPS = int(os.environ.get("KILLS", "3")), int(os.environ.get("KILL_STEPS", "20"))
+"""More of both for a longer trial: KILLS=20 KILL_STEPS=100 python -m pytest tests/test_training.py -m slow -k kills"""
+
+
+def run_reference(demo: Path, out: Path, steps: int) -> Path:
+    """Uninterrupted steps on 2 ranks, dropout on, with a trace."""
+    launch.run(2, arguments(demo, out, "--steps", str(steps), "--trace", "--set", "checkpoint.every=4"), "deepspeed")
+    return out
+
+
 @pytest.fixture(scope="module")
 def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """20 uninterrupted steps on 2 ranks, dropout on, with a trace."""
-    out = tmp_path_factory.mktemp("run") / "reference"
-    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "deepspeed")
-    return out
+    return run_reference(demo, tmp_path_factory.mktemp("run") / "reference", 20)
 
 
 def same_checkpoint(a: Path, b: Path) -> None:
@@ -43,17 +50,22 @@ def same_checkpoint(a: Path, b: Path) -> None:
 
 def test_kills_leave_no_trace(demo: Path, reference: Path, tmp_path: Path) -> None:
     """Kill -9 of everything at random moments, also inside saves; resumed, the end equals an uninterrupted run's."""
-    out = tmp_path / "killed"
-    chance = random.Random(int(os.environ.get("KILL_SEED", "1")))
-    kills = int(os.environ.get("KILLS", "3"))
-    for _ in range(kills):
-        process = launch.start(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=1"))
+    if KILL_STEPS != 20:
+        reference = run_reference(demo, tmp_path / "reference", KILL_STEPS)
+    out, last = tmp_path / "killed", f"checkpoints/step_{KILL_STEPS:08d}"
+    run = arguments(demo, out, "--steps", str(KILL_STEPS), "--trace")
+    chance = random.Random(1)
+    inside_saves = 0
+    for _ in range(KILLS):
+        process = launch.start(2, [*run, "--set", "checkpoint.every=1"])
         wait_for_progress(process, out)
         time.sleep(chance.random() * 0.8)
         if process.poll() is None:
             launch.kill(process)
-    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"))
-    same_checkpoint(out / "checkpoints/step_00000020", reference / "checkpoints/step_00000020")
+        inside_saves += bool(list(out.glob("checkpoints/*.incomplete")))
+    print(f"{KILLS} kills, {inside_saves} inside a save")
+    launch.run(2, [*run, "--set", "checkpoint.every=4"])
+    same_checkpoint(out / last, reference / last)
     assert launch.without_times(out) == launch.without_times(reference)
     assert launch.trace(out) == launch.trace(reference)
     assert not list(out.glob("checkpoints/*.incomplete"))
