@@ -36,7 +36,9 @@ demo: $(VENV)/installed data/demo
 test: $(VENV)/installed
 	python -m pytest -m "not slow"
 
+# The aligner is compiled as it is installed, so only the tests that run it ask for it.
 test-slow: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align]'
 	python -m pytest -m slow
 
 lint: $(VENV)/installed

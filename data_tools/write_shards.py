@@ -1,6 +1,6 @@
 """Write WebDataset shards of sentence pairs or of monolingual sentences.
 
-    python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F]
+    python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
 Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines, so the output is
@@ -8,6 +8,7 @@ the same, byte for byte, under `mpirun -n N` for every N. The directory appears 
 """
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import webdataset
 
+from data_tools import align
 from data_tools import index as indexing
 from data_tools.ranks import Ranks, run
 from xscale.data.encode import TextEncoder
@@ -57,6 +59,35 @@ def pair_lines(
             check_links(record, links, number)
         reason = keep.reason(texts) if keep else ""
         yield number, reason, [] if reason else [record]
+
+
+@contextlib.contextmanager
+def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> Iterator[Path]:
+    """A file of links for `pair_lines`, made by rank 0 where all ranks can read it, and removed at the end."""
+    folder = out.with_name(out.name + ".aligning")
+
+    def texts() -> Iterator[tuple[str, str]]:
+        for _, _, records in pair_lines(src, tgt, None, ("src", "tgt"), None):
+            yield records[0].texts if records else ("", "")  # type: ignore[misc]
+
+    def work() -> None:
+        check_free(out)
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            print(align.align(texts(), folder / "links", symmetrize), file=sys.stderr)
+
+    try:
+        ranks.together(work)
+        yield folder / "links"
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_free(out: Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; choose another --out or remove it")
 
 
 def check_links(record: Record, path: Path | None, number: int) -> None:
@@ -117,8 +148,7 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
     partial = out.with_name(out.name + ".incomplete")
 
     def start() -> None:
-        if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty; choose another --out or remove it")
+        check_free(out)
         if ranks.is_main:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -201,7 +231,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pairs.add_argument("--src", type=Path, required=True)
     pairs.add_argument("--tgt", type=Path, required=True)
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
-    pairs.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
+    links = pairs.add_mutually_exclusive_group()
+    links.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
+    links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
+    pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default="grow-diag-final-and", help="of --align")
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=Path, nargs="+", required=True)
     mono.add_argument("--lang", required=True)
@@ -231,15 +264,20 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         "min_tokens": args.min_tokens,
         "max_tokens": args.max_tokens,
     }
-    if args.kind == "pairs":
-        lines = pair_lines(args.src, args.tgt, args.links, tuple(args.langs), keep)
-        name, files = args.name or "pairs", [args.src, args.tgt]
-    else:
-        files = files_of(args.text)
-        lines = mono_lines(files, args.lang, args.whole_lines, keep)
-        name = args.name or "mono"
-    made_by["input"] = [file.name for file in files]
-    index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
+    with contextlib.ExitStack() as stack:
+        if args.kind == "pairs":
+            links = args.links
+            if args.align:
+                links = stack.enter_context(aligned(args.src, args.tgt, args.out, args.symmetrize, ranks))
+                made_by["links"] = f"eflomal, {args.symmetrize}"
+            lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep)
+            name, files = args.name or "pairs", [args.src, args.tgt]
+        else:
+            files = files_of(args.text)
+            lines = mono_lines(files, args.lang, args.whole_lines, keep)
+            name = args.name or "mono"
+        made_by["input"] = [file.name for file in files]
+        index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
     if ranks.is_main:
         print(indexing.summary(args.out, index))
 

@@ -1,13 +1,14 @@
 """Runs the training command as a user would, with real processes."""
 
+import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,20 +72,22 @@ def try_run(
 
 def kill(process: subprocess.Popen) -> None:
     """kill -9 of launcher, ranks and loader workers at once."""
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for child in [*parent.children(recursive=True), parent]:  # torchrun puts its ranks into sessions of their own
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     process.wait()
 
 
 def rank_pids(process: subprocess.Popen) -> list[int]:
     """The ranks of a started run, without launchers and loader workers."""
-    listing = subprocess.run(["ps", "-eo", "pid,ppid,sid,args"], capture_output=True, text=True).stdout
-    rows = [line.split(None, 3) for line in listing.splitlines()[1:]]
-    ours = {int(pid): int(ppid) for pid, ppid, sid, args in rows if int(sid) == process.pid and _is_rank(args)}
-    return [pid for pid, ppid in ours.items() if ppid not in ours]
+    started = psutil.Process(process.pid).children(recursive=True)
+    ours = {child.pid: child.ppid() for child in started if _is_rank(child.cmdline())}
+    return [pid for pid, parent in ours.items() if parent not in ours]
 
 
-def _is_rank(args: str) -> bool:
-    words = args.split()
+def _is_rank(words: list[str]) -> bool:
     return TRAIN in words and not any("torchrun" in w or w.endswith("deepspeed") or "launch" in w for w in words[:5])
 
 

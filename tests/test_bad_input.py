@@ -62,7 +62,15 @@ def test_files_of_different_length(tmp_path, corpus_files, write_pairs, refused,
 
 @pytest.mark.parametrize(
     ("bad", "shown"),
-    [("0-0 4-0 9-1", "9-1"), ("0-6", "0-6"), ("0:1", "0:1"), ("1", "1"), ("-1-0", "-1-0"), ("a-b", "a-b")],
+    [
+        ("0-0 4-0 9-1", "9-1"),
+        ("5-0", "5-0"),
+        ("0-5", "0-5"),
+        ("0:1", "0:1"),
+        ("1", "1"),
+        ("-1-0", "-1-0"),
+        ("a-b", "a-b"),
+    ],
 )
 def test_links_that_do_not_fit(tmp_path, corpus_files, write_pairs, refused, bad: str, shown: str) -> None:
     paths = corpus_files(EN, DE)

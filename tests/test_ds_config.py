@@ -135,13 +135,6 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str, str, str, str]] = [
         "train.lr",
         "0.001",
     ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 5}}},
-        "scheduler.params.warmup_min_lr",
-        "5",
-        "train.lr",
-        "1e-05",
-    ),
 ]
 
 

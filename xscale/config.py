@@ -56,7 +56,8 @@ class DataConfig:
     workers: int = 2
     """Loader processes per rank; 0 loads in the training process."""
     lexicons: list[str] = field(default_factory=list)
-    """Dictionary files; a file name says the pair: en-de.txt."""
+    """Dictionary files, whose names say the pair: en-de.txt; none: where an objective needs one, `lexicon/*.txt` in the
+    first --data directory or its parent."""
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,10 @@ def _check_values(recipe: Recipe) -> list[str]:
     checks = [
         (train.steps > 0, f"train.steps: {train.steps} must be positive"),
         (train.lr > 0, f"train.lr: {train.lr} must be positive"),
+        (
+            train.steps <= 0 or train.warmup <= train.steps,
+            f"train.warmup: {train.warmup:g} exceeds the steps: {train.steps}",
+        ),
         (train.warmup >= 0, f"train.warmup: {train.warmup} must not be negative"),
         (train.weight_decay >= 0, f"train.weight_decay: {train.weight_decay} must not be negative"),
         (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),

@@ -98,11 +98,12 @@ def resolve_ds_config(
         "total_num_steps": (train.steps, "train.steps"),
         "warmup_num_steps": (warmup, "train.warmup, in steps"),
         "warmup_max_lr": (train.lr, "train.lr"),
-        "warmup_min_lr": (train.lr / warmup, "train.lr / warm-up steps"),
     }
+    if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in SCHEDULES.get(scheduler["type"], ()):
+        params["warmup_min_lr"] = train.lr / warmup
     for key, (value, field) in owned.items():
         if key in params or key in SCHEDULES.get(scheduler["type"], ()):
-            own(params, "scheduler.params.", key, value, field, also=(0, 0.0) if key == "warmup_min_lr" else ())
+            own(params, "scheduler.params.", key, value, field)
 
     precision, notes = _resolve_precision(resolved, train.precision, hardware, problems)
     if problems:
@@ -136,7 +137,7 @@ def _resolve_precision(
     if wanted == "auto":
         notes = []
         preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
-        precision = preferred[0] if preferred else "fp32"
+        precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
             notes = [f"precision: {precision} is not native on this {hardware.device}; training in fp32"]
             precision = "fp32"
@@ -176,10 +177,13 @@ class StepModule(nn.Module):
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
-            if objective.heads:
-                self.heads[name] = objective.heads(encoder, options)
-            if objective.companion:
-                self.companions[name] = objective.companion(encoder, self.parts(name).heads, options)
+            heads = objective.heads and objective.heads(encoder, options)
+            if heads is not None:
+                self.heads[name] = heads
+            companion = objective.companion and objective.companion(encoder, heads, options)
+            if companion is not None:
+                self.companions[name] = companion
+        self.train()  # from_pretrained leaves a model without dropout
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
@@ -193,6 +197,11 @@ class StepModule(nn.Module):
 def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
+    if module.companions and ds_config.get("zero_optimization", {}).get("stage", 0) >= 3:
+        raise UserError(
+            f"streams.{next(iter(module.companions))} has a momentum encoder, which follows whole weights; "
+            f"ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
+        )
     groups = decay_groups(module, ds_config["optimizer"]["params"]["weight_decay"])
     engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     return engine

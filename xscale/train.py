@@ -11,12 +11,15 @@ if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import contextlib
+import fcntl
+import json
 import os
 import signal
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,24 +27,26 @@ import torch.distributed as dist
 import yaml
 
 from xscale import checkpoint as checkpoints
-from xscale import config, cost, distributed, engine
+from xscale import config, cost, distributed, engine, rng
 from xscale.checkpoint import Checkpoint
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.collate import Context
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source, find_sources
-from xscale.data.lexicon import Lexicon, check_order, load_lexicon
+from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state, micro_steps, positions_report
 from xscale.distributed import Control, Place
 from xscale.errors import UserError
-from xscale.metrics import LOG, JsonLines, Reporter, start_logging
+from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
 from xscale.models.encoder import Encoder, build_encoder
-from xscale.objectives import OBJECTIVES
+from xscale.objectives import OBJECTIVES, Prefilled
 
 EXIT_USER_ERROR, EXIT_STOPPED = 2, 75
 DEMO = Path("data/demo")
+LOCK_SECONDS = 20
+"""How long a start waits for the run before it to be gone; a killed launcher may leave ranks for a while."""
 FLUSH_SECONDS = 1.0
 """Metrics are read from the device this often at most, since reading waits for it."""
 
@@ -111,10 +116,13 @@ class Job:
     def any_stream(self, option: str) -> bool:
         return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
 
-    def batches(self, place: Place, state: dict[str, Any], steps: int) -> Iterator[StepBatch]:
-        recipe = self.recipe
+    def batches(
+        self, place: Place, state: dict[str, Any], steps: int, specs: list[StreamSpec] | None = None
+    ) -> Iterator[StepBatch]:
+        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own."""
+        recipe, specs = self.recipe, specs or self.specs
         mixture = Mixture(
-            self.specs,
+            specs,
             self.sources,
             self.tokens_per_byte,
             seed=recipe.train.seed,
@@ -130,9 +138,10 @@ class Job:
             self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
         )
         collates = {}
-        for name, stream in recipe.streams.items():
+        for spec in specs:
+            stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
             objective = OBJECTIVES[stream.objective]
-            collates[name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
+            collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
         dataset = StepDataset(self.sources, collates, context, recipe.train.seed)
         return loading.step_batches(mixture, dataset, recipe.data.workers, steps)
 
@@ -148,27 +157,52 @@ def prepare(args: argparse.Namespace) -> Job:
     text = TextEncoder(find_tokenizer(recipe, args.data[0]))
     tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
     languages = sorted({language for source in sources for language in source.langs})
-    lexicons = load_lexicons(recipe, text, sources)
+    lexicons = load_lexicons(recipe, text, sources, args.data[0])
     check_needs(recipe, specs, sources, lexicons)
     return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
 
 
-def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source]) -> tuple[Lexicon, ...]:
-    """Raises UserError where one is missing, malformed or the wrong way round."""
+def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
+    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
+    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
     lexicons = []
-    for path in map(Path, recipe.data.lexicons):
+    for path in paths:
         lexicon = load_lexicon(path, text)
         check_order(lexicon, path, sources)
         lexicons.append(lexicon)
-    return tuple(lexicons)
+    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
+
+
+def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
+    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
+    languages = {language for source in sources for language in source.langs}
+    for folder in (data, data.resolve().parent):
+        found: dict[frozenset[str], Path] = {}
+        for path in sorted((folder / "lexicon").glob("*.txt")):
+            with contextlib.suppress(UserError):  # a name that says no pair
+                pair = frozenset(pair_of(path))
+                if pair <= languages:
+                    found.setdefault(pair, path)
+        if found:
+            return list(found.values())
+    return []
 
 
 def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]) -> None:
-    """Raises UserError where an objective lacks its dictionary or its word links."""
+    """Raises UserError where an objective lacks its dictionary or word links, or its options do not fit the stream."""
     for spec in specs:
-        needs = OBJECTIVES[recipe.streams[spec.name].objective].needs
+        stream = recipe.streams[spec.name]
+        objective = OBJECTIVES[stream.objective]
+        problem = objective.check(stream.options, spec.samples)
+        if problem:
+            raise UserError(f"streams.{spec.name}.{problem}")
+        needs = objective.needs
         if needs == "lexicon" and not lexicons:
-            raise UserError(f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt]")
+            raise UserError(
+                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"lexicon/ beside the shards"
+            )
         for source in (sources[s] for s in spec.sources):
             if needs == "links" and source.read(0, 0).links is None:
                 raise UserError(
@@ -197,7 +231,7 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     if path.exists():
         if resume == "never":
             raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-        differences = compare(yaml.safe_load(path.read_text()), identity)
+        differences = compare(json.loads(path.read_text()), identity)
         if differences:
             raise UserError(
                 f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
@@ -205,6 +239,26 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
             )
     elif any((out / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
+
+
+def lock_out(out: Path) -> Any:
+    """A lock on the run's directory that lives as long as the file returned. Raises UserError where another has it."""
+    file = (out / "lock").open("a+")
+    for _ in range(LOCK_SECONDS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(1)
+        except OSError:
+            return file  # a file system without locks
+    else:
+        file.seek(0)
+        raise UserError(f"{out} is being trained by another process ({file.read().strip()}); stop it first")
+    file.truncate(0)
+    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
+    file.flush()
+    return file
 
 
 def compare(saved: Any, current: Any, where: str = "") -> list[str]:
@@ -255,6 +309,8 @@ def dry_run(job: Job, ds_config: dict[str, Any], precision: str, place: Place) -
             f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
             f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
         )
+    for lexicon in job.lexicons:
+        print(lexicon.summary())
     for spec in job.specs:
         available = sum(job.sources[s].records for s in spec.sources)
         print(
@@ -307,7 +363,7 @@ class Trainer:
             place.world,
             hardware,
         )
-        for note in notes:
+        for note in [*notes, *(lexicon.summary() for lexicon in self.job.lexicons)]:
             LOG.info(note)
         checkpoint = find_checkpoint(args, self.job, place, control)
         first = checkpoint.step if checkpoint else 0
@@ -340,12 +396,36 @@ class Trainer:
         self.trace = JsonLines(trace, first)
         self.flops = cost.StepFlops(self.engine.module.encoder)
         if not checkpoint:
+            self.prefill()
             self.save(0, state, must=True)  # a run that cannot save fails now, not after a day
         try:
             return self.loop(batches, first, state)
         finally:
             if self.reporter:
                 self.reporter.close()
+
+    def prefill(self) -> None:
+        """Companions that start from samples read them in an order of their own, which uses up none of the stream."""
+        for name, companion in self.engine.module.companions.items():
+            if not isinstance(companion, Prefilled) or not companion.prefill_samples:
+                continue
+            spec = next(spec for spec in self.job.specs if spec.name == name)
+            spec = replace(spec, name=f"{name}.prefill")
+            wanted, have, said = companion.prefill_samples, 0, time.monotonic()
+            LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
+            for batch in self.job.batches(self.place, initial_state([spec]), 2 * -(-wanted // spec.samples), [spec]):
+                for number, micro in enumerate(batch.micros):
+                    place = (batch.step, number, self.place.rank)
+                    torch.manual_seed(rng.torch_seed(self.recipe.train.seed, "prefill", name, *place))
+                    companion.prefill(engine.to_device(micro.arrays, self.engine.device))
+                have = companion.finish_prefill()
+                if time.monotonic() - said > LINE_SECONDS:
+                    said = time.monotonic()
+                    LOG.info(f"{name}: {have:,} of {wanted:,} samples read")
+                if have >= wanted:
+                    break
+            if have < wanted:
+                LOG.warning(f"{name}: only {have:,} of {wanted:,}; more than half of what was read is over max_length")
 
     def loop(self, batches: Iterator[StepBatch], first: int, state: dict[str, Any]) -> int:
         recipe, place = self.recipe, self.place
@@ -511,6 +591,7 @@ def train(args: argparse.Namespace, place: Place) -> int:
         try:
             claim_out(args.out, job.identity(), args.resume)
             args.out.mkdir(parents=True, exist_ok=True)
+            lock = lock_out(args.out)  # noqa: F841  held until this process ends
             start_logging(args.out)
         except UserError as error:
             problem = str(error)

@@ -33,6 +33,7 @@ class Context:
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
     """The dictionaries of data.lexicons (data/lexicon.py), as id tables."""
+    stream: str = ""
     share: Share = Share()
 
 
@@ -69,26 +70,30 @@ def masked_lm(
     if not len(sequences.lengths):
         return idle(context, too_long)
     ids, targets = mask_tokens(sequences, encoder, mask_prob, whole_word)
-    longest = int(sequences.lengths.max())
-    shape = (len(sequences.lengths), longest)
-    places = sequences.rows * longest + sequences.offsets
-
-    def pad(values: np.ndarray, fill: int) -> np.ndarray:
-        padded = np.full(shape[0] * shape[1], fill, dtype=np.int64)
-        padded[places] = values
-        return padded.reshape(shape)
-
     arrays = {
-        "input_ids": pad(ids, encoder.pad_id),
-        "attention_mask": pad(np.ones_like(ids), 0),
-        "rows": places[targets],
+        "input_ids": pad(sequences, ids, encoder.pad_id),
+        "attention_mask": pad(sequences, np.ones_like(ids), 0),
+        "rows": places(sequences)[targets],
         "labels": sequences.ids[targets],
     }
     if position_ids:
-        arrays["position_ids"] = pad(sequences.positions, 0)
+        arrays["position_ids"] = pad(sequences, sequences.positions, 0)
     if language_embeddings:
-        arrays["token_type_ids"] = pad(sequences.languages, 0)
-    return MicroBatch(arrays, {"mlm": len(targets)}, len(ids), shape[0], too_long)
+        arrays["token_type_ids"] = pad(sequences, sequences.languages, 0)
+    return MicroBatch(arrays, {"mlm": len(targets)}, len(ids), len(sequences.lengths), too_long)
+
+
+def places(sequences: Sequences) -> np.ndarray:
+    """Index of each token in the flattened [B * L] rows [N]."""
+    return sequences.rows * int(sequences.lengths.max(initial=0)) + sequences.offsets
+
+
+def pad(sequences: Sequences, values: np.ndarray, fill: int) -> np.ndarray:
+    """A value for each token [N], as rows of equal length [B, L]."""
+    shape = (len(sequences.lengths), int(sequences.lengths.max(initial=0)))
+    padded = np.full(shape[0] * shape[1], fill, dtype=np.int64)
+    padded[places(sequences)] = values
+    return padded.reshape(shape)
 
 
 def idle(context: Context, too_long: int = 0) -> MicroBatch:

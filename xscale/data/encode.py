@@ -32,6 +32,8 @@ class Example:
     key: str = ""
     links: str | None = None
     """The record's word links, in Pharaoh form."""
+    word_counts: tuple[int, ...] | None = None
+    """Whitespace words of each text before any cut, where `words` are whitespace words."""
 
 
 @dataclass(frozen=True)

@@ -175,6 +175,13 @@ def find_sources(directories: list[Path]) -> list[Source]:
                 f"`python -m data_tools.write_shards`, or index existing tars: `python -m data_tools.index {directory}`"
             )
         sources += [Source(path) for path in found]
+    seen: dict[str, Path] = {}
+    for source in sources:
+        if source.fingerprint in seen:
+            raise UserError(
+                f"--data: {source.directory} has the same content as {seen[source.fingerprint]}; give it once"
+            )
+        seen[source.fingerprint] = source.directory
     return sources
 
 

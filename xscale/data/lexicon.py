@@ -1,18 +1,21 @@
 """Bilingual dictionaries in MUSE form (`source target`, one entry a line, several per word), as id tables.
 
+Shape letters: N entries, T tokens that look for a synonym.
+
 A file's name says the pair and the order of the columns: en-de.txt.
 """
 
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from xscale.data.encode import TextEncoder
+from xscale.data.encode import TextEncoder, offsets
 from xscale.data.index import Source
-from xscale.data.text import read_lines
+from xscale.data.text import bare_word, read_lines
 from xscale.errors import UserError
 
 _NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
@@ -20,7 +23,7 @@ _ORDER_SAMPLE = 3000
 """Records of each language whose words decide whether the columns are swapped."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: tables are made of it once a process
 class Lexicon:
     langs: tuple[str, str]
     words: list[tuple[str, str]]
@@ -28,15 +31,69 @@ class Lexicon:
     ids: tuple[list[list[int]], list[list[int]]]
     """Token ids of each entry's source and target word, one or more."""
     fingerprint: str
+    path: Path
 
     @property
     def name(self) -> str:
         return "-".join(self.langs)
 
+    def summary(self) -> str:
+        return (
+            f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either side"
+        )
+
     def single(self) -> np.ndarray:
         """[n, 2] ids of the entries that are one token on either side."""
         pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+class SynonymTable:
+    """Tokens of one language -> their translations, one token each, by every dictionary that has the language."""
+
+    def __init__(self, lexicons: tuple[Lexicon, ...], language: str):
+        columns = [np.empty((0, 2), dtype=np.int64)]
+        for lexicon in lexicons:
+            columns += [
+                lexicon.single()[:, ::flip] for side, flip in ((0, 1), (1, -1)) if lexicon.langs[side] == language
+            ]
+        pairs = np.unique(np.concatenate(columns), axis=0)
+        pairs = pairs[pairs[:, 0] != pairs[:, 1]]  # a word that is its own synonym would show itself
+        self.tokens, self.synonyms = pairs.T
+
+    def draw(self, tokens_T: np.ndarray, chance_T: np.ndarray) -> np.ndarray:
+        """For each token one of its synonyms, all equally likely; -1 where it has none. chance: in [0, 1)."""
+        first, end = (np.searchsorted(self.tokens, tokens_T, side=side) for side in ("left", "right"))
+        picked = first + (chance_T * (end - first)).astype(np.int64)
+        return np.where(end > first, np.append(self.synonyms, -1)[picked], -1)
+
+
+@lru_cache(maxsize=256)
+def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> SynonymTable:
+    return SynonymTable(lexicons, language)
+
+
+class Ragged:
+    """Lists of token ids, end to end."""
+
+    def __init__(self, lists: list[list[int]]):
+        self.lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
+        self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
+
+    def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The chosen lists end to end, and where each starts."""
+        lengths = self.lengths[which]
+        first = np.cumsum(self.lengths)[which] - lengths
+        return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths
+
+
+@lru_cache(maxsize=16)
+def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
+    """Token ids of every entry's two sides [N]; `single`: only of entries that are one token on either side."""
+    pairs = [pair for lexicon in lexicons for pair in zip(*lexicon.ids, strict=True)]
+    if single:
+        pairs = [(a, b) for a, b in pairs if len(a) == len(b) == 1]
+    return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])
 
 
 def load_lexicon(path: Path, encoder: TextEncoder) -> Lexicon:
@@ -54,6 +111,7 @@ def load_lexicon(path: Path, encoder: TextEncoder) -> Lexicon:
         [words[i] for i in kept],
         ([ids[0][i] for i in kept], [ids[1][i] for i in kept]),
         hashlib.sha256(content).hexdigest()[:16],
+        path,
     )
 
 
@@ -107,5 +165,5 @@ def _words_of(language: str, sources: list[Source]) -> set[str]:
             n = min(_ORDER_SAMPLE, source.shards[0].records)
             for record in range(n):
                 words = source.read(0, record).texts[side].split()
-                found.update(word.strip(".,;:!?\"'()").lower() for word in words)
+                found.update(map(bare_word, words))
     return found

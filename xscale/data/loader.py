@@ -101,6 +101,7 @@ class StepDataset(Dataset):
                     sample,
                     record.key,
                     record.links,
+                    tuple(len(text.split()) for text in record.texts) if stream.words == "whitespace" else None,
                 )
                 at = end
                 if sample != last:
@@ -108,7 +109,7 @@ class StepDataset(Dataset):
                     last = sample
                 samples[-1].append(example)
             share = Share(plan.step, step * plan.world + plan.rank, len(draws) * plan.world)
-            batch = stream.collate(samples, stream.options, replace(self.context, share=share))
+            batch = stream.collate(samples, stream.options, replace(self.context, stream=name, share=share))
             yield replace(batch, stream=name, keys=[record.key for record in micro])
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:

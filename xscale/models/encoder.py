@@ -5,7 +5,7 @@ Shape letters: B sequences, L tokens of the longest, H hidden width, M selected 
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,19 +27,32 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _roberta_transform(model: Any, rows: Tensor) -> Tensor:
-    return model.lm_head.layer_norm(F.gelu(model.lm_head.dense(rows)))
+class Head(NamedTuple):
+    """norm(activation(dense(x))): what lies between a last hidden state and the vocabulary projection."""
+
+    dense: nn.Linear
+    activation: Callable[[Tensor], Tensor]
+    norm: nn.Module
 
 
-TRANSFORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "bert": lambda model, rows: model.cls.predictions.transform(rows),
-    "roberta": _roberta_transform,
-    "xlm-roberta": _roberta_transform,
-    "camembert": _roberta_transform,
-    "distilbert": lambda model, rows: model.vocab_layer_norm(model.activation(model.vocab_transform(rows))),
-    "modernbert": lambda model, rows: model.head(rows),
+def _bert_head(model: Any) -> Head:
+    transform = model.cls.predictions.transform
+    return Head(transform.dense, transform.transform_act_fn, transform.LayerNorm)
+
+
+def _roberta_head(model: Any) -> Head:
+    return Head(model.lm_head.dense, F.gelu, model.lm_head.layer_norm)
+
+
+HEADS: dict[str, Callable[[Any], Head]] = {
+    "bert": _bert_head,
+    "roberta": _roberta_head,
+    "xlm-roberta": _roberta_head,
+    "camembert": _roberta_head,
+    "distilbert": lambda model: Head(model.vocab_transform, model.activation, model.vocab_layer_norm),
+    "modernbert": lambda model: Head(model.head.dense, model.head.act, model.head.norm),
 }
-"""What each model type does between its last hidden state and the vocabulary projection."""
+"""Where each model type keeps its masked-LM head."""
 
 FIRST_POSITION = {"roberta": 1, "xlm-roberta": 1, "camembert": 1}
 """Model types whose position 0 is `pad_token_id + 1`."""
@@ -51,15 +64,18 @@ class Encoder(nn.Module):
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         kind = lm.config.model_type
-        if kind not in TRANSFORMS:
-            raise UserError(f"model type {kind!r} is not supported; supported are {', '.join(TRANSFORMS)}")
+        if kind not in HEADS:
+            raise UserError(f"model type {kind!r} is not supported; supported are {', '.join(HEADS)}")
         self.lm = lm
-        self._transform = TRANSFORMS[kind]
         self._first_position = lm.config.pad_token_id + 1 if kind in FIRST_POSITION else 0
 
     @property
     def width(self) -> int:
         return self.lm.config.hidden_size
+
+    @property
+    def head(self) -> Head:
+        return HEADS[self.lm.config.model_type](self.lm)
 
     def hidden(self, batch: dict[str, Tensor]) -> Tensor:
         """Last hidden states [B, L, H]. batch: input_ids, attention_mask and, where used, position_ids counted from
@@ -72,8 +88,13 @@ class Encoder(nn.Module):
 
     def masked_lm(self, rows_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropy of predicting labels from rows (fp32), and the number predicted right."""
+        head = self.head
+        return self.vocabulary_loss(head.norm(head.activation(head.dense(rows_MH))), labels_M)
+
+    def vocabulary_loss(self, features_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
+        """The same from what the head made of the rows: the tied projection and its bias alone."""
         projection = self.lm.get_output_embeddings()
-        return masked_cross_entropy(self._transform(self.lm, rows_MH), projection.weight, projection.bias, labels_M)
+        return masked_cross_entropy(features_MH, projection.weight, projection.bias, labels_M)
 
 
 def build_encoder(

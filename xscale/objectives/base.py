@@ -6,7 +6,7 @@ ranks, all micro-steps), so a loss does not depend on how the global batch was c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -36,6 +36,20 @@ class Companion(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Prefilled(Companion, Protocol):
+    """A companion that reads samples of its stream before step 1, with the initial weights."""
+
+    prefill_samples: int
+    """How many; 0: none."""
+
+    def prefill(self, batch: dict[str, Tensor]) -> None:
+        """One micro-batch of this rank."""
+
+    def finish_prefill(self) -> int:
+        """Called on all ranks after the micro-batches of a global batch. Returns how many samples it has by now."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """What a stream's loss is computed with."""
@@ -62,7 +76,9 @@ class Objective:
     """options -> whose word numbers collate needs."""
     needs: Literal["", "lexicon", "links"] = ""
     """What must be there before step 1."""
-    heads: Callable[[Encoder, Any], nn.Module] | None = None
-    """(encoder, options) -> the objective's own trainable module."""
-    companion: Callable[[Encoder, Any, Any], Companion] | None = None
-    """(encoder, heads, options) -> state beside the optimizer, made from the initial weights."""
+    heads: Callable[[Encoder, Any], nn.Module | None] | None = None
+    """(encoder, options) -> the objective's own trainable module, where these options need one."""
+    companion: Callable[[Encoder, Any, Any], Companion | None] | None = None
+    """(encoder, heads, options) -> state beside the optimizer, made from the initial weights, where needed."""
+    check: Callable[[Any, int], str | None] = lambda options, samples: None
+    """(options, samples of a step) -> what is wrong with the two together, with the remedy."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xscale.data import collate as arrays
 from xscale.data.collate import Context, MicroBatch
-from xscale.data.encode import Example, Words, join_segments, pack_sentences
+from xscale.data.encode import Example, Sequences, Words, join_segments, pack_sentences
 from xscale.errors import UserError
 from xscale.objectives.base import LossSums, Objective, Parts
 
@@ -34,13 +34,22 @@ class MaskedOptions:
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> MicroBatch:
     """Samples are runs of sentences that fill about one sequence."""
+    return mask(*pack(samples, context), options, context)
+
+
+def pack(samples: list[list[Example]], context: Context) -> tuple[Sequences, int]:
+    """Sequences of whole sentences, and how many sentences were too long."""
     sequences, too_long = [], 0
     for sample in samples:
         packed, long = pack_sentences(sample, context.max_length, context.overlong)
         sequences += packed
         too_long += long
+    return join_segments(context.encoder, sequences, context.language_ids), too_long
+
+
+def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: Context) -> MicroBatch:
     return arrays.masked_lm(
-        join_segments(context.encoder, sequences, context.language_ids),
+        sequences,
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,

@@ -26,11 +26,8 @@ _SWAP = rng.key("tlm", "swap")
 def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
     """Samples are single pairs."""
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
-    swapped = np.zeros(len(pairs), dtype=bool)
-    if options.shuffle_sides:
-        identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
-        swapped = rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
-    sequences = [[(pair, int(swap)), (pair, 1 - int(swap))] for pair, swap in zip(pairs, swapped, strict=True)]
+    first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
+    sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
     return arrays.masked_lm(
         join_segments(context.encoder, sequences, context.language_ids, options.reset_positions),
         context,
@@ -40,6 +37,12 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         language_embeddings=options.language_embeddings,
         too_long=too_long,
     )
+
+
+def swapped(pairs: list[Example]) -> np.ndarray:
+    """Which pairs begin with their second sentence: each with probability 1/2."""
+    identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
+    return rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
 
 
 OBJECTIVE = Objective(

@@ -1,0 +1,141 @@
+"""Word links of sentence pairs, by eflomal in both directions, then symmetrised.
+
+    python -m data_tools.align --src F --tgt F --out links.txt [--symmetrize intersection]
+
+`write_shards pairs --align` does this on its way. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a program:
+`pip install 'xscale[align]'`. It draws its own random numbers, so links of two runs differ a little; for the same
+shards at every run, align once with this tool and give the file to `write_shards pairs --links`.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+from data_tools.ranks import Ranks, run
+from xscale.data.text import bare_word, read_lines
+from xscale.errors import UserError
+
+Links = set[tuple[int, int]]
+"""(word of the first text, word of the second)."""
+
+PROGRAM = "eflomal-align"
+NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
+
+
+def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
+    """Koehn et al. 2003: the intersection, grown by neighbours in the union of which a word has no link yet, then by
+    links of either direction of which both words have none."""
+    union, links = forward | reverse, forward & reverse
+    linked: tuple[set[int], set[int]] = {i for i, _ in links}, {j for _, j in links}
+
+    def add(link: tuple[int, int]) -> None:
+        links.add(link)
+        linked[0].add(link[0])
+        linked[1].add(link[1])
+
+    in_order, before = sorted(union), -1
+    while len(links) > before:
+        before = len(links)
+        for i, j in in_order:
+            if (i, j) in links:
+                for di, dj in NEIGHBOURS:
+                    new = (i + di, j + dj)
+                    if new in union and (new[0] not in linked[0] or new[1] not in linked[1]):
+                        add(new)
+    for direction in (forward, reverse):
+        for i, j in sorted(direction):
+            if i not in linked[0] and j not in linked[1]:
+                add((i, j))
+    return links
+
+
+SYMMETRIZE: dict[str, Callable[[Links, Links], Links]] = {
+    "grow-diag-final-and": grow_diag_final_and,
+    "intersection": lambda forward, reverse: forward & reverse,
+}
+
+
+def parse_links(text: str) -> Links:
+    return {(int(i), int(j)) for i, _, j in (link.partition("-") for link in text.split())}
+
+
+def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
+    """Write a line of links for each pair to `out`. Returns a report. Raises UserError.
+
+    Words are whitespace words; the aligner sees them in lower case and without punctuation at their ends.
+    """
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
+    if not program:
+        raise UserError(
+            f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
+            f"another program and give its links to --links"
+        )
+    with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
+        paths = {name: Path(folder) / name for name in ("src", "tgt", "forward", "reverse")}
+        given = aligned = unlinked = total = 0
+        with paths["src"].open("w", encoding="utf-8") as src, paths["tgt"].open("w", encoding="utf-8") as tgt:
+            for texts in pairs:
+                given += 1
+                for text, file in zip(texts, (src, tgt), strict=True):
+                    file.write(" ".join(bare_word(word) or word for word in text.split()) + "\n")
+        options = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
+        command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not paths["reverse"].exists():
+            raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
+        with out.open("w", encoding="utf-8") as file:
+            for both in zip(_lines(paths["forward"]), _lines(paths["reverse"]), strict=True):
+                links = sorted(SYMMETRIZE[symmetrize](*map(parse_links, both)))
+                file.write(" ".join(f"{i}-{j}" for i, j in links) + "\n")
+                aligned, unlinked, total = aligned + 1, unlinked + (not links), total + len(links)
+    if aligned != given:
+        raise UserError(f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs")
+    return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
+
+
+def _lines(path: Path) -> Iterator[str]:
+    return (line for _, line in read_lines(path))
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--src", type=Path, required=True)
+    parser.add_argument("--tgt", type=Path, required=True, help="its line n is the translation of line n of --src")
+    parser.add_argument("--out", type=Path, required=True, help="file to make: links in Pharaoh form, a line a pair")
+    parser.add_argument("--symmetrize", choices=list(SYMMETRIZE), default="grow-diag-final-and")
+    args = parser.parse_args(argv)
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        for number, (src, tgt) in enumerate(zip_longest(_lines(args.src), _lines(args.tgt)), start=1):
+            if src is None or tgt is None:
+                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number}, the other goes on")
+            yield src, tgt
+
+    def work() -> str:
+        """Aligning is one process's work; the other ranks of mpirun wait."""
+        if not ranks.is_main:
+            return ""
+        if args.out.exists():
+            raise UserError(f"{args.out} exists; choose another --out or remove it")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        partial = args.out.with_name(args.out.name + ".incomplete")
+        try:
+            report = align(pairs(), partial, args.symmetrize)
+            os.replace(partial, args.out)
+        finally:
+            partial.unlink(missing_ok=True)
+        return f"{args.out}: {report}"
+
+    message = ranks.together(work)[0]
+    if ranks.is_main:
+        print(message)
+
+
+if __name__ == "__main__":
+    run(main)

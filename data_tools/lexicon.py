@@ -1,0 +1,175 @@
+"""Make a bilingual dictionary: filter, intersect or sample given ones, or count word links.
+
+    python -m data_tools.lexicon --dict en-de.txt ... --out out/en-de.txt [--intersect de-en.txt] [--share 0.25] ...
+    python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
+
+Every file's name says the order of its columns, and every input is turned to the order of --out. Entries keep the
+order of the input; induced ones begin with the most frequent. A share is a choice by the entry's own hash: 10 % of
+an entry list lie within 20 % of it.
+"""
+
+import argparse
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from data_tools.ranks import Ranks, run
+from xscale import rng
+from xscale.data.index import Source, find_sources
+from xscale.data.lexicon import pair_of, read_entries
+from xscale.data.text import bare_word
+from xscale.errors import UserError
+
+Entry = tuple[str, str]
+
+
+def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
+    """The file's entries in the order of `langs`. Raises UserError where it is of another pair."""
+    order = pair_of(path)
+    if order == langs:
+        return read_entries(path)
+    if order[::-1] != langs:
+        raise UserError(f"{path} is of {' and '.join(order)}, --out is of {' and '.join(langs)}; name one pair")
+    return [(b, a) for a, b in read_entries(path)]
+
+
+def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> tuple[Counter, Counter, Counter]:
+    """How often words are linked, and how often either word occurs, over all records with links. Shards are split
+    over the ranks."""
+    flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
+    for source in sources:
+        if source.langs not in flips:
+            raise UserError(f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}")
+
+    def count() -> tuple[Counter, Counter, Counter]:
+        pairs: Counter = Counter()
+        words: tuple[Counter, Counter] = (Counter(), Counter())
+        shards = [(source, shard) for source in sources for shard in range(len(source.shards))]
+        for source, shard in shards[ranks.rank :: ranks.size]:
+            flip = flips[source.langs]
+            for number in range(source.shards[shard].records):
+                record = source.read(shard, number)
+                if record.links is None:
+                    continue
+                sides = [[bare_word(word) for word in text.split()] for text in record.texts[::flip]]
+                for side, seen in zip(sides, words, strict=True):
+                    seen.update(side)
+                for link in record.links.split():
+                    i, j = (int(end) for end in link.split("-")[::flip])
+                    if sides[0][i] and sides[1][j]:
+                        pairs[sides[0][i], sides[1][j]] += 1
+        return pairs, *words
+
+    parts = ranks.together(count)
+    pairs: Counter = sum((part[0] for part in parts), Counter())
+    first: Counter = sum((part[1] for part in parts), Counter())
+    second: Counter = sum((part[2] for part in parts), Counter())
+    if not pairs:
+        names = ", ".join(str(source.directory) for source in sources)
+        raise UserError(f"{names}: no word links; write the shards with `--links F` or `--align`")
+    return pairs, first, second
+
+
+def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
+    """Linked at least `min_count` times, and in at least `min_share` of the occurrences of the more frequent word."""
+    kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
+    return sorted(kept, key=lambda entry: (-pairs[entry], entry))
+
+
+def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
+    """round(share * n) entries, those of the smallest hash, in their order."""
+    hashes = np.array([rng.key(seed, "lexicon", *entry) for entry in entries], dtype=np.uint64)
+    chosen = np.sort(np.argsort(hashes, kind="stable")[: round(share * len(entries))])
+    return [entries[i] for i in chosen]
+
+
+def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str]) -> tuple[list[Entry], list[str]]:
+    """What the options leave, without repeats, and a report of each option."""
+    report = [f"{len(entries):,} entries"]
+
+    def keep(what: str, kept: list[Entry]) -> None:
+        nonlocal entries
+        report.append(f"{len(kept):,} {what}")
+        entries = kept
+
+    if args.lower:
+        entries = [(a.lower(), b.lower()) for a, b in entries]
+    keep("distinct", list(dict.fromkeys(entries)))
+    if args.drop_identical:
+        keep("of two different words", [(a, b) for a, b in entries if a != b])
+    if args.min_length > 1:
+        keep(f"of {args.min_length} characters or more", [e for e in entries if min(map(len, e)) >= args.min_length])
+    if args.intersect:
+        other = set(oriented(args.intersect, langs))
+        if args.lower:
+            other = {(a.lower(), b.lower()) for a, b in other}
+        keep(f"in {args.intersect} too", [entry for entry in entries if entry in other])
+    if args.share is not None:
+        keep(f"sampled ({args.share:g}, seed {args.seed})", sampled(entries, args.share, args.seed))
+    return entries, report
+
+
+def write_entries(entries: list[Entry], out: Path) -> None:
+    """`source target` a line, apart by a tab where a side has several words."""
+    lines = [("\t" if any(len(side.split()) > 1 for side in entry) else " ").join(entry) + "\n" for entry in entries]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(out.name + ".incomplete")
+    partial.write_text("".join(lines), encoding="utf-8")
+    os.replace(partial, out)
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    inputs.add_argument("--dict", type=Path, nargs="+", metavar="F", help="dictionaries, joined in this order")
+    inputs.add_argument("--from_links", type=Path, nargs="+", metavar="DIR", help="shards of pairs with word links")
+    parser.add_argument("--out", type=Path, required=True, metavar="F", help="file to make; its name says the pair")
+    parser.add_argument("--min_count", type=int, default=2, help="links of an induced entry, at least")
+    parser.add_argument(
+        "--min_share", type=float, default=0.1, help="links by occurrences of the more frequent word, at least"
+    )
+    parser.add_argument("--lower", action="store_true", help="lower-case every entry")
+    parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
+    parser.add_argument("--min_length", type=int, default=1, help="characters of either side, at least")
+    parser.add_argument("--intersect", type=Path, metavar="F", help="keep entries that F, either way round, has too")
+    parser.add_argument("--share", type=float, help="keep this share of what is left")
+    parser.add_argument("--seed", type=int, default=0, help="of --share")
+    return parser.parse_args(argv)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    langs = pair_of(args.out)
+
+    def check() -> None:
+        if args.out.exists():
+            raise UserError(f"{args.out} exists; choose another --out or remove it")
+        if args.share is not None and not 0 < args.share <= 1:
+            raise UserError(f"--share {args.share} must lie between 0 and 1")
+
+    ranks.together(check)
+    counts = counted_links(find_sources(args.from_links), langs, ranks) if args.from_links else None
+
+    def work() -> str:
+        """Filtering is one process's work; the other ranks of mpirun wait."""
+        if not ranks.is_main:
+            return ""
+        if counts:
+            entries = induced(*counts, args.min_count, args.min_share)
+        else:
+            entries = [entry for path in args.dict for entry in oriented(path, langs)]
+        entries, report = filtered(entries, args, langs)
+        if not entries:
+            raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
+        write_entries(entries, args.out)
+        return f"{args.out}: {', '.join(report)}"
+
+    message = ranks.together(work)[0]
+    if ranks.is_main:
+        print(message)
+
+
+if __name__ == "__main__":
+    run(main)

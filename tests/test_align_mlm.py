@@ -1,0 +1,294 @@
+"""ALIGN-MLM: the equation by loops against the real path, and every dictionary entry once a step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, BertConfig
+
+from tests import launch
+from tests.test_dict_mlm import gradients, plain_loss, random_samples, sequences_of, tensors
+from xscale.config import load_recipe
+from xscale.data.collate import Context, MicroBatch, Share
+from xscale.data.encode import Example, TextEncoder
+from xscale.data.index import find_sources
+from xscale.data.lexicon import Lexicon, load_lexicon
+from xscale.data.loader import StepDataset, StreamCollate, source_statistics
+from xscale.data.mixture import Mixture, StreamSpec
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder
+from xscale.objectives import OBJECTIVES, align_mlm, mlm
+from xscale.objectives.base import Parts
+
+LANGUAGES = {"de": 0, "en": 1, "fr": 2}
+Entry = tuple[list[int], list[int]]
+
+
+def random_entries(encoder: TextEncoder, count: int, seed: int) -> list[Entry]:
+    """Distinct by their first token, so that each can be told from the others."""
+    generator = np.random.default_rng(seed)
+    firsts = generator.permutation(encoder.ordinary_ids)[:count]
+
+    def more() -> list[int]:
+        return generator.choice(encoder.ordinary_ids, generator.integers(0, 4) * generator.integers(0, 2)).tolist()
+
+    return [([int(first), *more()], [int(generator.choice(encoder.ordinary_ids)), *more()]) for first in firsts]
+
+
+def made(entries: list[Entry], langs: tuple[str, str]) -> Lexicon:
+    return Lexicon(
+        langs, [("a", "b")] * len(entries), ([a for a, _ in entries], [b for _, b in entries]), "", Path("x")
+    )
+
+
+ENTRIES = 53
+
+
+@pytest.fixture(scope="module")
+def entries(text_encoder: TextEncoder) -> list[Entry]:
+    return random_entries(text_encoder, ENTRIES, 0)
+
+
+@pytest.fixture(scope="module")
+def context(entries: list[Entry], text_encoder: TextEncoder) -> Callable[..., Context]:
+    """context(step, part, parts): with two dictionaries of these entries."""
+    lexicons = (made(entries[:20], ("en", "de")), made(entries[20:], ("fr", "en")))
+
+    def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> Context:
+        return Context(text_encoder, 64, "drop", LANGUAGES, seed, lexicons, stream, Share(step, part, parts))
+
+    return make
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def model(text_encoder: TextEncoder, request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {"vocab_size": text_encoder.vocab_size, "pad_token_id": text_encoder.pad_id}
+    config = BertConfig(**shape, **sizes, tie_word_embeddings=request.param)
+    lm = AutoModelForMaskedLM.from_config(config).double().eval()
+    tied = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
+    assert tied == request.param
+    with torch.no_grad():
+        lm.get_input_embeddings().weight.copy_(torch.randn(text_encoder.vocab_size, 16))  # cosines far from 0
+    return lm
+
+
+def dictionary_of(batch: MicroBatch) -> list[Entry]:
+    """The entries in a micro-batch's arrays, by loops."""
+    sides = []
+    for side in ("source", "target"):
+        ids, starts = batch.arrays[f"{side}_ids"].tolist(), batch.arrays[f"{side}_starts"].tolist()
+        sides.append([ids[a:b] for a, b in zip(starts, [*starts, len(ids)][1:], strict=True)])
+    return list(zip(*sides, strict=True))
+
+
+# 1. The equation
+
+
+def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
+    """Sum of cos(E[b_i1], E[b_i2]), a dot product and two roots an entry."""
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in entries:
+        a, b = (sum(table[token] for token in side) / len(side) for side in pair)
+        total = total + (a * b).sum() / ((a * a).sum() ** 0.5 * (b * b).sum() ** 0.5)
+    return total
+
+
+@pytest.mark.parametrize(("subwords", "parts"), [("mean", 1), ("mean", 3), ("single", 2)])
+def test_loss_and_gradients(subwords: Any, parts: int, context, entries, text_encoder: TextEncoder, model: Any) -> None:
+    """L_MLM + alpha L_ALIGN of a step in several micro-batches, as the engine sums them up."""
+    options = align_mlm.Options(0.3, alpha=7.0, subwords=subwords)
+    samples = random_samples(text_encoder, 6, 1)
+    batches = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
+
+    used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
+    cosine = cosines(model.get_input_embeddings().weight, used)
+    inputs = [sequences_of(batch) for batch in batches]
+    targets = sum(len(labels) for _, places in inputs for labels in places)
+    predicted = sum((plain_loss(model, *one) for one in inputs), torch.zeros(()))
+    expected = predicted / targets + 7.0 * -(1 / len(used)) * cosine
+    expected_gradients = gradients(model, expected)
+
+    factors = align_mlm.OBJECTIVE.terms(options)
+    totals = {term: sum(batch.targets[term] for batch in batches) for term in factors}
+    assert totals == {"mlm": targets, "align": len(used)} and len(used) >= 10
+    sums = [align_mlm.loss(Parts(Encoder(model)), tensors(batch), options) for batch in batches]
+    found = sum(factors[term] * one.terms[term] / totals[term] for one in sums for term in factors)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    found_gradients = gradients(model, found)
+    assert found_gradients.keys() == expected_gradients.keys()
+    for name, gradient in expected_gradients.items():
+        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-6, atol=1e-12)
+
+    mean = sum(one.metrics["dictionary_cosine"][0] for one in sums) / totals["align"]
+    torch.testing.assert_close(mean, cosine.detach() / len(used), rtol=1e-6, atol=0)
+    assert all(one.metrics["dictionary_cosine"][1] == "align" for one in sums) and abs(mean) > 0.005
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, model: Any) -> None:
+    """Of half-precision rows nothing but the rows is rounded."""
+    batch = tensors(align_mlm.collate([], align_mlm.Options(), context()))
+    half = Parts(Encoder(model.to(dtype)))
+    sums = align_mlm.loss(half, batch, align_mlm.Options())
+    assert sums.terms["align"].dtype == torch.float32
+    exact = cosines(half.encoder.lm.get_input_embeddings().weight.detach().double(), entries)
+    torch.testing.assert_close(-sums.terms["align"].double(), exact, rtol=0, atol=1e-5)
+
+
+def test_the_rest_is_mlm(context, text_encoder: TextEncoder) -> None:
+    samples = random_samples(text_encoder, 9, 2)
+    plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
+    batch = align_mlm.collate(samples, align_mlm.Options(0.2), context())
+    assert all((batch.arrays[name] == array).all() for name, array in plain.arrays.items())
+    assert (batch.tokens, batch.sequences, batch.targets["mlm"]) == (
+        plain.tokens,
+        plain.sequences,
+        plain.targets["mlm"],
+    )
+
+
+# 2. Which entries
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 60])
+@pytest.mark.parametrize("wanted", [None, 20, ENTRIES, 1000])
+def test_every_entry_once_a_step(wanted: int | None, parts: int, entries: list[Entry], context) -> None:
+    """More parts than entries leave some empty; none is repeated, none differs from its dictionary."""
+    options = align_mlm.Options(pairs_per_step=wanted)
+    batches = [align_mlm.collate([], options, context(5, part, parts)) for part in range(parts)]
+    found = [entry for batch in batches for entry in dictionary_of(batch)]
+    assert len(found) == min(wanted or ENTRIES, ENTRIES)
+    assert [batch.targets["align"] for batch in batches] == [len(dictionary_of(batch)) for batch in batches]
+    sizes = [batch.targets["align"] for batch in batches]
+    assert max(sizes) - min(sizes) <= 1, "a part has more than its share"
+    assert len({tuple(a) for a, _ in found}) == len(found) and all(entry in entries for entry in found)
+    whole = dictionary_of(align_mlm.collate([], options, context(5)))
+    assert sorted(found) == sorted(whole), "the sample depends on the number of parts"
+
+
+def test_samples_are_of_the_step(entries: list[Entry], context) -> None:
+    """A function of seed, stream and step; over many steps every entry is equally likely."""
+
+    def sample(**place: Any) -> list[Entry]:
+        return dictionary_of(align_mlm.collate([], align_mlm.Options(pairs_per_step=10), context(**place)))
+
+    assert sample(step=1) == sample(step=1)
+    assert len({str(sample(**place)) for place in ({}, {"step": 1}, {"seed": 1}, {"stream": "other"})}) == 4
+    counts = dict.fromkeys((tuple(a) for a, _ in entries), 0)
+    steps = 600
+    for step in range(steps):
+        for a, _ in sample(step=step):
+            counts[tuple(a)] += 1
+    p = 10 / ENTRIES
+    assert max(abs(n - steps * p) for n in counts.values()) < 5 * (steps * p * (1 - p)) ** 0.5
+
+
+def test_single_leaves_out_longer_words(entries: list[Entry], context) -> None:
+    found = dictionary_of(align_mlm.collate([], align_mlm.Options(subwords="single"), context()))
+    assert found == [entry for entry in entries if len(entry[0]) == len(entry[1]) == 1]
+
+
+@pytest.mark.parametrize("wanted", [None, 100])
+def test_a_step_of_any_number_of_ranks(demo: Path, text_encoder: TextEncoder, wanted: int | None) -> None:
+    """Through the mixture and the loader, idle micro-batches included: the same entries, each once."""
+    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", text_encoder)
+    sources = find_sources([demo])
+    specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
+    tokens_per_byte = [source_statistics(source, text_encoder) for source in sources]
+    options = align_mlm.Options(pairs_per_step=wanted)
+    streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
+    context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
+    dataset = StepDataset(sources, streams, context, 3)
+
+    def entries_of(world: int, micro_batch: int) -> list[dict[str, list[Entry]]]:
+        places: Any = {"seed": 3, "alpha": 0.7, "max_length": 64, "micro_batch": micro_batch, "world": world}
+        ranks = [Mixture(specs, sources, tokens_per_byte, rank=rank, **places) for rank in range(world)]
+        steps = []
+        for _ in range(2):
+            found: dict[str, list[Entry]] = {"a": [], "b": []}
+            for rank in ranks:
+                for micro in dataset[rank.next_step()].micros:
+                    found[micro.stream] += dictionary_of(micro)
+            steps.append({name: sorted(entries) for name, entries in found.items()})
+        return steps
+
+    expected = entries_of(1, 100)
+    whole = sorted(zip(*lexicon.ids, strict=True))
+    for step in expected:
+        for found in step.values():
+            assert found == whole if wanted is None else len(found) == wanted
+    assert (expected[0] == expected[1]) == (wanted is None), "a fresh sample at every step"
+    assert (expected[0]["a"] == expected[0]["b"]) == (wanted is None), "each stream draws for itself"
+    for world, micro_batch in ((2, 2), (3, 100), (4, 1)):
+        assert entries_of(world, micro_batch) == expected
+
+
+# 3. Idle micro-batches and trouble
+
+
+def test_idle_micro_batch(context, text_encoder: TextEncoder, model: Any) -> None:
+    """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
+    options, touched = align_mlm.Options(), []
+    busy = align_mlm.collate(random_samples(text_encoder, 4, 6), options, context(0, 0, 60))
+    without_text = align_mlm.collate([], options, context(0, 1, 60))
+    empty = align_mlm.collate([], options, context(0, 59, 60))
+    assert [list(batch.targets.items())[1] for batch in (busy, without_text, empty)] == [
+        ("align", n) for n in (1, 1, 0)
+    ]
+    for batch in (busy, without_text, empty):
+        assert set(batch.arrays) == set(busy.arrays)
+        sums = align_mlm.loss(Parts(Encoder(model)), tensors(batch), options)
+        touched.append(gradients(model, sums.terms["mlm"] + sums.terms["align"]))
+        assert bool(sums.terms["mlm"]) == (batch is busy) and bool(sums.terms["align"]) == (batch is not empty)
+    assert touched[0].keys() == touched[1].keys() == touched[2].keys()
+    table = "bert.embeddings.word_embeddings.weight"
+    assert touched[1][table].any() and not any(gradient.any() for gradient in touched[2].values())
+    assert not any(gradient.any() for name, gradient in touched[1].items() if name != table)
+
+
+def test_only_longer_words(text_encoder: TextEncoder) -> None:
+    lexicon = made([([50, 51], [60])], ("en", "de"))
+    poor = Context(text_encoder, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
+    sample = [[Example(("en",), ([50],), None, np.uint64(0))]]
+    assert align_mlm.collate(sample, align_mlm.Options(), poor).targets["align"] == 1
+    with pytest.raises(UserError, match=r"streams\.s: .* set subwords: mean"):
+        align_mlm.collate(sample, align_mlm.Options(subwords="single"), poor)
+
+
+def test_options() -> None:
+    names = {name: objective.options for name, objective in OBJECTIVES.items()}
+    recipe = load_recipe("align_mlm", [], names)
+    assert recipe.streams["align_mlm"].options == align_mlm.Options(alpha=10.0, subwords="mean", pairs_per_step=None)
+    for wrong in ("alpha=-1", "pairs_per_step=0", "subwords=first"):
+        with pytest.raises(UserError, match=wrong.partition("=")[0]):
+            load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], names)
+
+
+# 4. With real processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
+def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None:
+    """Losses, dictionary metrics and gradient norms of six steps, with idle micro-batches; the cosine rises."""
+    entries = []
+    for world, micro_batch in ((1, 32), (2, 2)):
+        out = tmp_path / str(world)
+        arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo)]
+        sets = ["model.dropout=0.0", f"streams.{recipe}.samples=9", f"train.micro_batch={micro_batch}"]
+        launch.run(world, [*arguments, "--out", str(out), "--steps", "6", "--set", *sets, "train.precision=fp32"])
+        entries.append([{k: v for k, v in e.items() if "loss" in k or "/" in k} for e in launch.metrics(out)])
+    for one, two in zip(*entries, strict=True):
+        assert one.keys() == two.keys()
+        assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5, abs=1e-6)
+    if recipe == "align_mlm":
+        cosine = [entry["dictionary_cosine/align_mlm"] for entry in entries[0]]
+        assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
+    else:
+        assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.5 for entry in entries[0])

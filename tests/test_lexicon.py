@@ -1,0 +1,443 @@
+"""Dictionaries: files, id tables, the tool that makes them, and word links. References are loops and sets."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools import align
+from data_tools import lexicon as tool
+from data_tools.demo_world import World
+from data_tools.ranks import Ranks
+from tests import launch
+from xscale import train
+from xscale.data.encode import TextEncoder
+from xscale.data.index import Source, find_sources
+from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, load_lexicon
+from xscale.data.text import bare_word
+from xscale.errors import UserError
+
+
+@pytest.fixture
+def dictionary(tmp_path: Path) -> Callable[..., Path]:
+    """dictionary("en-xx.txt", "a b", ...): a file of these lines."""
+
+    def write(name: str, *lines: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return path
+
+    return write
+
+
+def made(*pairs: tuple[list[int], list[int]], langs: tuple[str, str] = ("en", "xx")) -> Lexicon:
+    """A dictionary of given ids."""
+    return Lexicon(langs, [("a", "b")] * len(pairs), ([a for a, _ in pairs], [b for _, b in pairs]), "", Path("x"))
+
+
+# 1. Files
+
+
+def test_entries_become_ids(demo: Path, text_encoder: TextEncoder) -> None:
+    path = demo / "lexicon" / "en-xx.txt"
+    lexicon = load_lexicon(path, text_encoder)
+    lines = [tuple(line.split()) for line in path.read_text().splitlines()]
+    assert lexicon.langs == ("en", "xx") and lexicon.words == lines
+    tokenizer = text_encoder.tokenizer
+    for words, *ids in zip(lexicon.words, *lexicon.ids, strict=True):
+        assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
+    single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
+    assert lexicon.single().tolist() == single and 0 < len(single) < len(lines)
+    assert f"{len(lines):,} entries, {len(single):,} of one token" in lexicon.summary()
+
+
+def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, text_encoder: TextEncoder) -> None:
+    path = demo / "lexicon" / "en-xx.txt"
+    lines = path.read_text().splitlines()
+    same = dictionary("b/en-xx.0-5000.txt", *lines[:3], *lines)  # repeats change nothing
+    other = dictionary("c/en-xx.txt", *lines[1:])
+    prints = [load_lexicon(p, text_encoder).fingerprint for p in (path, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.parametrize("name", ["dictionary.txt", "en_xx.txt", "en-xx-fr.txt", "-xx.txt"])
+def test_a_file_name_that_says_no_pair(name: str, dictionary, text_encoder: TextEncoder) -> None:
+    with pytest.raises(UserError, match=rf"{name}.*en-de\.txt"):
+        load_lexicon(dictionary(name, "a b"), text_encoder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["dog b", "cat"], "line 2: 'cat'"),
+        (["dog b", "", "cat b c"], "line 3: 'cat b c'"),
+        (["two words\tb", "a\t"], "line 2: "),
+        ([""], "holds no entry"),
+        (["日 本"], "knows no entry"),
+    ],
+)
+def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, text_encoder) -> None:
+    path = dictionary("en-xx.txt", *lines)
+    with pytest.raises(UserError, match=message) as error:
+        load_lexicon(path, text_encoder)
+    assert str(path) in str(error.value)
+
+
+def test_columns_in_the_wrong_order(demo: Path, dictionary, text_encoder: TextEncoder) -> None:
+    sources = find_sources([demo])
+    for name in ("en-xx.txt", "xx-en.txt"):
+        good = demo / "lexicon" / name
+        check_order(load_lexicon(good, text_encoder), good, sources)
+        a, b = name.removesuffix(".txt").split("-")
+        bad = dictionary(f"{b}-{a}.txt", *good.read_text().splitlines())
+        with pytest.raises(UserError, match=rf"columns look like {a} {b}.*Rename it to {name}"):
+            check_order(load_lexicon(bad, text_encoder), bad, sources)
+    absent = dictionary("en-fr.txt", "dog mo")
+    with pytest.raises(UserError, match="no text in fr"):
+        check_order(load_lexicon(absent, text_encoder), absent, sources)
+
+
+# 2. Which dictionaries a run uses
+
+
+def prepare(data: Path, recipe: str, *sets: str) -> Any:
+    arguments = ["--ds_config", "x", "--data", str(data), "--recipe", recipe]
+    return train.prepare(train.parse_arguments(arguments + (["--set", *sets] if sets else [])))
+
+
+@pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
+def test_dictionaries_beside_the_shards(demo: Path, recipe: str) -> None:
+    """One direction of a pair, where an objective needs one and the recipe names none."""
+    found, given = prepare(demo, recipe), prepare(demo, recipe, f"data.lexicons=[{demo / 'lexicon' / 'xx-en.txt'}]")
+    assert [lexicon.path for lexicon in found.lexicons] == [demo / "lexicon" / "en-xx.txt"]
+    assert [lexicon.name for lexicon in given.lexicons] == ["xx-en"]
+    assert found.identity()["lexicons"] != given.identity()["lexicons"]
+    assert prepare(demo, "mlm").lexicons == ()
+    below = demo / "pairs"
+    assert [path.name for path in train.find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
+
+
+def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:
+    sources = find_sources([demo])
+    lexicon = tmp_path / "lexicon"
+    for name in ("xx-en.txt", "xx-fr.txt", "readme.txt", "en-xx.tsv"):
+        dictionary(f"lexicon/{name}", "a b")
+    assert train.find_lexicons(sources, tmp_path) == [lexicon / "xx-en.txt"]
+    dictionary("lexicon/en-xx.0-5000.txt", "a b")
+    assert train.find_lexicons(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
+    assert train.find_lexicons(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
+
+
+def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
+    for name in ("mono_en", "mono_xx", "tokenizer"):
+        (tmp_path / name).symlink_to(demo / name)
+    with pytest.raises(UserError, match=r"streams\.dict_mlm needs a dictionary: set data\.lexicons"):
+        prepare(tmp_path, "dict_mlm")
+
+
+def test_the_order_of_dictionaries_does_not_matter(demo: Path) -> None:
+    paths = [str(demo / "lexicon" / name) for name in ("en-xx.txt", "xx-en.txt")]
+    jobs = [prepare(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1])]
+    assert [lexicon.name for lexicon in jobs[0].lexicons] == [lexicon.name for lexicon in jobs[1].lexicons]
+
+
+# 3. Tables
+
+IDS = st.lists(st.integers(0, 6), min_size=1, max_size=2)
+ENTRIES = st.lists(st.tuples(IDS, IDS), max_size=12)
+PAIRS = st.sampled_from([("en", "xx"), ("xx", "en"), ("en", "fr"), ("fr", "de")])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(PAIRS, ENTRIES), max_size=3), st.sampled_from(["en", "xx", "fr", "zz"]))
+def test_synonyms_by_loops(dictionaries: list, language: str) -> None:
+    lexicons = tuple(made(*entries, langs=langs) for langs, entries in dictionaries)
+    expected: dict[int, set[int]] = {}
+    for (first, second), entries in dictionaries:
+        for a, b in entries:
+            if len(a) == len(b) == 1 and a != b:
+                if first == language:
+                    expected.setdefault(a[0], set()).add(b[0])
+                if second == language:
+                    expected.setdefault(b[0], set()).add(a[0])
+    table = SynonymTable(lexicons, language)
+    for token in range(8):
+        n = len(expected.get(token, ()))
+        chances = (np.arange(max(n, 1)) + 0.5) / max(n, 1)
+        drawn = table.draw(np.full(len(chances), token), chances).tolist()
+        assert drawn == (sorted(expected[token]) if n else [-1])
+    assert table.draw(np.empty(0, dtype=np.int64), np.empty(0)).tolist() == []
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=4), min_size=1, max_size=9), st.data())
+def test_ragged_by_loops(lists: list[list[int]], data: st.DataObject) -> None:
+    which = data.draw(st.lists(st.integers(0, len(lists) - 1), max_size=9))
+    values, starts = Ragged(lists).take(np.array(which, dtype=np.int64))
+    assert values.tolist() == [x for i in which for x in lists[i]]
+    assert starts.tolist() == [sum(len(lists[i]) for i in which[:n]) for n in range(len(which))]
+
+
+# 4. The tool
+
+
+def make(out: Path, *options: object, ranks: Ranks | None = None) -> list[tuple[str, ...]]:
+    tool.main(ranks or Ranks(), ["--out", str(out), *map(str, options)])
+    return [tuple(line.split("\t") if "\t" in line else line.split(" ")) for line in out.read_text().splitlines()]
+
+
+def test_filters(tmp_path: Path, dictionary) -> None:
+    first = dictionary("en-de.txt", "dog Hund", "dog Hund", "Dog Hund", "taxi taxi", "a ein", "ice cream\tEis")
+    second = dictionary("de-en.0-5.txt", "Katze cat", "Hund dog", "ein a")
+    out = tmp_path / "out"
+    joined = [("dog", "Hund"), ("Dog", "Hund"), ("taxi", "taxi"), ("a", "ein"), ("ice cream", "Eis"), ("cat", "Katze")]
+    assert make(out / "en-de.txt", "--dict", first, second) == joined
+    flipped = [(b, a) for a, b in joined]
+    assert make(out / "de-en.txt", "--dict", first, second) == flipped
+    found = make(out / "en-de.1.txt", "--dict", first, second, "--lower", "--drop_identical", "--min_length", 2)
+    assert found == [("dog", "hund"), ("ice cream", "eis"), ("cat", "katze")]
+    assert make(out / "en-de.2.txt", "--dict", first, "--intersect", second) == [("dog", "Hund"), ("a", "ein")]
+    assert make(out / "en-de.3.txt", "--dict", first, "--intersect", second, "--lower")[0] == ("dog", "hund")
+
+
+def test_a_share(demo: Path, tmp_path: Path) -> None:
+    """Exactly round(share * n) entries in their order, a smaller share within a larger one, others by another seed."""
+    source = demo / "lexicon" / "en-xx.txt"
+    whole = [tuple(line.split()) for line in source.read_text().splitlines()]
+    small, large, other = (
+        make(tmp_path / f"en-xx.{n}.txt", "--dict", source, "--share", share, "--seed", seed)
+        for n, (share, seed) in enumerate(((0.25, 0), (0.5, 0), (0.25, 1)))
+    )
+    assert len(small) == len(other) == round(len(whole) / 4) and set(small) <= set(large) and small != other
+    assert small == [entry for entry in whole if entry in set(small)]
+    assert abs(len(set(small) & set(other)) / len(small) - 0.25) < 0.1
+
+
+@pytest.mark.parametrize("out", ["en-xx.txt", "xx-en.txt"])
+def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, on_ranks, out: str) -> None:
+    records = [record for shard in shard_records(demo / "pairs") for record in shard]
+    pairs: Counter = Counter()
+    seen: Counter = Counter()
+    flip = 1 if out == "en-xx.txt" else -1
+    for record in records:
+        sides = [text.split() for text in record["texts"]]
+        for side, lang in zip(sides, record["langs"], strict=True):
+            seen.update((lang, word.strip(".,?!").lower()) for word in side)
+        for link in record["links"].split():
+            i, j = map(int, link.split("-"))
+            pairs[(sides[0][i].strip(".,?!").lower(), sides[1][j].strip(".,?!").lower())] += 1
+    expected = {
+        (a, b)[::flip]: n
+        for (a, b), n in pairs.items()
+        if a and b and n >= 3 and n / max(seen["en", a], seen["xx", b]) >= 0.3
+    }
+    options = ("--from_links", demo / "pairs", "--min_count", 3, "--min_share", 0.3)
+    found = make(tmp_path / out, *options)
+    assert set(found) == set(expected) and len(found) == len(expected) > 100
+    assert [expected[entry] for entry in found] == sorted(expected.values(), reverse=True)
+    for size in (2, 3):
+        results = on_ranks(
+            size, lambda ranks, n=size: tool.main(ranks, list(map(str, ["--out", tmp_path / f"{n}" / out, *options])))
+        )
+        assert results == [None] * size
+        assert (tmp_path / f"{size}" / out).read_bytes() == (tmp_path / out).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("out", "options", "message"),
+    [
+        ("dictionary.txt", [], "file name says its languages"),
+        ("en-fr.txt", [], "en-de.*--out is of en and fr"),
+        ("en-de.txt", [], "exists"),
+        ("de-en.txt", ["--share", "0"], "--share 0"),
+        ("de-en.txt", ["--min_length", "9"], "nothing to write.*0 of 9 characters"),
+    ],
+)
+def test_the_tool_s_errors(out: str, options: list[str], message: str, tmp_path: Path, dictionary, on_ranks) -> None:
+    """On every rank, and no file is left."""
+    path = dictionary("en-de.txt", "dog Hund")
+    argv = ["--dict", str(path), "--out", str(tmp_path / out), *options]
+    for error in on_ranks(2, lambda ranks: tool.main(ranks, argv)):
+        with pytest.raises(UserError, match=message):
+            raise error
+    assert [p.name for p in tmp_path.iterdir()] == ["en-de.txt"]
+
+
+def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None:
+    write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
+    with pytest.raises(UserError, match=r"no word links.*--align"):
+        make(tmp_path / "en-de.txt", "--from_links", tmp_path / "shards")
+    with pytest.raises(UserError, match="holds en-de, --out is of en-fr"):
+        make(tmp_path / "en-fr.txt", "--from_links", tmp_path / "shards")
+
+
+def test_bare_words() -> None:
+    words = {"«Hund!»": "hund", "don't": "don't", "...": "", "x-y,": "x-y", "¿Qué": "qué", "नमस्ते।": "नमस्ते", "$5": "5"}
+    assert {word: bare_word(word) for word in words} == words
+
+
+# 5. Word links
+
+Links = set[tuple[int, int]]
+
+
+def koehn(e2f: Links, f2e: Links, n: int) -> Links:
+    """grow-diag-final-and as printed (Koehn et al. 2003), over every cell of the matrix."""
+    neighboring = [(-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1)]
+    alignment = [[(e, f) in e2f and (e, f) in f2e for f in range(n)] for e in range(n)]
+
+    def row(e: int) -> bool:
+        return any(alignment[e])
+
+    def column(f: int) -> bool:
+        return any(alignment[e][f] for e in range(n))
+
+    added = True
+    while added:
+        added = False
+        for e in range(n):
+            for f in range(n):
+                if not alignment[e][f]:
+                    continue
+                for de, df in neighboring:
+                    e_new, f_new = e + de, f + df
+                    if not (0 <= e_new < n and 0 <= f_new < n):
+                        continue
+                    free = not row(e_new) or not column(f_new)
+                    if free and ((e_new, f_new) in e2f or (e_new, f_new) in f2e):
+                        alignment[e_new][f_new] = added = True
+    for direction in (e2f, f2e):
+        for e in range(n):
+            for f in range(n):
+                if not row(e) and not column(f) and (e, f) in direction:
+                    alignment[e][f] = True
+    return {(e, f) for e in range(n) for f in range(n) if alignment[e][f]}
+
+
+SIDE = st.sets(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=14)
+
+
+@settings(max_examples=400, deadline=None)
+@given(SIDE, SIDE)
+def test_symmetrised_links_are_koehn_s(forward: Links, reverse: Links) -> None:
+    assert align.grow_diag_final_and(set(forward), set(reverse)) == koehn(forward, reverse, 7)
+    assert align.SYMMETRIZE["intersection"](forward, reverse) == {link for link in forward if link in reverse}
+
+
+def test_links_of_the_textbook() -> None:
+    """A block grows from its corner, a lone link of one direction joins, one that would add a second link does not."""
+    forward, reverse = {(0, 0), (1, 0), (3, 3)}, {(0, 0), (0, 1), (3, 0)}
+    assert align.grow_diag_final_and(forward, reverse) == {(0, 0), (1, 0), (0, 1), (3, 3)}
+
+
+FAKE = f"""#!{sys.executable}
+import sys
+options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+src, tgt = (open(options[flag], encoding="utf-8").read().split("\\n")[:-1] for flag in ("-s", "-t"))
+assert all(line == line.lower() and "." not in line for line in src), src
+for flag, shift in (("-f", 0), ("-r", 1)):
+    with open(options[flag], "w") as out:
+        for a, b in zip(src, tgt):
+            n = min(len(a.split()), len(b.split()))
+            out.write(" ".join(f"{{i}}-{{i}}" for i in range(shift, n)) + "\\n")
+"""
+"""A program in eflomal's place: links word i to word i, the reverse direction without word 0."""
+
+
+@pytest.fixture
+def fake_aligner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    program = tmp_path / "bin" / align.PROGRAM
+    program.parent.mkdir()
+    program.write_text(FAKE)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
+
+
+def test_shards_with_links(tmp_path: Path, corpus_files, write_pairs, shard_records, on_ranks, fake_aligner) -> None:
+    """Links fit their pairs, blank lines or not, whatever the number of ranks; no temporary file stays."""
+    paths = corpus_files(["A b.  c", "", "d E", "f"], ["x y", "z", "x  y z", ""])
+    expected = [["A b.  c", "x y"], ["d E", "x  y z"]]
+    for size in (1, 3):
+        out = tmp_path / f"out{size}"
+        options = ("--align", "--symmetrize", "intersection", "--shard_lines", 1)
+        assert on_ranks(size, lambda r, out=out, o=options: write_pairs(*paths, out, *o, ranks=r)) == [None] * size
+        records = [record for shard in shard_records(out) for record in shard]
+        assert [record["texts"] for record in records] == expected
+        assert [record["links"] for record in records] == ["1-1", "1-1"]
+    grown = tmp_path / "grown"
+    write_pairs(*paths, grown, "--align")
+    assert [r["links"] for shard in shard_records(grown) for r in shard] == ["0-0 1-1", "0-0 1-1"]
+    assert Source(grown).index["made_by"]["links"] == "eflomal, grow-diag-final-and"
+    align.main(Ranks(), ["--src", str(paths[0]), "--tgt", str(paths[1]), "--out", str(tmp_path / "links")])
+    assert (tmp_path / "links").read_text() == "0-0 1-1\n\n0-0 1-1\n\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "c.de", "c.en", "grown", "links", "out1", "out3"]
+
+
+@pytest.mark.parametrize("trouble", ["absent", "fails", "stops early", "uneven files", "out exists"])
+def test_trouble_with_the_aligner(
+    trouble: str, tmp_path: Path, corpus_files, write_pairs, on_ranks, fake_aligner: Path, monkeypatch
+) -> None:
+    """A UserError on every rank; neither output nor temporary files stay."""
+    paths = corpus_files(["a b", "c"], ["x"] if trouble == "uneven files" else ["x y", "z"])
+    message = {"fails": "failed.*no memory", "uneven files": "ends after line 1", "out exists": "not empty"}.get(
+        trouble
+    )
+    if trouble == "absent":
+        monkeypatch.setattr("shutil.which", lambda *args, **kwargs: None)
+        message = r"eflomal-align is not installed; `pip install 'xscale\[align\]'"
+    elif trouble == "fails":
+        fake_aligner.write_text(f"#!{sys.executable}\nraise SystemExit('no memory')\n")
+    elif trouble == "stops early":
+        fake_aligner.write_text(FAKE.replace("zip(src, tgt)", "zip(src[1:], tgt)"))
+        message = "links of 1 of 2 pairs"
+    elif trouble == "out exists":
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "precious").touch()
+    for error in on_ranks(2, lambda ranks: write_pairs(*paths, tmp_path / "out", "--align", ranks=ranks)):
+        with pytest.raises(UserError, match=message):
+            raise error
+    kept = ["out"] if trouble == "out exists" else []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bin", "c.de", "c.en", *kept]
+
+
+def scores(found: list[Links], gold: list[Links]) -> tuple[float, float, float]:
+    """Precision, recall, F1; with gold links that are all sure, AER = 1 - F1."""
+    right = sum(len(a & g) for a, g in zip(found, gold, strict=True))
+    all_found, all_gold = sum(map(len, found)), sum(map(len, gold))
+    return right / all_found, right / all_gold, 2 * right / (all_found + all_gold)
+
+
+@pytest.mark.slow
+def test_eflomal_finds_the_gold_links(tmp_path: Path, corpus_files, shard_records, capsys) -> None:
+    """As a user runs it, under mpirun, on 4,000 pairs of the demo world."""
+    world = World(0)
+    pairs = [world.pair(i) for i in range(4000)]
+    src, tgt = corpus_files([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    gold = [align.parse_links(pair[2]) for pair in pairs]
+    least = {"grow-diag-final-and": (0.93, 0.88, 0.91), "intersection": (0.98, 0.83, 0.9)}
+    for how, bounds in least.items():
+        out = tmp_path / how
+        command = [sys.executable, "-m", "data_tools.write_shards", "pairs", "--src", src, "--tgt", tgt]
+        command += ["--langs", "en", "xx", "--out", out, "--align", "--symmetrize", how, "--shard_lines", "1000"]
+        mpirun = [launch.BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+        done = subprocess.run(
+            [*map(str, mpirun + command)], cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = [record for shard in shard_records(out) for record in shard]
+        assert [tuple(record["texts"]) for record in records] == [pair[:2] for pair in pairs]
+        precision, recall, f1 = found = scores([align.parse_links(record["links"]) for record in records], gold)
+        with capsys.disabled():
+            print(f"\neflomal, {how}: precision {precision:.3f}, recall {recall:.3f}, F1 {f1:.3f}, AER {1 - f1:.3f}")
+        assert all(value > bound for value, bound in zip(found, bounds, strict=True)), found
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.de", "c.en", *sorted(least)]

@@ -1,0 +1,667 @@
+"""PPA against its equations in plain PyTorch, a sentence at a time; momentum encoder and queue against python lists."""
+
+import copy
+import io
+import random
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.spawn import spawn
+
+from tests import launch
+from xscale import engine, export, rng, train
+from xscale.config import RECIPES, load_recipe
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example, TextEncoder
+from xscale.data.mixture import initial_state
+from xscale.distributed import Place
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder, build_encoder
+from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
+from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
+
+MAX_LENGTH = 32
+
+
+def build(text: TextEncoder, **changes: Any) -> Encoder:
+    defaults: dict[str, Any] = {
+        "init": None, "preset": "tiny", "dropout": 0.0, "max_length": 64, "vocab_size": text.vocab_size,
+        "pad_id": text.pad_id, "languages": ["en", "xx"], "language_embeddings": False, "reset_positions": False,
+        "seed": 1,
+    }  # fmt: skip
+    return build_encoder(**(defaults | changes))
+
+
+def make_pairs(text: TextEncoder, n: int, seed: int = 0) -> list[Example]:
+    """Pairs of 1 to 12 tokens a side, with random identities."""
+    chance = np.random.default_rng(seed)
+
+    def sentence() -> list[int]:
+        return chance.choice(text.ordinary_ids, chance.integers(1, 13)).tolist()
+
+    identities = rng.hash64(rng.key("test", seed), np.arange(n))
+    return [Example(("en", "xx"), (sentence(), sentence()), None, identities[i], i) for i in range(n)]
+
+
+def collate(text: TextEncoder, pairs: list[Example], options: Any, objective: str = "ppa") -> MicroBatch:
+    context = Context(text, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
+    return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
+
+
+def tensors(micro: MicroBatch) -> dict[str, Tensor]:
+    return engine.to_device(micro.arrays, torch.device("cpu"))
+
+
+def make_parts(text: TextEncoder, options: ppa.Options, dtype: torch.dtype = torch.float64, **changes: Any) -> Parts:
+    """Query and key differ, the queue holds 5 keys too few."""
+    encoder = build(text, **changes).to(dtype).train()
+    torch.manual_seed(3)
+    heads = ppa.heads(encoder, options)
+    if heads is None:
+        return Parts(encoder)
+    moco = ppa.companion(encoder, heads.to(dtype), options)
+    assert moco is not None
+    with torch.no_grad():
+        for parameter in [*encoder.parameters(), *heads.parameters()]:
+            parameter += 0.05 * torch.randn_like(parameter)
+    if options.queue_size > 5:
+        keys = torch.randn(options.queue_size - 5, options.projection, dtype=torch.float64)
+        moco.queue.push(torch.nn.functional.normalize(keys, dim=-1), 0)
+    return Parts(encoder, heads, moco)
+
+
+# Equations
+
+
+def plain_z(base: Any, w1: Tensor, w2: Tensor, text: TextEncoder, ids: list[int], normalize: bool) -> Tensor:
+    hidden = base(input_ids=torch.tensor([[text.cls_id, *ids, text.sep_id]])).last_hidden_state[0, 0]
+    h = hidden / hidden.square().sum().sqrt()
+    z = w2 @ torch.relu(w1 @ h)
+    return z / z.square().sum().sqrt() if normalize else z
+
+
+def plain_moco(
+    parts: Parts, text: TextEncoder, views: list[tuple[list[int], list[int]]], options: ppa.Options
+) -> Tensor:
+    """Equations 2 and 3, one pair and one negative at a time."""
+    moco = parts.companion
+    key_encoder, key_projection = moco.momentum.masters
+    queue = moco.queue.ring_KD[: moco.queue.filled].double()
+    total = torch.zeros((), dtype=torch.float64)
+    for query_ids, key_ids in views:
+        query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
+        zq = plain_z(*query, text, query_ids, options.normalize_z)
+        key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
+        zk = plain_z(*key, text, key_ids, options.normalize_z).detach()
+        positive = torch.exp(zq @ zk / options.temperature)
+        total = total - torch.log(positive / (positive + sum(torch.exp(zq @ k / options.temperature) for k in queue)))
+    return total
+
+
+def plain_words(lm: Any, sequences: list[tuple[list[int], dict[int, int]]]) -> Tensor:
+    """- sum log p(original | masked), one sequence at a time; sequences: (masked ids, {place: original id})."""
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, targets in sequences:
+        logits = lm(input_ids=torch.tensor([ids])).logits[0]
+        for place, label in targets.items():
+            total = total - torch.log_softmax(logits[place], -1)[label]
+    return total
+
+
+def unpad(ids_BL: np.ndarray, mask_BL: np.ndarray) -> list[list[int]]:
+    return [row[: mask.sum()].tolist() for row, mask in zip(ids_BL, mask_BL, strict=True)]
+
+
+def masked_sequences(micro: MicroBatch) -> list[tuple[list[int], dict[int, int]]]:
+    arrays = micro.arrays
+    width = arrays["input_ids"].shape[1]
+    targets: list[dict[int, int]] = [{} for _ in arrays["input_ids"]]
+    for row, label in zip(arrays["rows"].tolist(), arrays["labels"].tolist(), strict=True):
+        targets[row // width][row % width] = label
+    return list(zip(unpad(arrays["input_ids"], arrays["attention_mask"]), targets, strict=True))
+
+
+def unmasked(sequence: tuple[list[int], dict[int, int]]) -> list[int]:
+    ids, targets = sequence
+    return [targets.get(place, token) for place, token in enumerate(ids)]
+
+
+def gradients(parts: Parts, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(parts.encoder.named_parameters()) | (dict(parts.heads.named_parameters()) if parts.heads else {})
+    values = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: v for name, v in zip(named, values, strict=True) if v is not None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ppa.Options(queue_size=23, projection=30, mask_prob=0.3),
+        ppa.Options(queue_size=23, projection=30, temperature=0.5, moco_weight=0.3, tlm_weight=0.7, mask_prob=0.3),
+        ppa.Options(queue_size=23, projection=7, normalize_z=False),
+        ppa.Options(queue_size=5, projection=7, prefill=False),
+        ppa.Options(queue_size=23, projection=30, replace_tlm_with_mlm=True, mask_prob=0.3),
+    ],
+    ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm"],
+)
+def test_loss_and_gradients_are_the_equations(text_encoder: TextEncoder, options: ppa.Options) -> None:
+    """Ragged batches, both orders of sides: loss and every gradient to 1e-6, in fp64."""
+    text, parts = text_encoder, make_parts(text_encoder, options)
+    pairs = make_pairs(text, 9, seed=4)
+    micro = collate(text, pairs, options)
+    arrays = micro.arrays
+    views, words, swaps = [], masked_sequences(micro), set()
+    cls, sep = [text.cls_id], [text.sep_id]
+    queries, keys = (unpad(arrays[f"{name}_ids"], arrays[f"{name}_mask"]) for name in ("query", "key"))
+    for i, pair in enumerate(pairs):
+        side = pair.ids.index(queries[i][1:-1])
+        first, second = pair.ids[side], pair.ids[1 - side]
+        swaps.add(side)
+        assert queries[i] == cls + first + sep and keys[i] == cls + second + sep
+        if options.replace_tlm_with_mlm:
+            assert [unmasked(words[2 * i]), unmasked(words[2 * i + 1])] == [cls + first + sep, cls + second + sep]
+        else:
+            assert unmasked(words[i]) == cls + first + sep + second + sep
+        views.append((first, second))
+    assert swaps == {0, 1}
+    moco, word_loss = plain_moco(parts, text, views, options), plain_words(parts.encoder.lm, words)
+    term = "mlm" if options.replace_tlm_with_mlm else "tlm"
+    factors = ppa.terms(options)
+    assert factors == {"moco": options.moco_weight, term: options.tlm_weight}
+    assert micro.targets == {"moco": 9, term: len(arrays["labels"])} and micro.sequences == 9
+
+    sums = ppa.loss(parts, tensors(micro), options)
+    torch.testing.assert_close(sums.terms["moco"], moco, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(sums.terms[term], word_loss, rtol=1e-6, atol=1e-12)
+    total = sum(factors[name] * value for name, value in sums.terms.items())
+    expected = gradients(parts, options.moco_weight * moco + options.tlm_weight * word_loss)
+    found = gradients(parts, total)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6 * scale + 1e-12, msg=name)
+
+
+def test_micro_batches_do_not_matter(text_encoder: TextEncoder) -> None:
+    """The sums over 3 + 1 + 5 pairs are those over 9: the queue stands still within a step."""
+    options = ppa.Options(queue_size=23, projection=30)
+    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
+
+    def total(*cuts: list[Example]) -> dict[str, float]:
+        losses = [ppa.loss(parts, tensors(collate(text_encoder, cut, options)), options) for cut in cuts]
+        sums = {name: sum(float(x.terms[name].detach()) for x in losses) for name in ("moco", "tlm")}
+        return sums | {name: sum(float(x.metrics[name][0]) for x in losses) for name in losses[0].metrics}
+
+    assert total(pairs) == pytest.approx(total(pairs[:3], pairs[3:4], pairs[4:]), rel=1e-12)
+
+
+def test_accuracy_and_age_of_known_keys(text_encoder: TextEncoder) -> None:
+    """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
+    options = ppa.Options(queue_size=9, projection=300, prefill=False)
+    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 4)
+    batch = tensors(collate(text_encoder, pairs, options))
+    zq = ppa.project(parts.encoder, parts.heads, batch, "query").detach()
+    parts.companion.step = 6
+    for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:
+        if born == 1:
+            parts.companion.queue = Queue(9, 300)
+        parts.companion.queue.push(keys, born)
+        metrics = ppa.loss(parts, batch, options).metrics
+        assert float(metrics["contrastive_accuracy"][0]) == 4 - accuracy
+        assert float(metrics["queue_age"][0]) == pytest.approx(4 * age)
+
+
+def test_idle_micro_batch_touches_the_same_parameters(text_encoder: TextEncoder) -> None:
+    for options in (ppa.Options(queue_size=9), ppa.Options(queue_size=9, replace_tlm_with_mlm=True)):
+        parts = make_parts(text_encoder, options)
+        found = []
+        for pairs in (make_pairs(text_encoder, 3), []):
+            micro = collate(text_encoder, pairs, options)
+            sums = ppa.loss(parts, tensors(micro), options)
+            found.append(gradients(parts, sum(sums.terms.values())))
+        assert found[0].keys() == found[1].keys()
+        assert all(float(value.detach()) == 0 for value in sums.terms.values())
+        assert not any(gradient.any() for gradient in found[1].values())
+        assert set(micro.targets.values()) == {0} and micro.tokens == micro.sequences == 0
+        assert len(parts.companion._batch.take()) == 3, "an idle micro-batch has no keys"
+
+
+def test_overlong_pairs_are_dropped_from_both_terms(text_encoder: TextEncoder) -> None:
+    options = ppa.Options(queue_size=9)
+    pairs = make_pairs(text_encoder, 3)
+    pairs[1] = replace(pairs[1], ids=([7] * 20, [8] * 20))
+    micro = collate(text_encoder, pairs, options)
+    assert micro.too_long == 1 and micro.targets["moco"] == 2
+    assert micro.arrays["number"].tolist() == [0, 2] and len(micro.arrays["input_ids"]) == 2
+
+
+# Table 5
+
+
+def test_without_moco_is_tlm_in_shuffled_order(text_encoder: TextEncoder) -> None:
+    """-MoCo: the arrays and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
+    options, like = ppa.Options(moco_weight=0.0), tlm.Options(shuffle_sides=True)
+    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
+    assert parts.heads is None and ppa.companion(parts.encoder, None, options) is None
+    ours, theirs = collate(text_encoder, pairs, options), collate(text_encoder, pairs, like, "tlm")
+    assert ours.arrays.keys() == theirs.arrays.keys() and ours.tokens == theirs.tokens
+    assert all(np.array_equal(ours.arrays[name], theirs.arrays[name]) for name in theirs.arrays)
+    assert ours.targets == {"tlm": theirs.targets["mlm"]} and ppa.terms(options) == {"tlm": 1.0}
+    sums = ppa.loss(parts, tensors(ours), options)
+    assert sums.terms.keys() == {"tlm"} and sums.metrics.keys() == {"accuracy"}
+    expected = tlm.OBJECTIVE.loss(parts, tensors(theirs), like)
+    assert torch.equal(sums.terms["tlm"], expected.terms["mlm"])
+
+
+def test_without_tlm_nothing_is_masked(text_encoder: TextEncoder) -> None:
+    """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
+    both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
+    parts, pairs = make_parts(text_encoder, both), make_pairs(text_encoder, 9)
+    micro = collate(text_encoder, pairs, options)
+    assert micro.arrays.keys() == {"query_ids", "query_mask", "key_ids", "key_mask", "number"}
+    assert micro.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
+    sums = ppa.loss(parts, tensors(micro), options)
+    assert sums.terms.keys() == {"moco"}
+    assert torch.equal(
+        sums.terms["moco"], ppa.loss(parts, tensors(collate(text_encoder, pairs, both)), both).terms["moco"]
+    )
+    assert not any(name.startswith("lm.cls") for name in gradients(parts, sums.terms["moco"]))
+
+
+def test_mlm_in_place_of_tlm_masks_sides_independently(text_encoder: TextEncoder) -> None:
+    """Two equal sides of a pair are masked at different places; the order of sides is that of TLM."""
+    options = ppa.Options(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
+    same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(text_encoder, 4)]
+    context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1})
+    sequences = masked_sequences(ppa.collate([[pair] for pair in same], options, context))
+    assert len(sequences) == 8
+    assert all(sequences[2 * i][1].keys() != sequences[2 * i + 1][1].keys() for i in range(4))
+    assert ppa.terms(options) == {"mlm": 1.0}
+
+
+# Queue
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 32, 50])
+def test_queue_is_a_list_that_forgets(size: int) -> None:
+    """Pushes of 0 to 2 K vectors at any K: the newest K of them, oldest first from `next` on, with their steps."""
+    chance, queue = random.Random(size), Queue(size, 3)
+    plain: list[tuple[list[float], int]] = []
+    for step in range(40):
+        keys = torch.randn(chance.randint(0, size if step % 5 else 2 * size), 3)
+        queue.push(keys, step)
+        plain = [*plain, *((key.tolist(), step) for key in keys)][-size:]
+        start = queue.next if queue.filled == size else 0
+        order = [(start + i) % size for i in range(queue.filled)]
+        assert [(queue.ring_KD[i].tolist(), int(queue.born_K[i])) for i in order] == plain
+        assert len(queue.keys) == len(plain)
+        age = sum(41 - born for _, born in plain) / max(len(plain), 1)
+        assert float(queue.age(41)) == pytest.approx(age)
+
+
+def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
+    queue = Queue(4, 2)
+    queue.push(torch.tensor([[1.0, 2.0], [float("nan"), 1.0], [3.0, -float("inf")]]), 1)
+    assert queue.keys.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+
+
+def test_global_order_from_shuffled_micro_batches() -> None:
+    vectors, batch = torch.arange(22.0).view(11, 2), GlobalBatch()
+    order = torch.randperm(11)
+    for cut in (order[:4], order[4:4], order[4:5], order[5:]):
+        batch.add(vectors[cut], cut)
+    assert torch.equal(batch.take(), vectors) and not batch
+
+
+def test_keys_enter_in_global_order(text_encoder: TextEncoder) -> None:
+    """Row i of the step's keys is the key of pair number i, by the key encoder of before the update."""
+    options = ppa.Options(queue_size=23, projection=7, prefill=False)
+    parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
+    moco = parts.companion
+    whole = moco.keys(tensors(collate(text_encoder, pairs, options)), train=True, keep=False)
+    for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
+        ppa.loss(parts, tensors(collate(text_encoder, [pairs[i] for i in cut], options)), options)
+    start = moco.queue.next
+    moco.update(applied=True)
+    rows = [(start + i) % 23 for i in range(8)]
+    torch.testing.assert_close(moco.queue.ring_KD[rows], whole, rtol=0, atol=1e-6)
+    assert moco.queue.born_K[rows].tolist() == [1] * 8
+    assert not torch.equal(whole, moco.keys(tensors(collate(text_encoder, pairs, options)), train=True, keep=False))
+
+
+def test_evaluation_keeps_no_keys(text_encoder: TextEncoder) -> None:
+    options = ppa.Options(queue_size=9)
+    parts = make_parts(text_encoder, options)
+    parts.encoder.eval()
+    ppa.loss(parts, tensors(collate(text_encoder, make_pairs(text_encoder, 3), options)), options)
+    assert not parts.companion._batch and not parts.companion.momentum.masters.training
+
+
+# Momentum encoder
+
+
+def test_update_is_the_equation(text_encoder: TextEncoder) -> None:
+    """theta_k = m theta_k + (1 - m) theta_q for every weight and none of the query's; buffers are copied."""
+    encoder = build(text_encoder).double()
+    projection = ppa.Projection(encoder.width, 9, True).double()
+    encoder.lm.base_model.register_buffer("counter", torch.zeros(3))
+    key = MomentumEncoder(encoder, projection, 0.9)
+    for round_ in range(3):
+        with torch.no_grad():
+            for parameter in [*encoder.parameters(), *projection.parameters()]:
+                parameter += torch.randn_like(parameter)
+            encoder.lm.base_model.counter += 1
+        query = [*encoder.lm.base_model.parameters(), *projection.parameters()]
+        kept = [q.clone() for q in query]
+        expected = [0.9 * k + 0.1 * q for k, q in zip(key.masters.parameters(), query, strict=True)]
+        key.update()
+        for ours, theirs in zip(key.masters.parameters(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+        assert all(torch.equal(a, b) for a, b in zip(query, kept, strict=True))
+        assert key.masters[0].lm.counter.tolist() == [round_ + 1.0] * 3
+    assert not any(parameter.requires_grad for parameter in key.masters.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_are_fp32_where_the_query_is_not(text_encoder: TextEncoder, dtype: torch.dtype) -> None:
+    """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""
+    encoder = build(text_encoder)
+    key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
+    encoder.to(dtype)
+    cast, _ = key.forward_modules(train=True)
+    assert {p.dtype for p in cast.parameters()} == {dtype}
+    assert {p.dtype for p in key.masters.parameters()} == {torch.float32}
+    before = [k.double().clone() for k in key.masters.parameters()]
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter += 0.02
+    for _ in range(100):
+        key.update()
+    query = list(encoder.lm.base_model.parameters())
+    for k, start, q in zip(key.masters.parameters(), before, query, strict=True):
+        expected = q.double() + 0.999**100 * (start - q.double())
+        torch.testing.assert_close(k.double(), expected, rtol=1e-5, atol=1e-6)
+        assert ((k.double() - start).abs() > 1e-4).all()
+    again, _ = key.forward_modules(train=True)
+    assert again is cast
+    assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
+
+
+def test_key_encoder_has_the_querys_dropout(text_encoder: TextEncoder) -> None:
+    """Or none, with momentum_eval; the same seed gives the same keys."""
+    pairs = make_pairs(text_encoder, 3)
+    for options, expected in [
+        (ppa.Options(queue_size=9), False),
+        (ppa.Options(queue_size=9, momentum_eval=True), True),
+    ]:
+        parts = make_parts(text_encoder, options, torch.float32, dropout=0.3)
+        batch, keys = tensors(collate(text_encoder, pairs, options)), []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            keys.append(parts.companion.keys(batch, train=True, keep=False))
+        assert torch.equal(keys[0], keys[1])
+        assert torch.equal(keys[0], keys[2]) == expected
+
+
+def test_saved_state_is_exact(text_encoder: TextEncoder) -> None:
+    """Through torch.save into a fresh companion, in bf16 too: the same keys and the same state a step later."""
+    for dtype in (torch.float32, torch.bfloat16):
+        options = ppa.Options(queue_size=11, projection=7, momentum=0.9)
+        parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
+        parts.encoder.to(dtype), parts.heads.to(dtype)
+        batch = tensors(collate(text_encoder, pairs, options))
+
+        def step(parts: Parts, batch: dict = batch, options: ppa.Options = options) -> None:
+            ppa.loss(parts, batch, options)
+            parts.companion.update(applied=True)
+
+        step(parts)
+        file = io.BytesIO()
+        torch.save(parts.companion.state_dict(), file)
+        file.seek(0)
+        other = make_parts(text_encoder, options, torch.float32, seed=9)
+        fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
+        fresh.companion.momentum.query = parts.companion.momentum.query
+        fresh.companion.momentum.forward_modules(train=True)  # a copy in dtype is there before the load, too
+        fresh.companion.load_state_dict(torch.load(file, weights_only=True))
+        for _ in range(2):
+            same_state(fresh.companion.state_dict(), parts.companion.state_dict())
+            step(parts)
+            step(fresh)
+
+
+def same_state(a: Any, b: Any, tolerance: float = 0.0) -> None:
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for name in a:
+            same_state(a[name], b[name], tolerance)
+    elif isinstance(a, Tensor):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+    else:
+        assert a == b
+
+
+# The optimizer step
+
+
+class PlainEngine:
+    """As much of DeepSpeed as engine.optimizer_step touches: SGD, summed over ranks, some steps skipped."""
+
+    def __init__(self, module: engine.StepModule, skip: set[int]):
+        self.module, self.skip, self.device = module, skip, torch.device("cpu")
+        self.steps = self.micro = self.skipped_steps = 0
+        self.micro_steps = 0
+
+    def __call__(self, stream: str, batch: dict[str, Tensor]) -> Any:
+        return self.module(stream, batch)
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.micro_steps).backward()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.micro += 1
+        if self.micro % self.micro_steps:
+            return
+        if self.steps in self.skip:
+            self.skipped_steps += 1
+        else:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    if dist.is_initialized():
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= dist.get_world_size()
+                    parameter -= 0.1 * parameter.grad
+        self.module.zero_grad()
+        self.steps += 1
+
+
+SETS = [
+    "model.dropout=0.0", "streams.ppa.samples=7", "streams.ppa.queue_size=17", "streams.ppa.momentum=0.9",
+    "streams.ppa.projection=20", "train.micro_batch=2", "data.workers=0",
+]  # fmt: skip
+
+
+def make_job(demo: Path, *sets: str) -> train.Job:
+    recipe = ["--ds_config", "x.json", "--recipe", "ppa", "--data", str(demo / "pairs")]
+    return train.prepare(train.parse_arguments([*recipe, "--set", *SETS, *sets]))
+
+
+def run_steps(job: train.Job, place: Place, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
+    """Prefill and some steps of the recipe; the companion's final state."""
+    runner = PlainEngine(engine.StepModule(job.encoder(), job.recipe), skip)
+    moco = runner.module.companions["ppa"]
+    train.Trainer.prefill(SimpleNamespace(engine=runner, job=job, place=place, recipe=job.recipe))  # type: ignore
+    for batch in job.batches(place, initial_state(job.specs), steps):
+        runner.micro_steps = len(batch.micros)
+        before = copy.deepcopy(moco.state_dict())
+        totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
+        engine.optimizer_step(
+            runner, job.recipe, batch.micros, totals, step=batch.step, rank=place.rank, world=place.world
+        )
+        if check:
+            check(batch, before, runner)
+    return moco.state_dict()
+
+
+def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
+    """4 micro-steps and one update; a skipped step enqueues its keys and leaves both encoders as they are."""
+    applied = []
+
+    def check(batch: Any, before: dict, runner: PlainEngine) -> None:
+        moco: Any = runner.module.companions["ppa"]
+        projection = runner.module.heads["ppa"]
+        query = [*runner.module.encoder.lm.base_model.parameters(), *projection.parameters()]
+        old = list(before["momentum"].values())
+        skipped = batch.step in (1, 3)
+        for k, was, q in zip(moco.momentum.masters.parameters(), old, query, strict=True):
+            expected = was if skipped else (0.9 * was.double() + 0.1 * q.double()).float()
+            torch.testing.assert_close(k, expected, rtol=0, atol=0 if skipped else 3e-7)
+        assert len(batch.micros) == 4 and moco.step == batch.step + 1
+        new = (moco.queue.born_K == batch.step + 1).sum()
+        assert new == 7 and moco.queue.filled == 17
+        assert moco.queue.next == (before["queue"]["next"] + 7) % 17
+        applied.append(not skipped)
+
+    run_steps(make_job(demo), Place(0, 1, 0, 1), 5, {1, 3}, check)
+    assert applied == [True, False, True, False, True]
+
+
+def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
+    """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
+    job, place = make_job(demo), Place(0, 1, 0, 1)
+    runner = PlainEngine(engine.StepModule(job.encoder(), job.recipe), set())
+    moco: Any = runner.module.companions["ppa"]
+    assert isinstance(moco, Prefilled) and moco.prefill_samples == 17
+    train.Trainer.prefill(SimpleNamespace(engine=runner, job=job, place=place, recipe=job.recipe))  # type: ignore
+    spec = replace(job.specs[0], name="ppa.prefill")
+    filling, stream = (
+        [key for batch in job.batches(place, initial_state([s]), 3, [s]) for key in batch.keys()[s.name]]
+        for s in (spec, job.specs[0])
+    )
+    assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
+    expected = []
+    for batch in job.batches(place, initial_state([spec]), 3, [spec]):
+        for micro in batch.micros:
+            moco.prefill(tensors(micro))
+        expected += moco._batch.take().tolist()
+    order = [(moco.queue.next + i) % 17 for i in range(17)]
+    torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)
+    assert moco.queue.filled == 17 and moco.queue.born_K.tolist() == [0] * 17 and moco.step == 0
+    torch.testing.assert_close(moco.queue.ring_KD.norm(dim=1), torch.ones(17))
+
+
+def test_no_prefill_where_not_wanted(demo: Path) -> None:
+    """The queue starts empty, the first loss is log 1."""
+    job = make_job(demo, "streams.ppa.prefill=false")
+
+    def check(batch: Any, before: dict, runner: PlainEngine) -> None:
+        assert before["queue"]["filled"] == min(7 * batch.step, 17)
+
+    run_steps(job, Place(0, 1, 0, 1), 3, set(), check)
+
+
+def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, text_encoder: TextEncoder) -> None:
+    """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
+    build(text_encoder).lm.save_pretrained(tmp_path)
+    job = make_job(demo, f"model.init={tmp_path}")
+    assert all(module.training for module in engine.StepModule(job.encoder(), job.recipe).modules())
+
+
+# What users may get wrong
+
+
+def test_options_name_every_problem() -> None:
+    with pytest.raises(UserError, match=r"temperature: 0 must be positive; momentum: 1.5 .* \[0, 1\]"):
+        ppa.Options(temperature=0, momentum=1.5)
+    with pytest.raises(UserError, match="both 0"):
+        ppa.Options(moco_weight=0, tlm_weight=0)
+
+
+def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:
+    with pytest.raises(UserError, match=r"streams.ppa.queue_size: 6 .* the 7 of one step; raise queue_size to 7"):
+        make_job(demo, "streams.ppa.queue_size=6")
+    make_job(demo, "streams.ppa.queue_size=6", "streams.ppa.moco_weight=0")
+
+
+def test_zero_stage_3_is_refused(demo: Path) -> None:
+    job = make_job(demo)
+    with pytest.raises(UserError, match="ZeRO stage 3"):
+        engine.build_engine(engine.StepModule(job.encoder(), job.recipe), {"zero_optimization": {"stage": 3}})
+
+
+def test_recipes_are_the_papers() -> None:
+    options = {name: o.options for name, o in OBJECTIVES.items()}
+    recipes = {p.stem: load_recipe(p.stem, [], options) for p in RECIPES.glob("ppa*.yaml")}
+    full = recipes["ppa"]
+    assert full.streams["ppa"].options == ppa.Options() and full.streams["ppa"].samples == 128
+    assert (full.train.lr, full.train.warmup, full.train.weight_decay, full.data.max_length) == (3e-5, 0.1, 0.01, 128)
+    changes = {
+        "ppa_no_moco": {"moco_weight": 0.0},
+        "ppa_no_tlm": {"tlm_weight": 0.0},
+        "ppa_mlm": {"replace_tlm_with_mlm": True},
+    }
+    for name, change in changes.items():
+        stream = replace(full.streams["ppa"], options=replace(ppa.Options(), **change))
+        assert recipes[name] == replace(full, streams={"ppa": stream})
+
+
+# Several processes
+
+
+def _rank(rank: int, world: int, port: int, demo: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    state = run_steps(make_job(demo), Place(rank, world, rank, world), 4, {2})
+    torch.save(state, out / f"{world}-{rank}.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_hold_what_one_holds(demo: Path, tmp_path: Path) -> None:
+    """Prefill, three applied steps and a skipped one, 7 samples over 2 ranks: equal bits on both, one rank's values."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    spawn(_rank, (2, port, demo, tmp_path), nprocs=2)
+    _rank(0, 1, 0, demo, tmp_path)
+    first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
+    same_state(first, second)
+    same_state(first, alone, tolerance=1e-5)
+    assert alone["step"] == 4
+
+
+@pytest.mark.slow
+def test_run_resumes_exactly_and_exports(demo: Path, tmp_path: Path) -> None:
+    """Dropout on, 2 ranks: 4 steps equal 2 steps, a stop and 2 more, with queue and momentum; export has neither."""
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "ppa", "--data", str(demo), "--steps", "4"]
+    sets = ["--set", *[s for s in SETS if "dropout" not in s], "checkpoint.every=2"]
+    launch.run(2, [*common, "--out", str(straight), *sets])
+    process = launch.start(2, [*common, "--out", str(stopped), *sets])
+    while process.poll() is None and not (stopped / "checkpoints/step_00000002/manifest.json").exists():
+        time.sleep(0.02)
+    if process.poll() is None:
+        launch.kill(process)
+    last = stopped / "checkpoints/step_00000004"
+    if last.exists():
+        last.rename(stopped / "checkpoints/step_00000004.incomplete")
+    launch.run(2, [*common, "--out", str(stopped), *sets])
+    ours, theirs = (launch.checkpoint_tensors(out / "checkpoints/step_00000004") for out in (straight, stopped))
+    assert any("ring" in name for name in ours) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert launch.without_times(straight) == launch.without_times(stopped)
+    assert "ppa: reading 17 samples" in (straight / "run.log").read_text()
+    export.export(straight, tmp_path / "hf")
+    weights = {p.name for p in (tmp_path / "hf").iterdir()}
+    assert "companions.pt" not in weights and "model.safetensors" in weights

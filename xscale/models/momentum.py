@@ -1,0 +1,156 @@
+"""A second encoder that follows the trained one slowly, and the queue of its vectors (MoCo, He et al. 2020).
+
+Shape letters: B sequences, N vectors of a global batch, K places of the queue, D width of a vector.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xscale.models.encoder import Encoder
+
+
+class MomentumEncoder:
+    """theta_k = m * theta_k + (1 - m) * theta_q, over the query's encoder and projection.
+
+    `masters` are fp32 whatever the query is: in fp16 a change of 0.001 * (theta_q - theta_k) rounds to nothing. The
+    forward pass runs in the query's type, on a copy that is refreshed after each update (on the masters themselves
+    where the types are equal). Made from the query's first weights; it goes to the query's device at its first use.
+    """
+
+    def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
+        self.query = nn.ModuleList([encoder.lm.base_model, projection])
+        """The trained modules; DeepSpeed may change their type and device, not their parameters' order."""
+        self.momentum = momentum
+        base: Any = copy.deepcopy(encoder.lm.base_model)
+        self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
+        self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
+        self._cast: nn.ModuleList | None = None
+        """The copy in the query's type, where that is not the masters'."""
+
+    def _query_parameter(self) -> nn.Parameter:
+        return next(self.query.parameters())
+
+    def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
+        """Encoder and projection for a forward pass, in the query's type, with dropout where `train`."""
+        query = self._query_parameter()
+        self.masters.to(query.device)
+        modules = self.masters
+        if next(self.masters.parameters()).dtype != query.dtype:
+            modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
+        encoder, projection = modules.train(train)
+        assert isinstance(encoder, Encoder)
+        return encoder, projection
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step that changed the query."""
+        self.masters.to(self._query_parameter().device)
+        masters: list[Tensor] = list(self.masters.parameters())
+        query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]
+        torch._foreach_lerp_(masters, query, 1 - self.momentum)
+        for k, q in zip(self.masters.buffers(), self.query.buffers(), strict=True):
+            k.copy_(q)
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if self._cast is not None:
+            torch._foreach_copy_(list(self._cast.parameters()), list(self.masters.parameters()))
+            for copied, k in zip(self._cast.buffers(), self.masters.buffers(), strict=True):
+                copied.copy_(k)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return dict(self.masters.state_dict())
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        self.masters.load_state_dict(state)
+        self._refresh()
+
+
+class Queue:
+    """The newest K vectors, fp32. A ring of any size; identical on all ranks if all push the same."""
+
+    def __init__(self, size: int, width: int):
+        self.ring_KD = torch.zeros(size, width)
+        self.born_K = torch.zeros(size, dtype=torch.int64)
+        """Number of the optimizer step after which each vector came in; 0: before the first."""
+        self.next = self.filled = 0
+
+    @property
+    def keys(self) -> Tensor:
+        """The vectors in the queue, in no particular order [filled, D]."""
+        return self.ring_KD[: self.filled]
+
+    def to(self, device: torch.device) -> None:
+        self.ring_KD, self.born_K = self.ring_KD.to(device), self.born_K.to(device)
+
+    def push(self, keys_ND: Tensor, step: int) -> None:
+        """A vector that is not finite (fp16 overflow) comes in as zero: it would make every later loss NaN."""
+        size = len(self.ring_KD)
+        finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
+        keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
+        places = (self.next + torch.arange(len(keys_ND), device=keys_ND.device)) % size
+        self.ring_KD[places] = keys_ND.to(self.ring_KD)
+        self.born_K[places] = step
+        self.next = (self.next + len(keys_ND)) % size
+        self.filled = min(self.filled + len(keys_ND), size)
+
+    def age(self, step: int) -> Tensor:
+        """Mean number of optimizer steps since the vectors came in, during step `step` (1, 2, ...); 0 when empty."""
+        return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        return {"ring": self.ring_KD, "born": self.born_K, "next": self.next, "filled": self.filled}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.ring_KD.copy_(state["ring"])
+        self.born_K.copy_(state["born"])
+        self.next, self.filled = state["next"], state["filled"]
+
+
+class GlobalBatch:
+    """Collects vectors of this rank's micro-batches; gives those of the global batch, in its order, on every rank."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+        self._group: dist.ProcessGroup | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, vectors_BD: Tensor, numbers_B: Tensor) -> None:
+        """numbers: the place of each vector's sample in the global batch."""
+        self._parts.append((vectors_BD, numbers_B))
+
+    def take(self) -> Tensor:
+        """All ranks call it together [N, D]. The host does not wait for the device."""
+        vectors, numbers = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+        self._parts.clear()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            vectors, numbers = self._gather(vectors, numbers)
+        return vectors[numbers.argsort()]
+
+    def _gather(self, vectors: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        counts = self._counts(len(vectors))
+        padding = max(counts) - len(vectors)
+        vectors = torch.cat([vectors, vectors.new_zeros(padding, vectors.shape[1])])
+        numbers = torch.cat([numbers, numbers.new_zeros(padding)])
+        all_vectors = [torch.empty_like(vectors) for _ in counts]
+        all_numbers = [torch.empty_like(numbers) for _ in counts]
+        dist.all_gather(all_vectors, vectors)
+        dist.all_gather(all_numbers, numbers)
+        vectors = torch.cat([part[:n] for part, n in zip(all_vectors, counts, strict=True)])
+        numbers = torch.cat([part[:n] for part, n in zip(all_numbers, counts, strict=True)])
+        return vectors, numbers
+
+    def _counts(self, mine: int) -> list[int]:
+        """How many vectors each rank has; over gloo, since reading a device's number would wait for it."""
+        if self._group is None:
+            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(counts, torch.tensor([mine]), group=self._group)
+        return [int(n) for n in counts]

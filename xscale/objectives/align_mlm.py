@@ -1,0 +1,96 @@
+"""ALIGN-MLM (Tang, Deshpande, Narasimhan 2022): MLM, and a dictionary's words drawn together in the input table.
+
+    L_ALIGN = - (1 / |B|) sum_i cos(E[b_i1], E[b_i2]);   L = L_MLM + alpha * L_ALIGN
+
+E is the input word-embedding table, b_i the i-th entry of the dictionary B. By decision, an entry of several
+sub-words on a side stands for the mean of their rows (`subwords: single` keeps entries of one, as the authors), and
+|B| is all of data.lexicons at every step, or a fresh sample of `pairs_per_step`. A step's entries are dealt out to
+the ranks and micro-steps: each is used once a step. No language embeddings, as the paper argues (G.5).
+
+Shape letters: N entries of a micro-batch, H hidden width.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xscale import rng
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example
+from xscale.data.lexicon import entries
+from xscale.errors import UserError
+from xscale.objectives import mlm
+from xscale.objectives.base import LossSums, Objective, Parts
+
+
+@dataclass(frozen=True)
+class Options(mlm.MaskedOptions):
+    alpha: float = 10.0
+    """Factor of L_ALIGN."""
+    subwords: Literal["mean", "single"] = "mean"
+    """mean: a word of several tokens is the mean of their rows; single: entries with one are left out."""
+    pairs_per_step: int | None = None
+    """Entries of a step, drawn anew without replacement; null: all."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.alpha < 0:
+            raise UserError(f"alpha: {self.alpha} must not be negative")
+        if self.pairs_per_step is not None and self.pairs_per_step < 1:
+            raise UserError(f"pairs_per_step: {self.pairs_per_step} must be positive, or null for the whole dictionary")
+
+
+def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
+    """MLM's arrays, and of either side of this part's entries the token ids, end to end, and where each starts [N]."""
+    batch = mlm.collate(samples, options, context)
+    source, target = entries(context.lexicons, options.subwords == "single")
+    if not len(source.lengths):
+        raise UserError(
+            f"streams.{context.stream}: data.lexicons has no entry of a single token on either side; set subwords: mean"
+        )
+    picked = part_of_step(len(source.lengths), options.pairs_per_step, context)
+    dictionary = {}
+    for name, side in (("source", source), ("target", target)):
+        dictionary[f"{name}_ids"], dictionary[f"{name}_starts"] = side.take(picked)
+    return replace(batch, arrays=batch.arrays | dictionary, targets=batch.targets | {"align": len(picked)})
+
+
+def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
+    """Which of `total` entries this micro-batch uses: its share of the step's."""
+    share = context.share
+    if wanted is None or wanted >= total:
+        return np.arange(share.part, total, share.parts)
+    draw = rng.key(context.seed, context.stream, "dictionary", share.step)
+    chosen = np.argpartition(rng.hash64(draw, np.arange(total)), wanted - 1)[:wanted]
+    return np.sort(chosen)[share.part :: share.parts]
+
+
+def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
+    sums = mlm.loss(parts, batch, options)
+    table = parts.encoder.lm.get_input_embeddings()
+    source_NH, target_NH = (word_vectors(table, batch[f"{s}_ids"], batch[f"{s}_starts"]) for s in ("source", "target"))
+    cosine = F.cosine_similarity(source_NH, target_NH, dim=-1).sum()
+    return LossSums(sums.terms | {"align": -cosine}, sums.metrics | {"dictionary_cosine": (cosine.detach(), "align")})
+
+
+def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
+    """Mean of the table's rows of each word [N, H], in fp32. ids: the words' tokens, end to end."""
+    rows = table(ids)
+    if rows.dtype in (torch.float16, torch.bfloat16):
+        rows = rows.float()
+    return F.embedding_bag(torch.arange(len(ids), device=ids.device), rows, starts_N, mode="mean")
+
+
+OBJECTIVE = Objective(
+    reads="mono",
+    options=Options,
+    collate=collate,
+    loss=loss,
+    terms=lambda options: {"mlm": 1.0, "align": options.alpha},
+    words=mlm.words,
+    needs="lexicon",
+)

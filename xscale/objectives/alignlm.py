@@ -1,0 +1,133 @@
+"""AlignLM (Yang et al. 2021): a masked token is predicted from its own state and from its translation's.
+
+    X = [CLS] S [SEP] T [SEP],  H = encoder(X)                                              (1, 2)
+    A[i,j] = 1 where (i,j) or (j,i) is a word-alignment link, else 0
+    mono:  p(x_i)  = softmax( W . linear(GELU(W1 H_i + b1)) )                               (3, 4)
+    bi:    H* = A^T H,  H~ = W2 H* + b2                                                     (5, 6)
+           p~(x_i) = softmax( W . linear(GELU(W3 H~_i + b3)) )                              (7, 8)
+    L = sum over masked i of L_mp(i) + lambda L_bp(i),  L_mp = -log p, L_bp = -log p~       (9-11)
+
+Decided, where the paper is silent:
+- Links are between words. `expand: all` links every sub-word of one word to every sub-word of the other, `first` the
+  first sub-words only.
+- (5) is a sum, as printed; `normalize: mean` divides by the number of linked sub-words.
+- A masked token without a link, or whose linked words were cut off, has no bilingual target; `bilingual_coverage` is
+  the share that has one. Each loss is divided by its own number of targets.
+- W1, b1 and GELU are the pre-trained head's own; W3, b3 start as a copy of W1, b1. Its LayerNorm stays before W:
+  W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is the
+  pre-trained model's. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
+- W2, W3 and `linear` are left out of an exported model; its masked-LM head is then the one before `linear`.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from xscale.data import alignment
+from xscale.data import collate as arrays
+from xscale.data.collate import Context, MicroBatch
+from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder
+from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.tlm import swapped
+from xscale.ops.alignment_gather import alignment_gather
+
+
+@dataclass(frozen=True)
+class Options:
+    mask_prob: float = 0.30
+    """Share of the maskable tokens that is predicted."""
+    bilingual_weight: float = 1.0
+    """lambda: the factor of L_bp."""
+    expand: Literal["all", "first"] = "all"
+    """Which sub-words of two linked words are linked: all with all, or the first with the first."""
+    normalize: Literal["sum", "mean"] = "sum"
+    """What H* is of the linked states."""
+    shuffle_sides: bool = False
+    """Swap the two sentences of a pair with probability 1/2."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_prob < 1:
+            raise UserError(f"mask_prob: {self.mask_prob} must lie between 0 and 1")
+        if not 0 <= self.bilingual_weight < math.inf:
+            raise UserError(f"bilingual_weight: {self.bilingual_weight} must not be negative")
+
+
+class Heads(nn.Module):
+    """W2, b2; W3, b3; linear."""
+
+    def __init__(self, encoder: Encoder, options: Options):
+        super().__init__()
+        self.W2 = _identity(encoder.width)
+        self.W3 = copy.deepcopy(encoder.head.dense)
+        self.linear = _identity(encoder.width)
+
+
+def _identity(width: int) -> nn.Linear:
+    layer = nn.Linear(width, width)
+    nn.init.eye_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
+    """Samples are single pairs. The arrays of TLM, and the rows of A at masked places (data/alignment.py)."""
+    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
+    layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
+    sequences = join_segments(context.encoder, alignment.segments(pairs, layout), context.language_ids)
+    batch = arrays.masked_lm(
+        sequences,
+        context,
+        mask_prob=options.mask_prob,
+        whole_word=False,
+        position_ids=False,
+        language_embeddings=False,
+        too_long=too_long,
+    )
+    words = alignment.read_links(pairs)
+    tokens = alignment.word_tokens(pairs, layout, sequences, words.first, options.expand)
+    links = alignment.token_links(words.links, tokens)
+    A = alignment.gather_index(links, batch.arrays["rows"], batch.arrays["input_ids"].size)
+    targets = {"mono": len(batch.arrays["rows"]), "bi": len(A["linked"])}
+    return replace(batch, arrays=batch.arrays | A, targets=targets)
+
+
+def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
+    encoder, heads, labels, linked = parts.encoder, parts.heads, batch["labels"], batch["linked"]
+    W1, GELU, LN = encoder.head
+    H = encoder.hidden(batch).flatten(0, 1)
+    mono = LN(heads.linear(GELU(W1(H[batch["rows"]]))))
+
+    index = (batch[f"link_{name}"] for name in ("offsets", "columns", "t_offsets", "t_rows"))
+    H_star = alignment_gather(H, *index)
+    if options.normalize == "mean":
+        H_star = H_star / batch["link_offsets"].diff()[:, None]
+    H_tilde = heads.W2(H_star)
+    bi = LN(heads.linear(GELU(heads.W3(H_tilde))))
+
+    L_mp, right = encoder.vocabulary_loss(mono, labels)
+    L_bp, bilingual_right = encoder.vocabulary_loss(bi, labels[linked])
+    metrics = {
+        "accuracy": (right, "mono"),
+        "bilingual_accuracy": (bilingual_right, "bi"),
+        "bilingual_coverage": (torch.full((), len(linked), device=H.device), "mono"),
+    }
+    return LossSums({"mono": L_mp, "bi": L_bp}, metrics)
+
+
+OBJECTIVE = Objective(
+    reads="pair",
+    options=Options,
+    collate=collate,
+    loss=loss,
+    terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
+    words=lambda options: "whitespace",
+    needs="links",
+    heads=Heads,
+)
