@@ -29,12 +29,12 @@ from common import print_table, text_pairs, use_allocator, write_pairs, write_to
 from transformers import DataCollatorForLanguageModeling
 from transformers.utils import logging as transformers_logging
 
-from xscale import distributed, engine, train
+from xscale import distributed, engine
 from xscale.data.mixture import Mixture, initial_state
 from xscale.distributed import Place
 from xscale.errors import UserError
+from xscale.job import Job, prepare
 from xscale.sample import Record
-from xscale.train import Job
 
 STOCK_MICRO_BATCH, VOCAB_SIZE, MAX_LENGTH = 32, 32_768, 128
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -200,12 +200,11 @@ def make_data(folder: Path) -> Path:
     return write_pairs(pool, langs, folder / "pairs", len(pool)).directory
 
 
-def make_job(data: Path, ds_config: Path, samples: int, micro_batch: int, steps: int) -> Job:
+def make_job(data: Path, samples: int, micro_batch: int, steps: int) -> Job:
     fields = {"model.preset": "mini", "streams.tlm.samples": samples, "data.max_length": MAX_LENGTH, "data.workers": 0}
     fields |= {"data.overlong": "truncate", "train.micro_batch": micro_batch, "train.steps": steps}
     sets = [f"{key}={value}" for key, value in fields.items()]
-    argv = ["--ds_config", str(ds_config), "--recipe", "tlm", "--data", str(data), "--set", *sets]
-    job = train.prepare(train.parse_arguments(argv))
+    job = prepare("tlm", sets, [data])
     if len(job.sources) != 1:
         raise UserError(f"--data {data} holds {len(job.sources)} sources; give the directory of one")
     if job.text.vocab_size > VOCAB_SIZE:
@@ -268,7 +267,7 @@ def main() -> None:
         data = args.data or make_data(Path(folder))
         steps = args.rounds + args.warm
         kinds = [(StockLoop, STOCK_MICRO_BATCH), *((XscaleLoop, size) for size in args.micro_batches)]
-        jobs = [make_job(data, args.ds_config, args.samples, size, steps) for _, size in kinds]
+        jobs = [make_job(data, args.samples, size, steps) for _, size in kinds]
         loops: list[Loop] = [kind(job, args.ds_config) for (kind, _), job in zip(kinds, jobs, strict=True)]
         parameters = sum(p.numel() for p in loops[0].engine.module.parameters())
         print(f"{parameters:,} parameters, vocabulary {VOCAB_SIZE:,}; {data}; malloc: {args.allocator}")

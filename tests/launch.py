@@ -11,6 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
+from xscale.job import Job, prepare
+from xscale.train import parse_arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = str(ROOT / "xscale" / "train.py")
 BIN = Path(sys.executable).parent
@@ -89,6 +92,12 @@ def rank_pids(process: subprocess.Popen) -> list[int]:
 
 def _is_rank(words: list[str]) -> bool:
     return TRAIN in words and not any("torchrun" in w or w.endswith("deepspeed") or "launch" in w for w in words[:5])
+
+
+def job_of(arguments: list[str]) -> Job:
+    """What the training command would work on."""
+    args = parse_arguments(arguments)
+    return prepare(args.recipe, args.set, args.data)
 
 
 def metrics(out: Path) -> list[dict]:

@@ -19,12 +19,12 @@ from data_tools import lexicon as tool
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
-from xscale import train
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source, find_sources
 from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, load_lexicon
 from xscale.data.text import bare_word
 from xscale.errors import UserError
+from xscale.job import find_lexicons
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_columns_in_the_wrong_order(demo: Path, dictionary, text_encoder: TextEn
 
 def prepare(data: Path, recipe: str, *sets: str) -> Any:
     arguments = ["--ds_config", "x", "--data", str(data), "--recipe", recipe]
-    return train.prepare(train.parse_arguments(arguments + (["--set", *sets] if sets else [])))
+    return launch.job_of(arguments + (["--set", *sets] if sets else []))
 
 
 @pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
@@ -124,7 +124,7 @@ def test_dictionaries_beside_the_shards(demo: Path, recipe: str) -> None:
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
     assert prepare(demo, "mlm").lexicons == ()
     below = demo / "pairs"
-    assert [path.name for path in train.find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
+    assert [path.name for path in find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
 
 
 def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, dictionary) -> None:
@@ -132,10 +132,10 @@ def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, d
     lexicon = tmp_path / "lexicon"
     for name in ("xx-en.txt", "xx-fr.txt", "readme.txt", "en-xx.tsv"):
         dictionary(f"lexicon/{name}", "a b")
-    assert train.find_lexicons(sources, tmp_path) == [lexicon / "xx-en.txt"]
+    assert find_lexicons(sources, tmp_path) == [lexicon / "xx-en.txt"]
     dictionary("lexicon/en-xx.0-5000.txt", "a b")
-    assert train.find_lexicons(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
-    assert train.find_lexicons(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
+    assert find_lexicons(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
+    assert find_lexicons(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
 
 
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from xscale.data.encode import Example, TextEncoder
 from xscale.data.mixture import initial_state
 from xscale.distributed import Place
 from xscale.errors import UserError
+from xscale.job import Job
 from xscale.models.encoder import Encoder, build_encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
@@ -490,12 +491,12 @@ SETS = [
 ]  # fmt: skip
 
 
-def make_job(demo: Path, *sets: str) -> train.Job:
+def make_job(demo: Path, *sets: str) -> Job:
     recipe = ["--ds_config", "x.json", "--recipe", "ppa", "--data", str(demo / "pairs")]
-    return train.prepare(train.parse_arguments([*recipe, "--set", *SETS, *sets]))
+    return launch.job_of([*recipe, "--set", *SETS, *sets])
 
 
-def run_steps(job: train.Job, place: Place, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
+def run_steps(job: Job, place: Place, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
     """Prefill and some steps of the recipe; the companion's final state."""
     runner = PlainEngine(engine.StepModule(job.encoder(), job.recipe), skip)
     moco = runner.module.companions["ppa"]

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from tests import launch
-from xscale import export, train
+from xscale import export
+from xscale.data.mixture import initial_state
 from xscale.distributed import Place
 
 pytestmark = pytest.mark.slow
@@ -50,13 +51,13 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
 
 
 def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
-    job = train.prepare(train.parse_arguments(arguments))
+    job = launch.job_of(arguments)
     vectors = [p for p in model.parameters() if p.ndim == 1]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     weights = {name: stream.weight for name, stream in job.recipe.streams.items()}
-    state = train.initial_state(job.specs)
+    state = initial_state(job.specs)
     losses = []
     for batch in job.batches(Place(0, 1, 0, 1), state, STEPS):
         optimizer.zero_grad()

@@ -197,7 +197,7 @@ class StepModule(nn.Module):
 def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
-    if module.companions and ds_config.get("zero_optimization", {}).get("stage", 0) >= 3:
+    if getattr(module, "companions", None) and ds_config.get("zero_optimization", {}).get("stage", 0) >= 3:
         raise UserError(
             f"streams.{next(iter(module.companions))} has a momentum encoder, which follows whole weights; "
             f"ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"

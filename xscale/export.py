@@ -4,16 +4,18 @@ Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained`
 """
 
 import argparse
+import contextlib
 import shutil
 import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import checkpoint as checkpoints
 from xscale.errors import UserError
+from xscale.models.encoder import dropout_fields
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""
@@ -29,13 +31,35 @@ def find(path: Path) -> Path:
     return steps[-1]
 
 
+def is_run(path: Path) -> bool:
+    """Whether `path` is a run or a checkpoint of ours rather than a Hugging Face directory."""
+    return (path / checkpoints.MANIFEST).exists() or (path / "checkpoints").is_dir()
+
+
 def full_weights(path: Path) -> dict[str, Tensor]:
     """fp32 weights of the whole module, from the ZeRO partitions where there are any."""
     if list(path.glob("*zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):  # progress of no interest
+            return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
     return torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+
+
+def load_model(path: str | Path, dropout: float | None = None) -> PreTrainedModel:
+    """The Hugging Face model of a checkpoint or run, fp32; dropout: another one than it was trained with."""
+    path = find(Path(path))
+    config = AutoConfig.from_pretrained(path / checkpoints.HF)
+    if dropout is not None:
+        config.update(dropout_fields(config.model_type, dropout))
+    lm = AutoModelForMaskedLM.from_config(config)
+    weights = {name.removeprefix(PREFIX): w for name, w in full_weights(path).items() if name.startswith(PREFIX)}
+    missing, unexpected = lm.load_state_dict(weights, strict=False)
+    tied = set(getattr(lm, "_tied_weights_keys", None) or ())
+    lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
+    assert not lost and not unexpected, (lost, unexpected)
+    lm.tie_weights()
+    return lm
 
 
 def export(source: Path, out: Path) -> Path:
@@ -43,13 +67,7 @@ def export(source: Path, out: Path) -> Path:
     path = find(source)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another directory or remove it")
-    lm = AutoModelForMaskedLM.from_config(AutoConfig.from_pretrained(path / checkpoints.HF))
-    weights = {name.removeprefix(PREFIX): w for name, w in full_weights(path).items() if name.startswith(PREFIX)}
-    missing, unexpected = lm.load_state_dict(weights, strict=False)
-    tied = set(getattr(lm, "_tied_weights_keys", None) or ())
-    lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
-    assert not lost and not unexpected, (lost, unexpected)
-    lm.tie_weights()
+    lm = load_model(path)
     partial = out.with_name(out.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     lm.save_pretrained(partial)

@@ -11,15 +11,12 @@ if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
-import contextlib
-import fcntl
-import json
 import os
 import signal
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,26 +24,17 @@ import torch.distributed as dist
 import yaml
 
 from xscale import checkpoint as checkpoints
-from xscale import config, cost, distributed, engine, rng
-from xscale.checkpoint import Checkpoint
-from xscale.config import Recipe
-from xscale.data import loader as loading
-from xscale.data.collate import Context
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source, find_sources
-from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
-from xscale.data.loader import StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, initial_state, micro_steps, positions_report
+from xscale import cost, distributed, engine, rng, run_folder
+from xscale.data.loader import StepBatch
+from xscale.data.mixture import initial_state, positions_report
 from xscale.distributed import Control, Place
 from xscale.errors import UserError
+from xscale.job import Job, describe, prepare
 from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
-from xscale.models.encoder import Encoder, build_encoder
-from xscale.objectives import OBJECTIVES, Prefilled
+from xscale.objectives import Prefilled
 
 EXIT_USER_ERROR, EXIT_STOPPED = 2, 75
 DEMO = Path("data/demo")
-LOCK_SECONDS = 20
-"""How long a start waits for the run before it to be gone; a killed launcher may leave ranks for a while."""
 FLUSH_SECONDS = 1.0
 """Metrics are read from the device this often at most, since reading waits for it."""
 
@@ -70,258 +58,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     args.out = args.out or Path("runs") / Path(args.recipe).stem
     return args
-
-
-@dataclass(frozen=True)
-class Job:
-    """Everything that is known before any weight exists."""
-
-    recipe: Recipe
-    sources: list[Source]
-    text: TextEncoder
-    specs: list[StreamSpec]
-    tokens_per_byte: list[float]
-    languages: list[str]
-    lexicons: tuple[Lexicon, ...]
-
-    def identity(self) -> dict[str, Any]:
-        """What a resume must not change."""
-        data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
-        lexicons = {lexicon.name: lexicon.fingerprint for lexicon in self.lexicons}
-        return {
-            "recipe": self.recipe.identity(),
-            "data": data,
-            "tokenizer": self.text.fingerprint,
-            "lexicons": lexicons,
-        }
-
-    def micro_steps(self, world: int) -> int:
-        return sum(micro_steps(spec, self.recipe.train.micro_batch, world) for spec in self.specs)
-
-    def encoder(self) -> Encoder:
-        model = self.recipe.model
-        return build_encoder(
-            init=model.init,
-            preset=model.preset,
-            dropout=model.dropout,
-            max_length=self.recipe.data.max_length,
-            vocab_size=self.text.vocab_size,
-            pad_id=self.text.pad_id,
-            languages=self.languages,
-            language_embeddings=self.any_stream("language_embeddings"),
-            reset_positions=self.any_stream("reset_positions"),
-            seed=self.recipe.train.seed,
-        )
-
-    def any_stream(self, option: str) -> bool:
-        return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
-
-    def batches(
-        self, place: Place, state: dict[str, Any], steps: int, specs: list[StreamSpec] | None = None
-    ) -> Iterator[StepBatch]:
-        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own."""
-        recipe, specs = self.recipe, specs or self.specs
-        mixture = Mixture(
-            specs,
-            self.sources,
-            self.tokens_per_byte,
-            seed=recipe.train.seed,
-            alpha=recipe.data.alpha,
-            max_length=recipe.data.max_length,
-            micro_batch=recipe.train.micro_batch,
-            rank=place.rank,
-            world=place.world,
-            state=state,
-        )
-        language_ids = {language: number for number, language in enumerate(self.languages)}
-        context = Context(
-            self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
-        )
-        collates = {}
-        for spec in specs:
-            stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
-            objective = OBJECTIVES[stream.objective]
-            collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
-        dataset = StepDataset(self.sources, collates, context, recipe.train.seed)
-        return loading.step_batches(mixture, dataset, recipe.data.workers, steps)
-
-
-def prepare(args: argparse.Namespace) -> Job:
-    """Resolve and validate recipe, data and tokenizer. Raises UserError."""
-    recipe = config.load_recipe(args.recipe, args.set, {name: o.options for name, o in OBJECTIVES.items()})
-    sources = find_sources(args.data)
-    for source in sources:
-        source.check_sizes()
-    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples) for n, s in recipe.streams.items()}
-    specs = loading.stream_specs(streams, sources)
-    text = TextEncoder(find_tokenizer(recipe, args.data[0]))
-    tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
-    languages = sorted({language for source in sources for language in source.langs})
-    lexicons = load_lexicons(recipe, text, sources, args.data[0])
-    check_needs(recipe, specs, sources, lexicons)
-    return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
-
-
-def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
-    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
-    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
-    lexicons = []
-    for path in paths:
-        lexicon = load_lexicon(path, text)
-        check_order(lexicon, path, sources)
-        lexicons.append(lexicon)
-    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
-
-
-def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
-    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
-    languages = {language for source in sources for language in source.langs}
-    for folder in (data, data.resolve().parent):
-        found: dict[frozenset[str], Path] = {}
-        for path in sorted((folder / "lexicon").glob("*.txt")):
-            with contextlib.suppress(UserError):  # a name that says no pair
-                pair = frozenset(pair_of(path))
-                if pair <= languages:
-                    found.setdefault(pair, path)
-        if found:
-            return list(found.values())
-    return []
-
-
-def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]) -> None:
-    """Raises UserError where an objective lacks its dictionary or word links, or its options do not fit the stream."""
-    for spec in specs:
-        stream = recipe.streams[spec.name]
-        objective = OBJECTIVES[stream.objective]
-        problem = objective.check(stream.options, spec.samples)
-        if problem:
-            raise UserError(f"streams.{spec.name}.{problem}")
-        needs = objective.needs
-        if needs == "lexicon" and not lexicons:
-            raise UserError(
-                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
-                f"lexicon/ beside the shards"
-            )
-        for source in (sources[s] for s in spec.sources):
-            if needs == "links" and source.read(0, 0).links is None:
-                raise UserError(
-                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
-                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
-                )
-
-
-def find_tokenizer(recipe: Recipe, data: Path) -> str:
-    if recipe.model.tokenizer:
-        return recipe.model.tokenizer
-    for folder in (data, data.resolve().parent):
-        if (folder / "tokenizer").is_dir():
-            return str(folder / "tokenizer")
-    if recipe.model.init:
-        return recipe.model.init
-    raise UserError(
-        f"no tokenizer/ in {data} or its parent. Train one with `python -m data_tools.tokenizer --data {data} --out "
-        f"{data / 'tokenizer'}`, or set model.tokenizer"
-    )
-
-
-def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
-    """Make `out` this run's directory. Raises UserError where it belongs to another run. Rank 0 only."""
-    path = out / "identity.json"
-    if path.exists():
-        if resume == "never":
-            raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-        differences = compare(json.loads(path.read_text()), identity)
-        if differences:
-            raise UserError(
-                f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
-                + "\n".join(f"  {line}" for line in differences)
-            )
-    elif any((out / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
-        raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
-
-
-def lock_out(out: Path) -> Any:
-    """A lock on the run's directory that lives as long as the file returned. Raises UserError where another has it."""
-    file = (out / "lock").open("a+")
-    for _ in range(LOCK_SECONDS):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(1)
-        except OSError:
-            return file  # a file system without locks
-    else:
-        file.seek(0)
-        raise UserError(f"{out} is being trained by another process ({file.read().strip()}); stop it first")
-    file.truncate(0)
-    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
-def compare(saved: Any, current: Any, where: str = "") -> list[str]:
-    """Lines `field: was X, is now Y` for every difference of two trees."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        keys = [*saved, *(key for key in current if key not in saved)]
-        return [
-            line for k in keys for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k))
-        ]
-    return [] if saved == current else [f"{where}: was {saved}, is now {current}"]
-
-
-def find_checkpoint(args: argparse.Namespace, job: Job, place: Place, control: Control) -> Checkpoint | None:
-    """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
-    if args.resume == "never":
-        return None
-    if args.resume == "auto":
-        found = checkpoints.newest_valid(args.out / "checkpoints", place, control, LOG.warning)
-        if found is None and checkpoints.complete_steps(args.out / "checkpoints"):
-            raise UserError(f"no checkpoint in {args.out / 'checkpoints'} is usable; remove them to start again")
-    else:
-        path = Path(args.resume)
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        if (folder / checkpoints.MANIFEST).exists():
-            problem = checkpoints.verify(folder, place, control)
-            if problem:
-                raise UserError(f"checkpoint {folder} is not usable: {problem}")
-            found = checkpoints.read(folder)
-        else:
-            found = checkpoints.newest_valid(folder, place, control, LOG.warning)
-        if found is None:
-            raise UserError(f"--resume {args.resume}: no complete checkpoint there")
-    differences = compare(found.manifest["identity"], job.identity()) if found else []
-    if found and differences:
-        raise UserError(
-            f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)
-        )
-    return found
-
-
-def dry_run(job: Job, ds_config: dict[str, Any], precision: str, place: Place) -> None:
-    encoder = job.encoder()
-    parameters = sum(p.numel() for p in encoder.parameters())
-    print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
-    print("ds_config:", yaml.safe_dump(ds_config, sort_keys=False))
-    for source in job.sources:
-        print(
-            f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
-            f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
-        )
-    for lexicon in job.lexicons:
-        print(lexicon.summary())
-    for spec in job.specs:
-        available = sum(job.sources[s].records for s in spec.sources)
-        print(
-            f"stream {spec.name}: {spec.samples} samples a step from {available:,} records of "
-            f"{', '.join(job.sources[s].name for s in spec.sources)}"
-        )
-    print(
-        f"ranks: {place.world}, micro-steps per rank and step: {job.micro_steps(place.world)}, precision: {precision}"
-    )
-    print(f"parameters: {parameters:,} (vocabulary {job.text.vocab_size:,})")
-    print(cost.estimate(encoder, job.recipe, ds_config, precision, place.world))
 
 
 class StopRequest:
@@ -365,7 +101,7 @@ class Trainer:
         )
         for note in [*notes, *(lexicon.summary() for lexicon in self.job.lexicons)]:
             LOG.info(note)
-        checkpoint = find_checkpoint(args, self.job, place, control)
+        checkpoint = run_folder.find_checkpoint(args.out, args.resume, self.job.identity(), place, control)
         first = checkpoint.step if checkpoint else 0
         if first >= recipe.train.steps:
             LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
@@ -570,7 +306,7 @@ def train(args: argparse.Namespace, place: Place) -> int:
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
             demo_corpus.build(DEMO)
     if args.dry_run:
-        job = prepare(args)
+        job = prepare(args.recipe, args.set, args.data)
         resolved, precision, notes = engine.resolve_ds_config(
             engine.read_ds_config(args.ds_config),
             args.ds_config,
@@ -580,18 +316,18 @@ def train(args: argparse.Namespace, place: Place) -> int:
             engine.Hardware.here(),
         )
         print(*notes, sep="\n")
-        dry_run(job, resolved, precision, place)
+        describe(job, resolved, precision, place)
         return 0
     distributed.start(place)
     control = Control()
-    job = prepare(args)
+    job = prepare(args.recipe, args.set, args.data)
     stop = StopRequest(job.recipe.train.time_limit)
     problem = None
     if place.is_main:
         try:
-            claim_out(args.out, job.identity(), args.resume)
+            run_folder.claim_out(args.out, job.identity(), args.resume)
             args.out.mkdir(parents=True, exist_ok=True)
-            lock = lock_out(args.out)  # noqa: F841  held until this process ends
+            lock = run_folder.lock_out(args.out)  # noqa: F841  held until this process ends
             start_logging(args.out)
         except UserError as error:
             problem = str(error)

@@ -97,6 +97,19 @@ class Encoder(nn.Module):
         return masked_cross_entropy(features_MH, projection.weight, projection.bias, labels_M)
 
 
+def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
+    """Weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    try:
+        config = AutoConfig.from_pretrained(init)
+        config.update(dropout_fields(config.model_type, dropout))
+        return AutoModelForMaskedLM.from_pretrained(init, config=config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.init {init} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
+            f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
+        ) from None
+
+
 def build_encoder(
     *,
     init: str | None,
@@ -109,6 +122,7 @@ def build_encoder(
     language_embeddings: bool,
     reset_positions: bool,
     seed: int,
+    load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
@@ -124,16 +138,8 @@ def build_encoder(
             config.type_vocab_size = max(config.type_vocab_size, len(languages))
         config.xscale = trained
         return Encoder(AutoModelForMaskedLM.from_config(config))
-    try:
-        config = AutoConfig.from_pretrained(init)
-        config.update({name: value for name, value in _dropout_names(config.model_type, dropout).items()})
-        lm = AutoModelForMaskedLM.from_pretrained(init, config=config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model.init {init!r} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
-            f"with weights, or a hub name on a machine that reaches the hub"
-        ) from None
-    rows = lm.get_input_embeddings().weight.shape[0]
+    lm = load(init, dropout)
+    rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
             f"the tokenizer has {vocab_size:,} ids, model.init {init} has embeddings for {rows:,}; set "
@@ -158,7 +164,7 @@ def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dr
     return BertConfig(**shape, max_position_embeddings=max(512, max_length))
 
 
-def _dropout_names(model_type: str, dropout: float) -> dict[str, float]:
+def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     if model_type == "distilbert":
         return {"dropout": dropout, "attention_dropout": dropout}
     if model_type == "modernbert":

@@ -1,0 +1,220 @@
+"""A job: recipe, data, tokenizer and dictionaries resolved and checked, before any weight exists."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xscale import checkpoint as checkpoints
+from xscale import config, cost, export
+from xscale.config import Recipe
+from xscale.data import loader as loading
+from xscale.data.collate import Context
+from xscale.data.encode import TextEncoder
+from xscale.data.index import Source, find_sources
+from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
+from xscale.data.loader import StepBatch, StepDataset, StreamCollate
+from xscale.data.mixture import Mixture, StreamSpec, micro_steps
+from xscale.distributed import Place
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder, build_encoder, load_pretrained
+from xscale.objectives import OBJECTIVES
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that is known before any weight exists."""
+
+    recipe: Recipe
+    sources: list[Source]
+    text: TextEncoder
+    specs: list[StreamSpec]
+    tokens_per_byte: list[float]
+    languages: list[str]
+    lexicons: tuple[Lexicon, ...]
+
+    def identity(self) -> dict[str, Any]:
+        """What a resume must not change."""
+        data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
+        lexicons = [{"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint} for lexicon in self.lexicons]
+        return {
+            "recipe": self.recipe.identity(),
+            "data": data,
+            "tokenizer": self.text.fingerprint,
+            "lexicons": lexicons,
+        }
+
+    def micro_steps(self, world: int) -> int:
+        return sum(micro_steps(spec, self.recipe.train.micro_batch, world) for spec in self.specs)
+
+    def encoder(self) -> Encoder:
+        model = self.recipe.model
+        return build_encoder(
+            init=model.init,
+            preset=model.preset,
+            dropout=model.dropout,
+            max_length=self.recipe.data.max_length,
+            vocab_size=self.text.vocab_size,
+            pad_id=self.text.pad_id,
+            languages=self.languages,
+            language_embeddings=self.any_stream("language_embeddings"),
+            reset_positions=self.any_stream("reset_positions"),
+            seed=self.recipe.train.seed,
+            load=export.load_model if model.init and export.is_run(Path(model.init)) else load_pretrained,
+        )
+
+    def any_stream(self, option: str) -> bool:
+        return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
+
+    def batches(
+        self, place: Place, state: dict[str, Any], steps: int, specs: list[StreamSpec] | None = None
+    ) -> Iterator[StepBatch]:
+        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own."""
+        recipe, specs = self.recipe, specs or self.specs
+        mixture = Mixture(
+            specs,
+            self.sources,
+            self.tokens_per_byte,
+            seed=recipe.train.seed,
+            alpha=recipe.data.alpha,
+            max_length=recipe.data.max_length,
+            micro_batch=recipe.train.micro_batch,
+            rank=place.rank,
+            world=place.world,
+            state=state,
+        )
+        language_ids = {language: number for number, language in enumerate(self.languages)}
+        context = Context(
+            self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
+        )
+        collates = {}
+        for spec in specs:
+            stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
+            objective = OBJECTIVES[stream.objective]
+            collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
+        dataset = StepDataset(self.sources, collates, context, recipe.train.seed)
+        return loading.step_batches(mixture, dataset, recipe.data.workers, steps)
+
+
+def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
+    """Resolve and validate recipe, data, tokenizer and dictionaries. Raises UserError."""
+    recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
+    sources = find_sources(data)
+    for source in sources:
+        source.check_sizes()
+    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples) for n, s in recipe.streams.items()}
+    specs = loading.stream_specs(streams, sources)
+    text = TextEncoder(find_tokenizer(recipe, data[0]))
+    check_tokenizer(recipe.model.init, text)
+    tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
+    languages = sorted({language for source in sources for language in source.langs})
+    lexicons = load_lexicons(recipe, text, sources, data[0])
+    check_needs(recipe, specs, sources, lexicons)
+    return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
+
+
+def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
+    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
+    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
+    lexicons = []
+    for path in paths:
+        lexicon = load_lexicon(path, text)
+        check_order(lexicon, path, sources)
+        lexicons.append(lexicon)
+    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
+
+
+def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
+    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
+    languages = {language for source in sources for language in source.langs}
+    for folder in (data, data.resolve().parent):
+        found: dict[frozenset[str], Path] = {}
+        for path in sorted((folder / "lexicon").glob("*.txt")):
+            with contextlib.suppress(UserError):  # a name that says no pair
+                pair = frozenset(pair_of(path))
+                if pair <= languages:
+                    found.setdefault(pair, path)
+        if found:
+            return list(found.values())
+    return []
+
+
+def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]) -> None:
+    """Raises UserError where an objective lacks its dictionary or word links, or its options do not fit the stream."""
+    for spec in specs:
+        stream = recipe.streams[spec.name]
+        objective = OBJECTIVES[stream.objective]
+        problem = objective.check(stream.options, spec.samples)
+        if problem:
+            raise UserError(f"streams.{spec.name}.{problem}")
+        needs = objective.needs
+        if needs == "lexicon" and not lexicons:
+            raise UserError(
+                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"lexicon/ beside the shards"
+            )
+        for source in (sources[s] for s in spec.sources):
+            if needs == "links" and source.read(0, 0).links is None:
+                raise UserError(
+                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
+                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+                )
+
+
+def find_tokenizer(recipe: Recipe, data: Path) -> str:
+    if recipe.model.tokenizer:
+        return recipe.model.tokenizer
+    for folder in (data, data.resolve().parent):
+        if (folder / "tokenizer").is_dir():
+            return str(folder / "tokenizer")
+    if recipe.model.init:
+        return str(own_tokenizer(recipe.model.init) or recipe.model.init)
+    raise UserError(
+        f"no tokenizer/ in {data} or its parent. Train one with `python -m data_tools.tokenizer --data {data} --out "
+        f"{data / 'tokenizer'}`, or set model.tokenizer"
+    )
+
+
+def own_tokenizer(init: str) -> Path | None:
+    """The tokenizer directory of a local `model.init`, where it has one."""
+    path = export.find(Path(init)) / checkpoints.HF if export.is_run(Path(init)) else Path(init)
+    return path if (path / "tokenizer.json").exists() else None
+
+
+def check_tokenizer(init: str | None, text: TextEncoder) -> None:
+    """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
+    own = own_tokenizer(init) if init else None
+    if own and TextEncoder(own).fingerprint != text.fingerprint:
+        raise UserError(
+            f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
+        )
+
+
+def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place) -> None:
+    """What --dry_run prints."""
+    encoder = job.encoder()
+    parameters = sum(p.numel() for p in encoder.parameters())
+    print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
+    print("ds_config:", yaml.safe_dump(ds_config, sort_keys=False))
+    for source in job.sources:
+        print(
+            f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
+            f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
+        )
+    for lexicon in job.lexicons:
+        print(lexicon.summary())
+    for spec in job.specs:
+        available = sum(job.sources[s].records for s in spec.sources)
+        print(
+            f"stream {spec.name}: {spec.samples} samples a step from {available:,} records of "
+            f"{', '.join(job.sources[s].name for s in spec.sources)}"
+        )
+    print(
+        f"ranks: {place.world}, micro-steps per rank and step: {job.micro_steps(place.world)}, precision: {precision}"
+    )
+    print(f"parameters: {parameters:,} (vocabulary {job.text.vocab_size:,})")
+    print(cost.estimate(encoder, job.recipe, ds_config, precision, place.world))

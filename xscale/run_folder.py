@@ -1,0 +1,94 @@
+"""A run's directory: whose it is, who is at work in it, and where a start goes on from."""
+
+import fcntl
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from xscale import checkpoint as checkpoints
+from xscale.checkpoint import Checkpoint
+from xscale.distributed import Control, Place
+from xscale.errors import UserError
+from xscale.metrics import LOG
+
+IDENTITY = "identity.json"
+LOCK_SECONDS = 20
+"""How long a start waits for the run before it to be gone; a killed launcher may leave ranks for a while."""
+
+
+def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
+    """Make `out` this run's directory. Raises UserError where it belongs to another run. Rank 0 only."""
+    path = out / "identity.json"
+    if path.exists():
+        if resume == "never":
+            raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
+        differences = compare(json.loads(path.read_text()), identity)
+        if differences:
+            raise UserError(
+                f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
+                + "\n".join(f"  {line}" for line in differences)
+            )
+    elif any((out / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+        raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
+
+
+def lock_out(out: Path) -> Any:
+    """A lock on the run's directory that lives as long as the file returned. Raises UserError where another has it."""
+    file = (out / "lock").open("a+")
+    for _ in range(LOCK_SECONDS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(1)
+        except OSError:
+            return file  # a file system without locks
+    else:
+        file.seek(0)
+        raise UserError(f"{out} is being trained by another process ({file.read().strip()}); stop it first")
+    file.truncate(0)
+    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
+    file.flush()
+    return file
+
+
+def compare(saved: Any, current: Any, where: str = "") -> list[str]:
+    """Lines `field: was X, is now Y` for every difference of two trees."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        keys = [*saved, *(key for key in current if key not in saved)]
+        return [
+            line for k in keys for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k))
+        ]
+    return [] if saved == current else [f"{where}: was {saved}, is now {current}"]
+
+
+def find_checkpoint(
+    out: Path, resume: str, identity: dict[str, Any], place: Place, control: Control
+) -> Checkpoint | None:
+    """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
+    if resume == "never":
+        return None
+    if resume == "auto":
+        found = checkpoints.newest_valid(out / "checkpoints", place, control, LOG.warning)
+        if found is None and checkpoints.complete_steps(out / "checkpoints"):
+            raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
+    else:
+        path = Path(resume)
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        if (folder / checkpoints.MANIFEST).exists():
+            problem = checkpoints.verify(folder, place, control)
+            if problem:
+                raise UserError(f"checkpoint {folder} is not usable: {problem}")
+            found = checkpoints.read(folder)
+        else:
+            found = checkpoints.newest_valid(folder, place, control, LOG.warning)
+        if found is None:
+            raise UserError(f"--resume {resume}: no complete checkpoint there")
+    differences = compare(found.manifest["identity"], identity) if found else []
+    if found and differences:
+        raise UserError(
+            f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)
+        )
+    return found
