@@ -18,8 +18,10 @@ from tests import launch
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed"]
-EXACT = ["--set", "model.dropout=0.0", "streams.mlm.samples=6", "streams.tlm.samples=20", "train.micro_batch=4"]
+SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
+SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "align_mlm": 3}
+"""Not divisible by the ranks: some have idle micro-batches."""
+EXACT = ["--set", "model.dropout=0.0", *(f"streams.{name}.samples={n}" for name, n in SAMPLES.items())]
 
 
 def arguments(demo: Path, out: Path, *more: str) -> list[str]:
@@ -117,9 +119,9 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
     for cut, curve in curves.items():
         assert traces[cut] == traces[1, 20], cut
         for ours, theirs in zip(curve, expected, strict=True):
-            for name in ("loss", "loss/mlm", "loss/tlm", "grad_norm"):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), (cut, ours["step"], name)
-            for name in ("count/mlm", "count/tlm", "tokens", "samples"):
+            for name in ("loss", "grad_norm", *(name for name in theirs if name.startswith("loss/"))):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (cut, ours["step"], name)
+            for name in ("tokens", "samples", *(f"count/{name}" for name in SAMPLES)):
                 assert ours[name] == theirs[name], (cut, ours["step"], name)
 
 
@@ -130,8 +132,8 @@ def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
     steps = index["records"] // samples
     assert steps * samples == index["records"]
     out = tmp_path / "epoch"
-    more = ["--recipe", "tlm", "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"]
-    launch.run(2, [*arguments(demo, out), *more])
+    args = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--out", str(out)]
+    launch.run(2, [*args, "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"])
     keys = [key for keys in launch.trace(out).values() for key in keys]
     assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
 

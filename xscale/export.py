@@ -5,6 +5,7 @@ Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained`
 
 import argparse
 import contextlib
+import io
 import shutil
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def full_weights(path: Path) -> dict[str, Tensor]:
     if list(path.glob("*zero_pp_rank_*_optim_states.pt")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-        with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):  # progress of no interest
+        unread = io.StringIO()  # progress bars and remarks
+        with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
     return torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
 
