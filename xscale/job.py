@@ -112,7 +112,7 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
     languages = sorted({language for source in sources for language in source.langs})
     lexicons = load_lexicons(recipe, text, sources, data[0])
-    check_needs(recipe, specs, sources, lexicons)
+    check_needs(recipe, text, specs, sources, lexicons)
     return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
 
 
@@ -143,14 +143,19 @@ def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
     return []
 
 
-def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]) -> None:
-    """Raises UserError where an objective lacks its dictionary or word links, or its options do not fit the stream."""
+def check_needs(
+    recipe: Recipe, text: TextEncoder, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
+) -> None:
+    """Raises UserError where an objective lacks its dictionary or word links, or its options or the tokenizer do not
+    fit the stream."""
     for spec in specs:
         stream = recipe.streams[spec.name]
         objective = OBJECTIVES[stream.objective]
         problem = objective.check(stream.options, spec.samples)
         if problem:
             raise UserError(f"streams.{spec.name}.{problem}")
+        if objective.words(stream.options) == "whitespace":
+            check_words(spec.name, text, sources[spec.sources[0]])
         needs = objective.needs
         if needs == "lexicon" and not lexicons:
             raise UserError(
@@ -163,6 +168,16 @@ def check_needs(recipe: Recipe, specs: list[StreamSpec], sources: list[Source], 
                     f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
                     f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
                 )
+
+
+def check_words(stream: str, text: TextEncoder, source: Source) -> None:
+    """Raises UserError where the tokenizer reads a sentence otherwise than word by word, as byte-level BPE does."""
+    texts = [t for record in range(min(100, source.shards[0].records)) for t in source.read(0, record).texts]
+    if text.encode_words(texts, "whitespace")[0] != text.encode(texts):
+        raise UserError(
+            f"streams.{stream} follows word links, but this tokenizer gives a word other tokens inside a sentence than "
+            f"alone (byte-level BPE does); use a WordPiece or Unigram tokenizer, such as mBERT's or XLM-R's"
+        )
 
 
 def find_tokenizer(recipe: Recipe, data: Path) -> str:

@@ -297,10 +297,9 @@ def main(argv: list[str] | None = None) -> int:
 def train(args: argparse.Namespace, place: Place) -> int:
     if args.dry_run and not place.is_main:
         return 0
-    given = args.data is not None
-    if not given:
+    if args.data is None:
         args.data = [DEMO]
-        if place.local_rank == 0 and not DEMO.exists():
+        if place.is_main and not DEMO.exists():
             from data_tools import demo_corpus
 
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
@@ -320,6 +319,14 @@ def train(args: argparse.Namespace, place: Place) -> int:
         return 0
     distributed.start(place)
     control = Control()
+    code = train_run(args, place, control)
+    control.barrier()
+    dist.destroy_process_group()
+    return code
+
+
+def train_run(args: argparse.Namespace, place: Place, control: Control) -> int:
+    """One run, in a process group that is up."""
     job = prepare(args.recipe, args.set, args.data)
     stop = StopRequest(job.recipe.train.time_limit)
     problem = None
@@ -334,10 +341,7 @@ def train(args: argparse.Namespace, place: Place) -> int:
     problem = control.gather(problem)[0]
     if problem:
         raise UserError(problem)
-    code = Trainer(args, job, place, control, stop).run()
-    control.barrier()
-    dist.destroy_process_group()
-    return code
+    return Trainer(args, job, place, control, stop).run()
 
 
 if __name__ == "__main__":

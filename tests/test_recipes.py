@@ -1,0 +1,64 @@
+"""Every shipped recipe and ds_config trains, on 2 ranks, in one launch."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForMaskedLM
+
+from tests import launch
+from xscale import export
+from xscale.config import RECIPES
+
+pytestmark = pytest.mark.slow
+
+STEPS = 20
+RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
+
+
+@pytest.fixture(scope="module")
+def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """OUT/recipe-NAME and OUT/ds-NAME, from one launch."""
+    out = tmp_path_factory.mktemp("runs")
+
+    def arguments(name: str, recipe: str, ds_config: str, *sets: str) -> list[str]:
+        common = ["--ds_config", f"ds_configs/{ds_config}.json", "--recipe", recipe, "--data", str(demo)]
+        return [*common, "--out", str(out / name), "--steps", str(STEPS), "--set", *sets, "data.workers=0"]
+
+    listed = []
+    for recipe in RECIPE_NAMES:
+        sets = ["train.lr=0.003"]
+        for stream in launch.job_of(arguments("", recipe, "zero2_cpu")).recipe.streams:
+            sets.append(f"streams.{stream}.samples=16")
+        if recipe.startswith("ppa") or recipe == "mixed":
+            sets.append("streams.ppa.queue_size=64")
+        listed.append(arguments(f"recipe-{recipe}", recipe, "zero2_cpu", *sets))
+    small = ["streams.ppa.queue_size=32", "streams.tlm.samples=8", "streams.alignlm.samples=8"]
+    listed += [arguments(f"ds-{name}", "mixed", name, *small) for name in DS_CONFIGS]
+    (out / "list.json").write_text(json.dumps(listed))
+    launch.run(2, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=570)
+    return out
+
+
+@pytest.mark.parametrize("recipe", RECIPE_NAMES)
+def test_recipe_learns_and_exports(runs: Path, tmp_path: Path, recipe: str) -> None:
+    """The loss falls, all numbers are finite, and the export is a plain Hugging Face model."""
+    entries = launch.metrics(runs / f"recipe-{recipe}")
+    assert [entry["step"] for entry in entries] == list(range(1, STEPS + 1))
+    numbers = [value for entry in entries for value in entry.values() if isinstance(value, float)]
+    assert all(math.isfinite(number) for number in numbers)
+    start, end = (sum(entry["loss"] for entry in part) / 4 for part in (entries[:4], entries[-4:]))
+    assert end < start, (start, end)
+    export.export(runs / f"recipe-{recipe}", tmp_path / "hf")
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", DS_CONFIGS)
+def test_ds_config_trains(runs: Path, name: str) -> None:
+    entries = launch.metrics(runs / f"ds-{name}")
+    start, end = (sum(entry["loss"] for entry in part) / 4 for part in (entries[:4], entries[-4:]))
+    assert end < start, (start, end)
+    # The arithmetic is the same but for the precision.
+    assert entries[0]["loss"] == pytest.approx(launch.metrics(runs / "ds-zero2_cpu")[0]["loss"], rel=1e-2)
