@@ -138,10 +138,6 @@ def dense_loss(model: torch.nn.Module, arrays: dict) -> Tensor:
 
 
 def warmup_decay(step: int) -> float:
-    """DeepSpeed's WarmupDecayLR, linear from lr / warm-up steps; its counter starts one step late."""
-    least = LR / WARMUP
-    if step == 0:
-        return least
-    done = step - 1
-    share = done / WARMUP if done < WARMUP else (STEPS - done) / (STEPS - WARMUP)
-    return least + (LR - least) * share
+    """DeepSpeed's WarmupDecayLR, linear from 0 to lr to 0; its counter starts one step late."""
+    done = max(step - 1, 0)
+    return LR * (done / WARMUP if done < WARMUP else (STEPS - done) / (STEPS - WARMUP))

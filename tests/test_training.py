@@ -174,7 +174,9 @@ def test_deepspeeds_own_tools_read_our_checkpoints(reference: Path, tmp_path: Pa
             ["--input_folder", str(folder / "step_00000020"), "--output_folder", str(tmp_path / "universal")],
         ),
     ]:
-        done = subprocess.run([sys.executable, "-m", module, *args], capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-m", module, *args], capture_output=True, text=True, timeout=120, env=launch.environment()
+        )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     weights = torch.load(tmp_path / "fp32" / "pytorch_model.bin", weights_only=True)
     name = "encoder.lm.bert.encoder.layer.0.output.dense.weight"

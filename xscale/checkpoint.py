@@ -162,11 +162,12 @@ def companions(checkpoint: Checkpoint) -> dict[str, Any]:
 def _to_universal(path: Path, universal: Path) -> None:
     """One file for each parameter's weight and optimizer state, independent of the number of ranks."""
     shutil.rmtree(universal, ignore_errors=True)
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_merge_workers", "1"]
     done = subprocess.run(
         [*command, "--input_folder", str(path), "--output_folder", str(universal), "--num_extract_workers", "1"],
         capture_output=True,
         text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # its forked workers hang in torch's threads otherwise
     )
     if done.returncode:
         raise RuntimeError(f"ds_to_universal failed on {path}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 from torch import Tensor, nn
 
@@ -100,7 +101,7 @@ def resolve_ds_config(
         "warmup_max_lr": (train.lr, "train.lr"),
     }
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in SCHEDULES.get(scheduler["type"], ()):
-        params["warmup_min_lr"] = train.lr / warmup
+        params["warmup_min_lr"] = 0.0  # also where the decay ends
     for key, (value, field) in owned.items():
         if key in params or key in SCHEDULES.get(scheduler["type"], ()):
             own(params, "scheduler.params.", key, value, field)
@@ -203,7 +204,10 @@ def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
             f"ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
         )
     groups = decay_groups(module, ds_config["optimizer"]["params"]["weight_decay"])
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
+    try:
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
+    except pydantic.ValidationError as error:
+        raise UserError(f"ds_config: DeepSpeed does not take it: {error}") from None
     return engine
 
 

@@ -3,3 +3,7 @@
 
 class UserError(ValueError):
     """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""
+
+
+class RankError(UserError):
+    """A UserError that this rank alone has seen, such as a damaged record of its share."""

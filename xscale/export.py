@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTra
 
 from xscale import checkpoint as checkpoints
 from xscale.errors import UserError
-from xscale.models.encoder import dropout_fields
+from xscale.models.encoder import dropout_fields, positions
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""
@@ -73,7 +73,9 @@ def export(source: Path, out: Path) -> Path:
     partial = out.with_name(out.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)
     lm.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(path / checkpoints.HF).save_pretrained(partial)
+    tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF)
+    tokenizer.model_max_length = positions(lm.config)
+    tokenizer.save_pretrained(partial)
     if out.exists():
         out.rmdir()
     partial.rename(out)

@@ -28,7 +28,7 @@ from xscale import cost, distributed, engine, rng, run_folder
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state, positions_report
 from xscale.distributed import Control, Place
-from xscale.errors import UserError
+from xscale.errors import RankError, UserError
 from xscale.job import Job, describe, prepare
 from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
 from xscale.objectives import Prefilled
@@ -285,8 +285,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return train(args, place)
     except UserError as error:
-        # Most mistakes are seen by every rank; one message a node is enough, unless this rank alone is in trouble.
-        if place.local_rank == 0 or dist.is_initialized():
+        # Most mistakes are seen by every rank: one message a node is enough.
+        if place.local_rank == 0 or isinstance(error, RankError):
             where = f"[rank {place.rank}] " if place.world > 1 else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR

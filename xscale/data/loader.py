@@ -4,6 +4,8 @@ The main process draws plans (cheap, numpy), workers turn each into a StepBatch,
 mixture's state after it, so the state saved with step t is what step t consumed, whatever was prefetched.
 """
 
+import contextlib
+import ctypes
 import os
 import resource
 import signal
@@ -19,7 +21,7 @@ from xscale.data.collate import Context, MicroBatch, Share
 from xscale.data.encode import Example, Words
 from xscale.data.index import Source
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec
-from xscale.errors import UserError
+from xscale.errors import RankError, UserError
 
 Collate = Callable[[list[list[Example]], Any, Context], MicroBatch]
 """(samples, options of the stream, context) -> micro-batch; a sample is a list of one or more examples."""
@@ -145,7 +147,7 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
 
 def _unwrap(batch: "StepBatch | Failure") -> StepBatch:
     if isinstance(batch, Failure):
-        raise UserError(batch.message)
+        raise RankError(batch.message)
     return batch
 
 
@@ -164,7 +166,10 @@ def _same(batch: Any) -> Any:
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """A worker inherits the trainer's handlers; the trainer alone decides when to stop."""
+    """A worker inherits the trainer's handlers; the trainer alone decides when to stop, and a worker ends with it."""
+    with contextlib.suppress(OSError, AttributeError):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     allow_open_files()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)

@@ -145,15 +145,18 @@ def build_encoder(
             f"the tokenizer has {vocab_size:,} ids, model.init {init} has embeddings for {rows:,}; set "
             f"model.tokenizer to the tokenizer that the model was trained with"
         )
-    limit = getattr(lm.config, "max_position_embeddings", max_length)
-    if lm.config.model_type in FIRST_POSITION:
-        limit -= lm.config.pad_token_id + 1
+    limit = positions(lm.config)
     if max_length > limit:
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
     if language_embeddings:
         _widen_token_types(lm, len(languages))
     lm.config.xscale = trained
     return Encoder(lm)
+
+
+def positions(config: Any) -> int:
+    """Tokens of the longest sequence that the model takes."""
+    return config.max_position_embeddings - (config.pad_token_id + 1 if config.model_type in FIRST_POSITION else 0)
 
 
 def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, drop: dict[str, float]) -> Any:
