@@ -68,7 +68,9 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     (tmp_path / "ds.json").write_text(json.dumps(ds_config))
     arguments = ["--ds_config", str(tmp_path / "ds.json"), "--recipe", "mixed", "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", "model.dropout=0.0", *SETS, *sets]
+    arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
     launch.run(2, arguments, "deepspeed")
+    measured = launch.metrics(out)
     job = launch.job_of([*arguments, "train.micro_batch=1000", "data.workers=0"])
     module = StepModule(job.encoder(), job.recipe)
     place = Place(0, 1, 0, 1)
@@ -80,12 +82,22 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
     for batch in job.batches(place, initial_state(job.specs), STEPS):
         optimizer.zero_grad()
+        before = [torch.zeros_like(p) for p in module.parameters()]
         for micro in batch.micros:
             stream = job.recipe.streams[micro.stream]
             losses = module(micro.stream, {name: torch.from_numpy(array) for name, array in micro.arrays.items()})
             factors = OBJECTIVES[stream.objective].terms(stream.options)
             shares = [factors[term] * value / micro.targets[term] for term, value in losses.terms.items()]
-            (stream.weight * sum(shares)).backward()
+            warm = {"tlm": min((batch.step + 1) / 4, 1), "alignlm": min((batch.step + 1) / 9, 1)}.get(micro.stream, 1)
+            (warm * stream.weight * sum(shares)).backward()
+            now = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
+            norm = torch.cat([(b - a).flatten() for a, b in zip(before, now, strict=True)]).norm().item()
+            before = now
+            name = f"grad_norm/{micro.stream}"
+            if batch.step in (4, 9):
+                assert measured[batch.step][name] == pytest.approx(norm, rel=1e-4), (batch.step, name)
+            else:
+                assert name not in measured[batch.step]
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         for group in optimizer.param_groups:
             group["lr"] = warmup_decay(batch.step)

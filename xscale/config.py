@@ -39,6 +39,8 @@ class StreamConfig:
     """Samples per optimizer step over all ranks."""
     weight: float = 1.0
     """Factor of the stream's loss in the step's loss."""
+    warm_in: float = 0.0
+    """The factor rises to `weight` over this many steps: a share of train.steps below 1, else a number of steps."""
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de") to draw from; null: all that --data has."""
     options: Any = None
@@ -77,6 +79,9 @@ class TrainConfig:
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
     seed: int = 0
+    measure_every: int = 100
+    """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
+    and the alignment scores of dictionaries; 0: never."""
     time_limit: float | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
 
@@ -101,6 +106,12 @@ class Recipe:
         warmup = self.train.warmup
         return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
 
+    def stream_weight(self, name: str, step: int) -> float:
+        """The factor of a stream's loss in step 0, 1, ..."""
+        stream = self.streams[name]
+        steps = stream.warm_in * self.train.steps if stream.warm_in < 1 else stream.warm_in
+        return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
+
     def to_dict(self) -> dict[str, Any]:
         resolved = dataclasses.asdict(self)
         for stream in resolved["streams"].values():
@@ -119,7 +130,7 @@ class Recipe:
 NOT_IDENTITY = {
     "model": {"tokenizer"},
     "data": {"workers", "lexicons"},
-    "train": {"steps", "micro_batch", "time_limit"},
+    "train": {"steps", "micro_batch", "measure_every", "time_limit"},
 }
 """Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
 
@@ -293,6 +304,7 @@ def _check_values(recipe: Recipe) -> list[str]:
         (train.weight_decay >= 0, f"train.weight_decay: {train.weight_decay} must not be negative"),
         (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),
         (train.micro_batch > 0, f"train.micro_batch: {train.micro_batch} must be positive"),
+        (train.measure_every >= 0, f"train.measure_every: {train.measure_every} must not be negative"),
         (data.max_length >= 8, f"data.max_length: {data.max_length} must be at least 8"),
         (0 <= data.alpha <= 1, f"data.alpha: {data.alpha} must lie between 0 and 1"),
         (data.workers >= 0, f"data.workers: {data.workers} must not be negative"),
@@ -303,4 +315,7 @@ def _check_values(recipe: Recipe) -> list[str]:
     for name, stream in recipe.streams.items():
         checks.append((stream.samples > 0, f"streams.{name}.samples: {stream.samples} must be positive"))
         checks.append((stream.weight > 0, f"streams.{name}.weight: {stream.weight} must be positive"))
+        checks.append(
+            (stream.warm_in >= 0, f"streams.{name}.warm_in: {stream.warm_in:g} must not be negative"),
+        )
     return [message for ok, message in checks if not ok]

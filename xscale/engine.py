@@ -12,6 +12,7 @@ from typing import Any
 
 import pydantic
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale import rng
@@ -222,6 +223,37 @@ class StepSums:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
+class GradientNorms:
+    """L2 norm of each stream's share of an optimizer step's gradient, before clipping, by a backward pass of its own.
+
+    The micro-batches of a stream follow one another, in the same order on all ranks.
+    """
+
+    def __init__(self, engine: Any):
+        self.parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        self.size = sum(p.numel() for p in self.parameters)
+        self.scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0
+        self.stream = ""
+        self.norms: dict[str, Tensor] = {}
+
+    def add(self, stream: str, loss: Tensor) -> None:
+        """loss: this rank's share of what the stream adds to the step's loss."""
+        if stream != self.stream:
+            self.close()
+            self.stream, self.sum = stream, torch.zeros(self.size, device=loss.device)
+        if loss.requires_grad:
+            scaled = loss * self.scale
+            gradients = torch.autograd.grad(scaled, self.parameters, retain_graph=True, materialize_grads=True)
+            self.sum += torch.cat([gradient.flatten() for gradient in gradients])
+
+    def close(self) -> dict[str, Tensor]:
+        if self.stream:
+            dist.all_reduce(self.sum)
+            self.norms[f"grad_norm/{self.stream}"] = self.sum.norm() / self.scale
+            self.stream = ""
+        return self.norms
+
+
 def optimizer_step(
     engine: Any,
     recipe: Recipe,
@@ -231,6 +263,7 @@ def optimizer_step(
     step: int,
     rank: int,
     world: int,
+    norms: GradientNorms | None = None,
 ) -> dict[str, Tensor]:
     """One optimizer step: a forward and backward pass for each micro-batch, then one update.
 
@@ -258,7 +291,10 @@ def optimizer_step(
         sums.add(f"loss/{micro.stream}", loss)
         for name, (value, term) in losses.metrics.items():
             sums.add(f"{name}/{micro.stream}", value / max(totals[micro.stream, term], 1))
-        engine.backward(loss * (stream.weight * undo_mean))
+        loss = loss * recipe.stream_weight(micro.stream, step)
+        if norms:
+            norms.add(micro.stream, loss)
+        engine.backward(loss * undo_mean)
         engine.step()
     for companion in engine.module.companions.values():
         companion.update(applied=engine.skipped_steps == skipped)

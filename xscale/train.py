@@ -29,6 +29,7 @@ from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state, positions_report
 from xscale.distributed import Control, Place
 from xscale.errors import RankError, UserError
+from xscale.eval import alignment
 from xscale.job import Job, describe, prepare
 from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
 from xscale.objectives import Prefilled
@@ -130,6 +131,10 @@ class Trainer:
         self.reporter = Reporter(args.out, first, recipe.train.steps, list(recipe.streams)) if place.is_main else None
         trace = args.out / "trace" / f"rank{place.rank}.jsonl" if args.trace else None
         self.trace = JsonLines(trace, first)
+        self.word_pairs = {
+            lexicon.name: alignment.word_pairs(lexicon, self.job.sources, self.job.text)
+            for lexicon in (self.job.lexicons if place.is_main and recipe.train.measure_every else ())
+        }
         self.flops = cost.StepFlops(self.engine.module.encoder)
         if not checkpoint:
             self.prefill()
@@ -181,8 +186,17 @@ class Trainer:
                 return self.stop_early(step, state)
             global_targets = dict(zip(targets, counts, strict=True))
             lr, skipped = self.engine.get_lr()[0], self.engine.skipped_steps
+            measure = recipe.train.measure_every and (step + 1) % recipe.train.measure_every == 0
+            norms = engine.GradientNorms(self.engine) if measure else None
             sums = engine.optimizer_step(
-                self.engine, recipe, batch.micros, global_targets, step=step, rank=place.rank, world=place.world
+                self.engine,
+                recipe,
+                batch.micros,
+                global_targets,
+                step=step,
+                rank=place.rank,
+                world=place.world,
+                norms=norms,
             )
             entry: dict[str, Any] = {"step": step + 1, "lr": lr, "skipped": self.engine.skipped_steps - skipped}
             entry |= {f"count/{stream}": count for (stream, _), count in reversed(global_targets.items())}
@@ -192,6 +206,8 @@ class Trainer:
             norm = self.engine.get_global_grad_norm()
             if norm is not None:
                 entry["grad_norm"] = norm
+            if norms:
+                entry |= norms.close() | self.alignment_scores()
             entry["step_s"] = time.monotonic() - started
             self.pending.append((entry, sums))
             self.trace_step(step + 1, batch)
@@ -252,10 +268,11 @@ class Trainer:
         dist.all_reduce(table)
         for (entry, _), row in zip(self.pending, table.tolist(), strict=True):
             values = dict(zip(names, row, strict=True))
-            loss = sum(stream.weight * values[f"loss/{name}"] for name, stream in self.recipe.streams.items())
+            weights = {name: self.recipe.stream_weight(name, entry["step"] - 1) for name in self.recipe.streams}
+            loss = sum(weight * values[f"loss/{name}"] for name, weight in weights.items())
             seconds = max(entry["step_s"], 1e-9)
-            entry = {"step": entry.pop("step"), "loss": loss} | values | entry
-            entry["grad_norm"] = float(entry["grad_norm"]) if "grad_norm" in entry else None
+            entry = {"step": entry.pop("step"), "loss": loss} | values | {"grad_norm": None} | entry
+            entry = {name: float(v) if isinstance(v, torch.Tensor) else v for name, v in entry.items()}
             entry |= {"tokens_per_s": entry["tokens"] / seconds, "samples_per_s": entry["samples"] / seconds}
             entry |= self.flops.metrics(entry, self.place.world)
             if self.reporter:
@@ -263,6 +280,11 @@ class Trainer:
         self.pending.clear()
         if self.reporter:
             self.reporter.flush()
+
+    def alignment_scores(self) -> dict[str, float]:
+        """On rank 0, which has the dictionaries' tokens."""
+        table = self.engine.module.encoder.embeddings
+        return {f"alignment/{name}": gold.score(table) for name, gold in self.word_pairs.items()}
 
     def trace_step(self, step: int, batch: StepBatch) -> None:
         if self.args.trace:

@@ -7,21 +7,20 @@ import argparse
 import sys
 from pathlib import Path
 
-from xscale.data.index import find_sources
+from xscale.data.index import Source, find_sources
 from xscale.errors import UserError
-from xscale.eval import heldout, retrieval
+from xscale.eval import alignment, heldout, retrieval
 from xscale.eval.model import Exported, write_json
-
-TASKS = {"heldout": heldout.evaluate, "retrieval": retrieval.evaluate}
-"""(model, source of pairs, most records) -> {measure: value}."""
+from xscale.job import find_lexicons
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
-    parser.add_argument("--task", nargs="+", choices=sorted(TASKS), required=True)
+    parser.add_argument("--task", nargs="+", choices=("alignment", "heldout", "retrieval"), required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="shard directories of held-out pairs")
     parser.add_argument("--limit", type=int, default=1000, help="records of each source, at most")
+    parser.add_argument("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     args = parser.parse_args()
     try:
@@ -32,7 +31,7 @@ def main() -> int:
         results: dict[str, dict[str, dict[str, float]]] = {}
         for task in args.task:
             for source in sources:
-                scores = TASKS[task](model, source, args.limit)
+                scores = measure(task, model, source, args)
                 results.setdefault(task, {})[source.name] = scores
                 print(f"{task} {source.name}: " + ", ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
         if args.out:
@@ -41,6 +40,13 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def measure(task: str, model: Exported, source: Source, args: argparse.Namespace) -> dict[str, float]:
+    if task == "alignment":
+        return alignment.evaluate(model, source, args.lexicons or find_lexicons([source], source.directory))
+    evaluate = {"heldout": heldout.evaluate, "retrieval": retrieval.evaluate}[task]
+    return evaluate(model, source, args.limit)
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ class Encoder(nn.Module):
         return self.lm.config.hidden_size
 
     @property
+    def embeddings(self) -> Tensor:
+        """Input word embeddings [V, H]."""
+        return self.lm.get_input_embeddings().weight  # type: ignore[return-value]
+
+    @property
     def head(self) -> Head:
         return HEADS[self.lm.config.model_type](self.lm)
 
