@@ -125,6 +125,59 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
                 assert ours[name] == theirs[name], (cut, ours["step"], name)
 
 
+ALONE = {
+    "alignlm": ["streams.alignlm.samples=13"],
+    "ppa": ["streams.ppa.samples=13", "streams.ppa.queue_size=50"],
+    "contextual": ["streams.contextual.samples=13", "train.lr=0.0002"],  # gradients of 400: Adam multiplies rounding
+    "align_mlm": ["streams.align_mlm.samples=5"],
+    "dict_mlm": ["streams.dict_mlm.samples=5"],
+}
+"""Objectives with state, dictionaries or word links of their own."""
+ALONE_STEPS = 8
+
+
+def listed(demo: Path, out: Path, recipes: list[str], *sets: str) -> tuple[Path, list[str]]:
+    """A runs' list for many_runs.py, of OUT/recipe for each."""
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--steps", str(ALONE_STEPS)]
+    runs = [
+        [*common, "--recipe", recipe, "--out", str(out / recipe), "--set", "train.lr=0.002", *ALONE[recipe], *sets]
+        for recipe in recipes
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "list.json").write_text(json.dumps(runs))
+    return launch.ROOT / "tests" / "many_runs.py", [str(out / "list.json")]
+
+
+def test_each_objective_alone_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
+    for world in (1, 2, 4):
+        script, arguments = listed(demo, tmp_path / str(world), list(ALONE), "model.dropout=0.0", "train.micro_batch=4")
+        launch.run(world, arguments, script=str(script))
+    for recipe in ALONE:
+        expected = launch.metrics(tmp_path / "1" / recipe)
+        for world in ("2", "4"):
+            for ours, theirs in zip(launch.metrics(tmp_path / world / recipe), expected, strict=True):
+                for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (recipe, world, name)
+
+
+def test_each_objective_alone_after_kills(demo: Path, tmp_path: Path) -> None:
+    """Kill -9 in the middle of each; resumed, weights, optimizer, companions and metrics equal those of a whole run."""
+    recipes = ["alignlm", "ppa", "contextual"]
+    script, whole = listed(demo, tmp_path / "whole", recipes, "checkpoint.every=4")
+    launch.run(2, whole, script=str(script))
+    script, killed = listed(demo, tmp_path / "killed", recipes, "checkpoint.every=1")
+    for recipe in recipes:
+        process = launch.start(2, killed, script=str(script))
+        wait_for(lambda out=tmp_path / "killed" / recipe: steps_of(out) >= 3 or process.poll() is not None, 90)  # noqa: B023
+        launch.kill(process)
+        assert 3 <= steps_of(tmp_path / "killed" / recipe) < ALONE_STEPS
+    launch.run(2, killed, script=str(script))
+    last = f"checkpoints/step_{ALONE_STEPS:08d}"
+    for recipe in recipes:
+        same_checkpoint(tmp_path / "killed" / recipe / last, tmp_path / "whole" / recipe / last)
+        assert launch.without_times(tmp_path / "killed" / recipe) == launch.without_times(tmp_path / "whole" / recipe)
+
+
 def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
     """The trace of the first epoch of the pairs is every key exactly once."""
     index = json.loads((demo / "pairs/index.json").read_text())
