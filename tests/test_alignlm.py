@@ -25,7 +25,6 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder, build_encoder
 from xscale.objectives import alignlm
 from xscale.objectives.base import Parts
-from xscale.ops.alignment_gather import alignment_gather
 
 Pair = tuple[str, str, str]
 """Two texts and their links."""
@@ -336,7 +335,7 @@ def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, par
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_the_index_is_the_rows_of_A(data: st.DataObject) -> None:
+def test_the_index_is_masked_tokens_and_rows_of_A(data: st.DataObject) -> None:
     places = data.draw(st.integers(2, 12))
     half = data.draw(st.integers(1, places - 1))
     cells = [(i, j) for i in range(half) for j in range(half, places)]
@@ -347,11 +346,11 @@ def test_the_index_is_the_rows_of_A(data: st.DataObject) -> None:
         A[i, j] = A[j, i] = 1
     index = alignment.gather_index(links, masked, places)
     assert index["linked"].tolist() == [k for k, i in enumerate(masked) if A[i].any()]
-    rows = [index["link_columns"][a:b].tolist() for a, b in pairwise(index["link_offsets"])]
-    assert rows == [np.flatnonzero(A[masked[k]]).tolist() for k in index["linked"]]
-    transposed = [index["link_t_rows"][a:b].tolist() for a, b in pairwise(index["link_t_offsets"])]
-    expected = [[r for r, k in enumerate(index["linked"]) if A[place, masked[k]]] for place in range(places)]
-    assert transposed == expected
+    expected = [[i] for i in masked.tolist()] + [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()]
+    rows = [index["gather_columns"][a:b].tolist() for a, b in pairwise(index["gather_offsets"])]
+    assert rows == expected
+    transposed = [index["gather_t_rows"][a:b].tolist() for a, b in pairwise(index["gather_t_offsets"])]
+    assert transposed == [[r for r, row in enumerate(expected) if place in row] for place in range(places)]
     assert all(index[name].dtype == np.int32 for name in index if name != "linked")
 
 
@@ -419,75 +418,17 @@ def test_gold_links_of_the_demo_corpus(demo: Path, text_encoder: TextEncoder) ->
         m = batch.arrays["input_ids"].shape[1]
         original = batch.arrays["input_ids"].flatten()
         original[batch.arrays["rows"]] = batch.arrays["labels"]
-        bags = list(pairwise(batch.arrays["link_offsets"]))
+        bags = list(pairwise(batch.arrays["gather_offsets"]))[len(batch.arrays["rows"]) :]
         for place, (a, b) in zip(batch.arrays["rows"][batch.arrays["linked"]], bags, strict=True):
             record = records[batch.keys[place // m]]
             texts = [side.split() for side in record.texts]
             token = text_encoder.backend.id_to_token(int(original[place])).removeprefix("##")
-            partners = [text_encoder.backend.id_to_token(int(original[c])) for c in batch.arrays["link_columns"][a:b]]
+            partners = [text_encoder.backend.id_to_token(int(original[c])) for c in batch.arrays["gather_columns"][a:b]]
             links = [tuple(map(int, link.split("-"))) for link in record.links.split()]
             translations = [(texts[0][i], texts[1][j]) for i, j in links]
             fits = [y for x, y in translations if token in x] + [x for x, y in translations if token in y]
             assert all(any(partner.removeprefix("##") in word for word in fits) for partner in partners)
-            assert {c // m for c in batch.arrays["link_columns"][a:b].tolist()} == {place // m}
+            assert {c // m for c in batch.arrays["gather_columns"][a:b].tolist()} == {place // m}
             seen += 1
         assert batch.targets["bi"] > 0.8 * batch.targets["mono"] > 0
     assert seen > 100
-
-
-# 4. The gather
-
-
-def random_index(rows: int, places: int, links: int, seed: int) -> list[Tensor]:
-    """Offsets and columns, and the transposed ones; cells are distinct."""
-    r = np.random.default_rng(seed)
-    cells = r.permutation(rows * places)[:links]
-    A = np.zeros(rows * places, dtype=int)
-    A[cells] = 1
-    A = A.reshape(rows, places)
-    index = []
-    for matrix in (A, A.T):
-        index += [np.concatenate([[0], np.cumsum(matrix.sum(1))]), np.nonzero(matrix)[1]]
-    return [torch.from_numpy(array.astype(np.int32)) for array in index]
-
-
-SHAPES = [(5, 7, 12), (3, 20, 1), (4, 6, 0), (0, 6, 0), (1, 1, 1), (40, 90, 300)]
-
-
-@pytest.mark.parametrize(("rows", "places", "links"), SHAPES)
-def test_gather_is_its_line_of_torch(rows: int, places: int, links: int) -> None:
-    """Forward and backward against the docstring's line and the dense product; and numerical derivatives."""
-    torch.manual_seed(0)
-    hidden = torch.randn(places, 3, dtype=torch.float64, requires_grad=True)
-    index = random_index(rows, places, links, seed=rows)
-    offsets, columns = index[:2]
-    out = alignment_gather(hidden, *index)
-    bags = [hidden[columns[a:b].long()].sum(0) for a, b in pairwise(offsets)]
-    line = torch.stack(bags) if bags else hidden.new_zeros(0, 3)
-    torch.testing.assert_close(out, line, rtol=1e-14, atol=0)
-    A = torch.zeros(rows, places, dtype=torch.float64)
-    for row, (a, b) in enumerate(pairwise(offsets.tolist())):
-        A[row, columns[a:b].long()] = 1
-    weight = torch.randn(rows, 3, dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((out * weight).sum(), hidden)
-    torch.testing.assert_close(gradient, A.T @ weight, rtol=1e-14, atol=1e-15)
-    if places < 50:
-        assert torch.autograd.gradcheck(lambda h: alignment_gather(h, *index), hidden)
-        assert torch.autograd.gradgradcheck(lambda h: alignment_gather(h, *index).square(), hidden)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gather_adds_in_fp32_and_repeats_its_bits(dtype: torch.dtype) -> None:
-    """Within one unit in the last place of the fp32 sum, where a sum in the type itself would be off by more."""
-    torch.manual_seed(0)
-    hidden = torch.randn(60, 64).to(dtype).requires_grad_()
-    index = random_index(30, 60, 900, seed=0)
-    runs = []
-    for _ in range(2):
-        out = alignment_gather(hidden, *index)
-        runs.append((out, *torch.autograd.grad(out.float().square().sum(), hidden)))
-    assert all(torch.equal(*twins) for twins in zip(*runs, strict=True))
-    exact = alignment_gather(hidden.detach().double(), *index)
-    assert runs[0][0].dtype == dtype
-    ulp = torch.finfo(dtype).eps * (1 if dtype != torch.float32 else 30)
-    assert ((runs[0][0].double() - exact).abs() <= ulp * exact.abs() + 1e-5).all()

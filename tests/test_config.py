@@ -147,6 +147,8 @@ def test_ints_are_floats_and_null_is_optional(recipe) -> None:
         ("train.warmup", "-1"),
         ("train.weight_decay", "-0.1"),
         ("train.max_grad_norm", "-1"),
+        ("train.label_smoothing", "1.0"),
+        ("train.z_loss", "-0.1"),
         ("train.micro_batch", "0"),
         ("data.max_length", "4"),
         ("data.alpha", "1.5"),

@@ -161,7 +161,7 @@ def test_loss_and_gradients_are_the_equations(text_encoder: TextEncoder, options
     arrays = micro.arrays
     views, words, swaps = [], masked_sequences(micro), set()
     cls, sep = [text.cls_id], [text.sep_id]
-    queries, keys = (unpad(arrays[f"{name}_ids"], arrays[f"{name}_mask"]) for name in ("query", "key"))
+    queries, keys = (unpad(arrays[f"{name}_input_ids"], arrays[f"{name}_attention_mask"]) for name in ("query", "key"))
     for i, pair in enumerate(pairs):
         side = pair.ids.index(queries[i][1:-1])
         first, second = pair.ids[side], pair.ids[1 - side]
@@ -267,7 +267,8 @@ def test_without_tlm_nothing_is_masked(text_encoder: TextEncoder) -> None:
     both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
     parts, pairs = make_parts(text_encoder, both), make_pairs(text_encoder, 9)
     micro = collate(text_encoder, pairs, options)
-    assert micro.arrays.keys() == {"query_ids", "query_mask", "key_ids", "key_mask", "number"}
+    views = {f"{view}_{name}" for view in ("query", "key") for name in ("input_ids", "attention_mask")}
+    assert micro.arrays.keys() == {*views, "number"}
     assert micro.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
     sums = ppa.loss(parts, tensors(micro), options)
     assert sums.terms.keys() == {"moco"}

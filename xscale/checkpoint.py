@@ -147,10 +147,20 @@ def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) ->
     loaded, _ = engine.load_checkpoint(str(path.parent), tag=(universal or path).name)
     if loaded is None:
         raise UserError(f"{path}: DeepSpeed found nothing to load there")
+    if universal:
+        move_counters(engine.basic_optimizer)
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     control.barrier()
     if universal and place.is_main:
         shutil.rmtree(universal)
+
+
+def move_counters(optimizer: torch.optim.Optimizer) -> None:
+    """Counters of steps come from a universal checkpoint on the CPU; torch's fused optimizers want them beside the
+    weights."""
+    for group in optimizer.param_groups:
+        for state in (optimizer.state[p] for p in group["params"] if group.get("fused")):
+            state["step"] = state["step"].to(state["exp_avg"].device)
 
 
 def companions(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -74,10 +74,19 @@ class TrainConfig:
     """AdamW; not on biases and norms."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
+    label_smoothing: float = 0.0
+    """Share of a predicted token's target that is spread over the whole vocabulary."""
+    z_loss: float = 0.0
+    """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
     micro_batch: int = 32
     """Samples per rank in one forward and backward pass. Does not change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of the encoder's layers for the backward pass and compute the rest again: less memory, about
+    a third more time."""
+    compile: bool = False
+    """Compile the encoder's layers with torch.compile. With dropout, other masks are drawn than without."""
     seed: int = 0
     measure_every: int = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
@@ -130,7 +139,7 @@ class Recipe:
 NOT_IDENTITY = {
     "model": {"tokenizer"},
     "data": {"workers", "lexicons"},
-    "train": {"steps", "micro_batch", "measure_every", "time_limit"},
+    "train": {"steps", "micro_batch", "activation_checkpointing", "compile", "measure_every", "time_limit"},
 }
 """Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
 
@@ -303,6 +312,8 @@ def _check_values(recipe: Recipe) -> list[str]:
         (train.warmup >= 0, f"train.warmup: {train.warmup} must not be negative"),
         (train.weight_decay >= 0, f"train.weight_decay: {train.weight_decay} must not be negative"),
         (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),
+        (0 <= train.label_smoothing < 1, f"train.label_smoothing: {train.label_smoothing} must lie in [0, 1)"),
+        (train.z_loss >= 0, f"train.z_loss: {train.z_loss} must not be negative"),
         (train.micro_batch > 0, f"train.micro_batch: {train.micro_batch} must be positive"),
         (train.measure_every >= 0, f"train.measure_every: {train.measure_every} must not be negative"),
         (data.max_length >= 8, f"data.max_length: {data.max_length} must be at least 8"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pydantic
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.collate import MicroBatch
+from xscale.data.collate import MicroBatch, real_places
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder, decay_groups
 from xscale.objectives import OBJECTIVES, Companion, LossSums, Parts
@@ -93,6 +94,8 @@ def resolve_ds_config(
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if params.get(key, AUTO) == AUTO:
             params[key] = default
+    if params.get("torch_adam") and "foreach" not in params:
+        params.setdefault("fused", hardware.device in ("cuda", "cpu"))
 
     scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
     params = scheduler.setdefault("params", {"warmup_type": "linear"})
@@ -106,6 +109,10 @@ def resolve_ds_config(
     for key, (value, field) in owned.items():
         if key in params or key in SCHEDULES.get(scheduler["type"], ()):
             own(params, "scheduler.params.", key, value, field)
+
+    zero = resolved.get("zero_optimization", {})
+    if zero.get("overlap_comm") == AUTO:
+        zero["overlap_comm"] = world > 1  # DeepSpeed then waits for the device after every backward pass
 
     precision, notes = _resolve_precision(resolved, train.precision, hardware, problems)
     if problems:
@@ -172,6 +179,7 @@ class StepModule(nn.Module):
     def __init__(self, encoder: Encoder, recipe: Recipe):
         super().__init__()
         self.encoder = encoder
+        encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
         self.heads = nn.ModuleDict()
         self.companions: dict[str, Companion] = {}
         """Not modules: DeepSpeed must neither cast nor save them."""
@@ -185,6 +193,10 @@ class StepModule(nn.Module):
             companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
                 self.companions[name] = companion
+        if recipe.train.activation_checkpointing:
+            encoder.checkpoint_activations()
+        if recipe.train.compile:
+            encoder.compile_layers()
         self.train()  # from_pretrained leaves a model without dropout
 
     def parts(self, stream: str) -> Parts:
@@ -305,8 +317,21 @@ def dump(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2) + "\n"
 
 
-def to_device(arrays: dict[str, Any], device: torch.device) -> dict[str, Tensor]:
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """The arrays on the device; on CUDA with `places`, without which the encoder computes padding."""
     if device.type != "cuda":
-        return tensors
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in tensors.items()}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return copy_at_once(arrays | real_places(arrays), device)
+
+
+def copy_at_once(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """One pinned buffer, one copy that the host does not wait for."""
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays.values()]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, array in zip(buffer.split(sizes), arrays.values(), strict=True):
+        piece.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    moved = buffer.to(device, non_blocking=True).split(sizes)
+    return {
+        name: piece[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for piece, (name, array) in zip(moved, arrays.items(), strict=True)
+    }

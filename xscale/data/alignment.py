@@ -123,26 +123,29 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
 
 
 def gather_index(links: np.ndarray, masked: np.ndarray, places: int) -> dict[str, np.ndarray]:
-    """The rows of A = A^T at masked places, as ops.alignment_gather reads them.
+    """What both predictions of masked places are made of, as ops.alignment_gather reads it.
 
-    A[i, j] = 1 where (i, j) or (j, i) is a link. `linked` [R]: which of the masked tokens [M] have any; `link_offsets`
-    [R + 1] and `link_columns`: the linked places of each of those; `link_t_offsets` [N + 1] and `link_t_rows`: the
-    same by place. Every row is in ascending order.
+    A[i, j] = 1 where (i, j) or (j, i) is a link. `linked` [R]: which of the masked tokens [M] have any. Row m < M of
+    the index is masked token m alone; row M + r are the links of linked token r. `gather_offsets` [M + R + 1] and
+    `gather_columns`: the places of each row; `gather_t_offsets` [N + 1] and `gather_t_rows`: the rows of each place.
+    Every list is in ascending order.
     """
     row_of = np.full(places, -1, dtype=np.int64)
     row_of[masked] = np.arange(len(masked))
     i, j = np.concatenate([links, links[:, ::-1]]).T
-    rows, columns = row_of[i][row_of[i] >= 0], j[row_of[i] >= 0]
-    order = np.argsort(rows * places + columns)
-    rows, columns = rows[order], columns[order]
-    linked, row, counts = np.unique(rows, return_inverse=True, return_counts=True)
+    cells = np.sort((row_of[i] * places + j)[row_of[i] >= 0])
+    counts = np.bincount(cells // places, minlength=len(masked))
+    linked = np.flatnonzero(counts)
+    rows = np.arange(len(masked) + len(linked))
+    columns = np.concatenate([masked, cells % places])
+    counts = np.concatenate([np.ones_like(masked), counts[linked]])
     by_place = np.argsort(columns, kind="stable")
     return {
         "linked": linked,
-        "link_offsets": _offsets32(counts),
-        "link_columns": columns.astype(np.int32),
-        "link_t_offsets": _offsets32(np.bincount(columns, minlength=places)),
-        "link_t_rows": row[by_place].astype(np.int32),
+        "gather_offsets": _offsets32(counts),
+        "gather_columns": columns.astype(np.int32),
+        "gather_t_offsets": _offsets32(np.bincount(columns, minlength=places)),
+        "gather_t_rows": np.repeat(rows, counts)[by_place].astype(np.int32),
     }
 
 

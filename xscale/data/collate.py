@@ -88,6 +88,12 @@ def places(sequences: Sequences) -> np.ndarray:
     return sequences.rows * int(sequences.lengths.max(initial=0)) + sequences.offsets
 
 
+def real_places(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """For each attention_mask [B, L], places [N]: where its tokens are in the flattened [B * L]."""
+    masks = {name: mask for name, mask in arrays.items() if name.endswith("attention_mask")}
+    return {name.replace("attention_mask", "places"): np.flatnonzero(mask) for name, mask in masks.items()}
+
+
 def pad(sequences: Sequences, values: np.ndarray, fill: int) -> np.ndarray:
     """A value for each token [N], as rows of equal length [B, L]."""
     shape = (len(sequences.lengths), int(sequences.lengths.max(initial=0)))

@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, PreTrainedModel, XLMRobertaConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.errors import UserError
+from xscale.models import varlen
 from xscale.ops.masked_ce import masked_cross_entropy
 
 transformers_logging.disable_progress_bar()
@@ -67,7 +70,12 @@ class Encoder(nn.Module):
         if kind not in HEADS:
             raise UserError(f"model type {kind!r} is not supported; supported are {', '.join(HEADS)}")
         self.lm = lm
+        self.label_smoothing, self.z_loss = 0.0, 0.0
+        """Of vocabulary_loss; in training the recipe's."""
         self._first_position = lm.config.pad_token_id + 1 if kind in FIRST_POSITION else 0
+        self._varlen = kind in varlen.MODEL_TYPES
+        if self._varlen:
+            lm.set_attn_implementation(varlen.NAME)
 
     @property
     def width(self) -> int:
@@ -82,14 +90,32 @@ class Encoder(nn.Module):
     def head(self) -> Head:
         return HEADS[self.lm.config.model_type](self.lm)
 
-    def hidden(self, batch: dict[str, Tensor]) -> Tensor:
+    def hidden(self, batch: dict[str, Tensor], prefix: str = "") -> Tensor:
         """Last hidden states [B, L, H]. batch: input_ids, attention_mask and, where used, position_ids counted from
-        0, token_type_ids [B, L]."""
-        names = ("input_ids", "attention_mask", "token_type_ids")
-        inputs: dict[str, Tensor] = {name: batch[name] for name in names if name in batch}
-        if "position_ids" in batch:
-            inputs["position_ids"] = batch["position_ids"] + self._first_position
+        0, token_type_ids [B, L], all with `prefix` before their names.
+
+        With `places` (data/collate.py) padding is not computed where the model type allows it, and its states are 0.
+        """
+        names = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+        inputs = {name: batch[prefix + name] for name in names if prefix + name in batch}
+        if "position_ids" in inputs:
+            inputs["position_ids"] = inputs["position_ids"] + self._first_position
+        if self._varlen and prefix + "places" in batch:
+            return varlen.last_hidden_state(self.lm.base_model, inputs, batch[prefix + "places"], self._first_position)
         return self.lm.base_model(**inputs).last_hidden_state
+
+    def checkpoint_activations(self) -> None:
+        """Keep the inputs of the layers for the backward pass, and compute all else again."""
+        # transformers 5.23 renamed it
+        enable = getattr(self.lm, "activation_checkpointing_enable", None) or self.lm.gradient_checkpointing_enable
+        enable()
+
+    def compile_layers(self, backend: str = "inductor") -> None:
+        """torch.compile of each layer by itself: parameters keep their names, one program serves all layers."""
+        functorch_config.donated_buffer = False  # a stream's gradient norm takes a backward pass before the engine's
+        for layer in self.lm.base_model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.compile(dynamic=True, backend=backend)
 
     def masked_lm(self, rows_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the cross-entropy of predicting labels from rows (fp32), and the number predicted right."""
@@ -98,8 +124,8 @@ class Encoder(nn.Module):
 
     def vocabulary_loss(self, features_MH: Tensor, labels_M: Tensor) -> tuple[Tensor, Tensor]:
         """The same from what the head made of the rows: the tied projection and its bias alone."""
-        projection = self.lm.get_output_embeddings()
-        return masked_cross_entropy(features_MH, projection.weight, projection.bias, labels_M)
+        out = self.lm.get_output_embeddings()
+        return masked_cross_entropy(features_MH, out.weight, out.bias, labels_M, self.label_smoothing, self.z_loss)
 
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:

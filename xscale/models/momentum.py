@@ -95,7 +95,7 @@ class Queue:
         keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
         places = (self.next + torch.arange(len(keys_ND), device=keys_ND.device)) % size
         self.ring_KD[places] = keys_ND.to(self.ring_KD)
-        self.born_K[places] = step
+        self.born_K.index_fill_(0, places, step)
         self.next = (self.next + len(keys_ND)) % size
         self.filled = min(self.filled + len(keys_ND), size)
 

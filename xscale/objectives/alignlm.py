@@ -102,12 +102,12 @@ def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
     encoder, heads, labels, linked = parts.encoder, parts.heads, batch["labels"], batch["linked"]
     W1, GELU, LN = encoder.head
     H = encoder.hidden(batch).flatten(0, 1)
-    mono = LN(heads.linear(GELU(W1(H[batch["rows"]]))))
+    index = [batch[f"gather_{name}"] for name in ("offsets", "columns", "t_offsets", "t_rows")]
+    H_masked, H_star = alignment_gather(H, len(labels), *index)
+    mono = LN(heads.linear(GELU(W1(H_masked))))
 
-    index = (batch[f"link_{name}"] for name in ("offsets", "columns", "t_offsets", "t_rows"))
-    H_star = alignment_gather(H, *index)
     if options.normalize == "mean":
-        H_star = H_star / batch["link_offsets"].diff()[:, None]
+        H_star = H_star / batch["gather_offsets"][len(labels) :].diff()[:, None]
     H_tilde = heads.W2(H_star)
     bi = LN(heads.linear(GELU(heads.W3(H_tilde))))
 

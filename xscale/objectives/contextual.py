@@ -51,12 +51,12 @@ class Frozen:
         """`initial` on the trained encoder's device, in its type."""
 
     @torch.no_grad()
-    def hidden(self, encoder: Encoder, batch: dict[str, Tensor]) -> Tensor:
+    def hidden(self, encoder: Encoder, batch: dict[str, Tensor], prefix: str = "") -> Tensor:
         """Computed where, and in the type that, `encoder` computes in."""
         ours, theirs = next(self.running.parameters()), next(encoder.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
-        return self.running.hidden(batch)
+        return self.running.hidden(batch, prefix)
 
     def update(self, applied: bool) -> None:
         pass
@@ -72,8 +72,9 @@ class Frozen:
 def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
     """Samples are single pairs.
 
-    input_ids, attention_mask [2P, L]: the P sentences in the anchor language, then their translations; `first`,
-    `second` [K], places of linked words; `anchors` [T], places of the anchor language's tokens.
+    input_ids, attention_mask [2P, L]: the P sentences in the anchor language, then their translations; with anchor_
+    before their names, the former alone; `first`, `second` [K], places of linked words; `anchors` [T], places of the
+    anchor language's tokens.
     """
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     if not pairs:
@@ -93,18 +94,19 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         "second": second,
         "anchors": anchors,
     }
-    return MicroBatch(batch, _targets(batch), len(sequences.ids), len(pairs), too_long)
+    return _micro_batch(batch, len(sequences.ids), len(pairs), too_long)
 
 
 def _idle(context: Context, too_long: int) -> MicroBatch:
     ids = np.array([[context.encoder.cls_id, context.encoder.sep_id]] * 2)
     empty = {name: np.empty(0, dtype=np.int64) for name in ("first", "second", "anchors")}
-    batch = {"input_ids": ids, "attention_mask": np.ones_like(ids)} | empty
-    return MicroBatch(batch, _targets(batch), 0, 0, too_long)
+    return _micro_batch({"input_ids": ids, "attention_mask": np.ones_like(ids)} | empty, 0, 0, too_long)
 
 
-def _targets(batch: dict[str, np.ndarray]) -> dict[str, int]:
-    return {"align": len(batch["first"]), "anchor": len(batch["anchors"])}
+def _micro_batch(batch: dict[str, np.ndarray], tokens: int, pairs: int, too_long: int) -> MicroBatch:
+    halves = {f"anchor_{name}": batch[name][: len(batch[name]) // 2] for name in ("input_ids", "attention_mask")}
+    targets = {"align": len(batch["first"]), "anchor": len(batch["anchors"])}
+    return MicroBatch(batch | halves, targets, tokens, pairs, too_long)
 
 
 def _anchor_side(pair: Example, anchor: str) -> int:
@@ -117,10 +119,8 @@ def _anchor_side(pair: Example, anchor: str) -> int:
 
 
 def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    english = {name: rows[: len(rows) // 2] for name, rows in inputs.items()}
-    f = parts.encoder.hidden(inputs).flatten(0, 1)
-    f0 = parts.companion.hidden(parts.encoder, english).flatten(0, 1)
+    f = parts.encoder.hidden(batch).flatten(0, 1)
+    f0 = parts.companion.hidden(parts.encoder, batch, "anchor_").flatten(0, 1)
     L = squared_distances(f[batch["first"]], f[batch["second"]])
     R = squared_distances(f[batch["anchors"]], f0[batch["anchors"]])
     return LossSums({"align": L, "anchor": R}, {})

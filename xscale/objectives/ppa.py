@@ -97,8 +97,8 @@ def check(options: Options, samples: int) -> str | None:
 def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
     """Samples are single pairs. `tokens` counts those that the query encoder reads.
 
-    query_ids, query_mask, key_ids, key_mask [B, L]; number [B], the pairs' places in the global batch; and those of
-    TLM (data/collate.py).
+    input_ids and attention_mask of the views, query_ and key_ before their names [B, L]; number [B], the pairs' places
+    in the global batch; and those of TLM (data/collate.py).
     """
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
@@ -110,11 +110,11 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         merged |= words.arrays
         targets[options.word_term], tokens = words.targets["mlm"], words.tokens
     if options.moco_weight:
-        merged["query_ids"], merged["query_mask"] = view(sides, context)
-        merged["key_ids"], merged["key_mask"] = view([(pair, 1 - side) for pair, side in sides], context)
+        merged |= view("query", sides, context)
+        merged |= view("key", [(pair, 1 - side) for pair, side in sides], context)
         merged["number"] = np.array([pair.number for pair in pairs], dtype=np.int64)
         targets["moco"] = len(pairs)
-        tokens += int(merged["query_mask"].sum()) if pairs else 0
+        tokens += int(merged["query_attention_mask"].sum()) if pairs else 0
     return MicroBatch(merged, targets, tokens, len(pairs), too_long)
 
 
@@ -139,13 +139,15 @@ def word_level(sides: list[tuple[Example, int]], options: Options, context: Cont
 _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
-def view(sides: list[tuple[Example, int]], context: Context) -> tuple[np.ndarray, np.ndarray]:
-    """`[CLS] s [SEP]` for each (pair, number of its text), and its mask [B, L]; `[CLS] [SEP]` where there is none."""
+def view(name: str, sides: list[tuple[Example, int]], context: Context) -> dict[str, np.ndarray]:
+    """`[CLS] s [SEP]` for each (pair, number of its text); `[CLS] [SEP]` where there is none."""
     encoder = context.encoder
-    if not sides:
-        return np.array([[encoder.cls_id, encoder.sep_id]]), np.ones((1, 2), dtype=np.int64)
-    alone = join_segments(encoder, [[side] for side in sides], context.language_ids)
-    return arrays.pad(alone, alone.ids, encoder.pad_id), arrays.pad(alone, np.ones_like(alone.ids), 0)
+    ids = np.array([[encoder.cls_id, encoder.sep_id]])
+    mask = np.ones_like(ids)
+    if sides:
+        alone = join_segments(encoder, [[side] for side in sides], context.language_ids)
+        ids, mask = arrays.pad(alone, alone.ids, encoder.pad_id), arrays.pad(alone, np.ones_like(alone.ids), 0)
+    return {f"{name}_input_ids": ids, f"{name}_attention_mask": mask}
 
 
 # Model
@@ -171,9 +173,9 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def project(encoder: Encoder, projection: nn.Module, batch: dict[str, Tensor], side: str) -> Tensor:
+def project(encoder: Encoder, projection: nn.Module, batch: dict[str, Tensor], view: str) -> Tensor:
     """z of the view "query" or "key" of each pair [B, D]; B may be 0."""
-    hidden_BLH = encoder.hidden({"input_ids": batch[f"{side}_ids"], "attention_mask": batch[f"{side}_mask"]})
+    hidden_BLH = encoder.hidden(batch, f"{view}_")
     return projection(hidden_BLH[:, 0])[: len(batch["number"])]
 
 

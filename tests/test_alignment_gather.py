@@ -1,0 +1,294 @@
+"""The alignment gather against a dense A^T H; its Triton kernel without a GPU: interpreted, and compiled ahead."""
+
+import ctypes
+import mmap
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from xscale.ops import alignment_gather_triton as kernel
+from xscale.ops.alignment_gather import _gather_sum_cuda, alignment_gather
+
+Rows = list[list[int]]
+"""The columns that each row sums."""
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def random_rows(number: int, places: int, seed: int = 0, most: int = 5) -> Rows:
+    """Rows of none to `most` columns, some of them repeated, and one of many columns."""
+    r = np.random.default_rng(seed)
+    rows = [sorted(r.integers(0, places, r.integers(0, most + 1)).tolist()) for _ in range(number)]
+    if number > 3:
+        rows[number // 2] = sorted(r.integers(0, places, 40).tolist())
+        rows[-1] = [places - 1, places - 1]
+    return rows
+
+
+def transposed(rows: Rows, places: int) -> Rows:
+    return [[r for r, columns in enumerate(rows) for c in columns if c == place] for place in range(places)]
+
+
+def csr(rows: Rows) -> tuple[Tensor, Tensor]:
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+    return torch.from_numpy(offsets), torch.tensor([c for columns in rows for c in columns], dtype=torch.int32)
+
+
+def index_of(rows: Rows, places: int) -> list[Tensor]:
+    return [*csr(rows), *csr(transposed(rows, places))]
+
+
+def dense(rows: Rows, places: int) -> Tensor:
+    A = torch.zeros(len(rows), places, dtype=torch.float64)
+    for row, columns in enumerate(rows):
+        for column in columns:
+            A[row, column] += 1
+    return A
+
+
+def assert_close(real: Tensor, A: Tensor, values: Tensor) -> None:
+    """real is A @ values: to 1e-12, or to one unit in the last place of its type, next to an fp32 sum's own error."""
+    exact = A @ values.double()
+    if real.dtype == torch.float64:
+        bound = 1e-12 * (A @ values.double().abs())
+    else:
+        ulp = torch.finfo(real.dtype).eps * torch.exp2(torch.frexp(exact).exponent - 1.0)
+        bound = ulp + (A.sum(1, keepdim=True) + 1) * torch.finfo(torch.float32).eps * (A @ values.double().abs())
+    assert ((real.double() - exact).abs() <= bound).all()
+
+
+# 1. What it computes
+
+CASES: dict[str, tuple[Rows, int, int, int]] = {
+    "all kinds of rows": (random_rows(30, 50), 50, 64, 13),
+    "odd width": (random_rows(9, 20, 1), 20, 37, 4),
+    "width 1": (random_rows(5, 8, 2), 8, 1, 2),
+    "no links": ([[], [], []], 4, 8, 1),
+    "the first half empty": (random_rows(5, 8, 3), 8, 8, 0),
+    "the second half empty": (random_rows(5, 8, 4), 8, 8, 5),
+    "no rows": ([], 6, 8, 0),
+    "one place": ([[0], [0, 0, 0]], 1, 8, 1),
+    "as AlignLM makes them": ([[1], [3], [4], [0, 2], [4]], 6, 8, 3),
+}
+"""Rows, places, width, split."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_the_dense_product_and_so_is_its_gradient(case: str, dtype: torch.dtype) -> None:
+    rows, places, width, split = CASES[case]
+    torch.manual_seed(0)
+    hidden = torch.randn(places, width).to(dtype).requires_grad_()
+    index, A = index_of(rows, places), dense(rows, places)
+    halves = alignment_gather(hidden, split, *index)
+    assert [half.shape for half in halves] == [(split, width), (len(rows) - split, width)]
+    assert all(half.dtype == dtype for half in halves)
+    assert_close(torch.cat(halves).detach(), A, hidden.detach())
+    upstream = [torch.randn(half.shape).to(dtype) for half in halves]
+    (gradient,) = torch.autograd.grad(halves, hidden, upstream)
+    assert gradient.dtype == dtype
+    assert_close(gradient, A.T, torch.cat(upstream))
+
+
+def test_it_is_its_line_of_torch() -> None:
+    rows, places, width, split = CASES["all kinds of rows"]
+    hidden = torch.randn(places, width, dtype=torch.float64)
+    offsets, columns, *rest = index_of(rows, places)
+    line = torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)]).tensor_split([split])
+    for half, expected in zip(alignment_gather(hidden, split, offsets, columns, *rest), line, strict=True):
+        torch.testing.assert_close(half, expected, rtol=1e-14, atol=1e-14)
+
+
+def test_strides_do_not_matter() -> None:
+    rows, places, width, split = CASES["all kinds of rows"]
+    index = index_of(rows, places)
+    wide = torch.randn(places, 2 * width, dtype=torch.float64)
+    for hidden in (wide[:, ::2], wide[:, 3 : width + 3], wide.T[:width].T, wide[:1, :width].expand(places, width)):
+        assert_close(torch.cat(alignment_gather(hidden, split, *index)), dense(rows, places), hidden)
+    hidden = wide[:, :width].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(sum(half.sum() for half in alignment_gather(hidden, split, *index)), hidden)
+    assert_close(gradient, dense(rows, places).T, torch.ones(len(rows), width))
+
+
+def test_derivatives_are_the_numerical_ones() -> None:
+    rows, places = random_rows(5, 7), 7
+    index = index_of(rows, places)
+    hidden = torch.randn(places, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h: alignment_gather(h, 2, *index), hidden)
+    assert torch.autograd.gradgradcheck(lambda h: [x.square() for x in alignment_gather(h, 2, *index)], hidden)
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_half_without_a_gradient_counts_as_zero(half: int) -> None:
+    rows, places, width, split = CASES["as AlignLM makes them"]
+    hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
+    out = alignment_gather(hidden, split, *index_of(rows, places))[half]
+    (gradient,) = torch.autograd.grad(out.sum(), hidden)
+    A = dense(rows, places).tensor_split([split])[half]
+    assert_close(gradient, A.T, torch.ones(len(A), width))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_reruns_give_the_same_bits(dtype: torch.dtype) -> None:
+    rows, places, split = random_rows(400, 300), 300, 150
+    index = index_of(rows, places)
+    hidden = torch.randn(places, 65).to(dtype).requires_grad_()
+    weight = torch.randn(len(rows), 65).to(dtype)
+    runs, threads = [], torch.get_num_threads()
+    for number in (1, 2, 2):
+        torch.set_num_threads(number)
+        out = torch.cat(alignment_gather(hidden, split, *index))
+        runs.append((out, *torch.autograd.grad(out, hidden, weight)))
+    torch.set_num_threads(threads)
+    assert all(torch.equal(real, first) for run in runs for real, first in zip(run, runs[0], strict=True))
+
+
+# 2. Where it is used
+
+
+def test_it_is_one_operator() -> None:
+    rows, places, width, split = CASES["as AlignLM makes them"]
+    index = index_of(rows, places)
+    hidden = torch.randn(places, width, requires_grad=True)
+    second = torch.randn(2, width, requires_grad=True)
+    operator: Any = torch.ops.xscale.alignment_gather
+    for values in ((hidden, hidden.detach()[:0]), (hidden[:-2], second)):
+        torch.library.opcheck(operator, (*values, *index, split))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_compiles_whole(dynamic: bool) -> None:
+    """And stays one node, of any number of rows."""
+    seen: list[str] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def step(hidden: Tensor, index: list[Tensor], split: int) -> Tensor:
+        first, second = alignment_gather(hidden, split, *index)
+        return first.square().sum() + second.exp().sum()
+
+    for whole in (backend, "aot_eager"):
+        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=whole)
+        for name in ("all kinds of rows", "as AlignLM makes them"):
+            rows, places, width, split = CASES[name]
+            hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
+            index = index_of(rows, places)
+            losses = [function(hidden, index, split) for function in (compiled, step)]
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(*(torch.autograd.grad(loss, hidden)[0] for loss in losses))
+    assert any("xscale.alignment_gather" in target for target in seen)
+
+
+def test_a_cpu_needs_no_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from xscale.ops.alignment_gather import alignment_gather as gather\n"
+        "i = torch.arange(3, dtype=torch.int32); h = torch.randn(2, 8, requires_grad=True)\n"
+        "gather(h, 1, i, i[:2], i, i[:2])[1].sum().backward(); assert h.grad[:, 0].tolist() == [0, 1]"
+    )
+    run_python(code)
+
+
+def run_python(code: str, **env: str) -> None:
+    found = subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr[-4000:]
+
+
+# 3. The kernel, interpreted. In a process of its own: what lies outside of a tensor is out of reach there
+
+
+def test_the_interpreted_kernel_is_the_dense_product() -> None:
+    run_python("import tests.test_alignment_gather as t; t.interpret()", TRITON_INTERPRET="1")
+
+
+def interpret() -> None:
+    torch.manual_seed(0)
+    cases = [CASES[name] for name in CASES if name != "all kinds of rows"]
+    cases += [(random_rows(9, 72, 5, most=3), 72, 768, 4), (random_rows(6, 30, 6), 30, 771, 6)]
+    original = Tensor.new_empty
+
+    def new_empty(like: Tensor, *shape: int, **where: Any) -> Tensor:
+        """Triton's interpreter says where."""
+        return original(like, *shape, **where) if where else fenced(torch.zeros(shape, dtype=like.dtype))
+
+    with mock.patch.object(Tensor, "new_empty", new_empty):
+        for rows, places, width, split in cases:
+            A = dense(rows, places)
+            index = [fenced(array) for array in index_of(rows, places)]
+            back = index[2:] + index[:2]
+            for dtype in DTYPES:
+                hidden = fenced(torch.randn(places, width).to(dtype))
+                halves = _gather_sum_cuda(hidden, hidden[:0], *index, split)
+                assert_close(torch.cat(halves), A, hidden)
+                upstream = [fenced(torch.randn(half.shape).to(dtype)) for half in halves]
+                gradient, nothing = _gather_sum_cuda(*upstream, *back, places)
+                assert_close(gradient, A.T, torch.cat(upstream))
+                assert nothing.shape == (0, width)
+        strided, other = torch.randn(37, 2 * places, dtype=torch.float64).T[::2].split([places - 3, 3])
+        halves = _gather_sum_cuda(strided, other, *index, split)
+        assert_close(torch.cat(halves), A, torch.cat([strided, other]))
+    places = 2**31 // 768 + 9
+    memory = mmap.mmap(-1, places * 768 * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # no reserve
+    hidden = torch.frombuffer(memory, dtype=torch.float16).view(places, 768)
+    hidden[-1] = torch.arange(768)
+    rows = [[], [places - 1], [1, places - 1]]
+    far, _ = kernel.gather_sum(hidden, hidden[:0], *csr(rows), 3)
+    assert far.tolist() == [[0] * 768, list(range(768)), list(range(768))]
+
+
+def fenced(tensor: Tensor) -> Tensor:
+    """A copy whose last byte is the last before a page that the process must not touch."""
+    if not tensor.numel():
+        return tensor.clone()
+    size, page = tensor.nbytes, mmap.PAGESIZE
+    room = -(-size // page) * page
+    memory = mmap.mmap(-1, room + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + room), page, 0) == 0
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size).view(tensor.shape)
+    return copy.copy_(tensor)
+
+
+# 4. The kernel, compiled
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("width", [768, 1024])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: str, width: int, arch: int, tmp_path: Any) -> None:
+    """All loads and stores of hidden states do, and nothing is spilled, added atomically or shared; places in tensors
+    are computed in 64 bits."""
+    compiled = compile_ahead(dtype, width, arch)
+    assert not re.search(r"muli .*tensor<.*i32>", compiled.asm["ttir"])
+    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "cubin"]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = Counter(re.findall(r"\s((?:LDG|LDS|LDL|LD|STG|STS|STL|ST|ATOM[GS]?|RED)(?:\.\w+)*) ", listing))
+    assert set(found) == {"LDG.E", "LDG.E.128", "STG.E.128"}
+    assert (found["LDG.E.128"], found["STG.E.128"]) == (kernel.ROWS * kernel.AHEAD, kernel.ROWS)
+
+
+def compile_ahead(dtype: str, width: int, arch: int) -> Any:
+    names = kernel.sum_rows.arg_names
+    types = {"values": f"*{dtype}", "out": f"*{dtype}", "values_gap": "i64", "out_gap": "i64"}
+    types |= {"offsets": "*i32", "columns": "*i32"}
+    launch = kernel.launch(width, 4 if dtype == "fp32" else 2)
+    signature = {name: "constexpr" if name in launch else types.get(name, "i32") for name in names}
+    constants = {name: launch.pop(name) for name in names if name in launch}
+    aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
+    source = ASTSource(kernel.sum_rows, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
