@@ -47,6 +47,8 @@ lint: $(VENV)/installed
 	mypy
 
 bench: $(VENV)/installed
+	python benchmarks/gather.py
+	python benchmarks/head.py
 	python benchmarks/loader.py
 	python benchmarks/shuffle.py
 	python benchmarks/step.py
