@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,8 @@ from xscale.sample import Record
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 """glibc keeps freed memory. Its defaults return large tensors to the system and pay page faults for each new one."""
 
-Pair = tuple[str, str]
+Pair = tuple[str, str, str | None]
+"""Two texts and their word links in Pharaoh form, where known."""
 
 
 def use_allocator(name: str) -> None:
@@ -32,39 +33,65 @@ def use_allocator(name: str) -> None:
 
 
 def text_pairs(files: Sequence[Path] | None) -> tuple[tuple[str, str], Iterator[Pair]]:
-    """Languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or of the endless demo world."""
+    """Languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or of the endless demo world, which has
+    links."""
     if files:
         src, tgt = ((line for _, line in read_lines(path)) for path in files)
-        return ("en", "xx"), zip(src, tgt, strict=True)
+        return ("en", "xx"), ((s, t, None) for s, t in zip(src, tgt, strict=True))
     world = World(0)
-    return LANGUAGES, (world.pair(i)[:2] for i in range(sys.maxsize))
+    return LANGUAGES, map(world.pair, count())
 
 
 def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:
     """Pairs of `words` words a side: neighbours are joined until both sides have as many, then trimmed."""
-    sides: tuple[list[str], list[str]] = ([], [])
-    for pair in pairs:
-        for side, text in zip(sides, pair, strict=True):
-            side += text.split()
-        if min(len(side) for side in sides) >= words:
-            yield " ".join(sides[0][:words]), " ".join(sides[1][:words])
-            sides = ([], [])
+    first: list[str] = []
+    second: list[str] = []
+    links: list[tuple[int, int]] = []
+    for one, other, pharaoh in pairs:
+        found = (map(int, link.split("-")) for link in (pharaoh or "").split())
+        links += [(len(first) + i, len(second) + j) for i, j in found]
+        first += one.split()
+        second += other.split()
+        if min(len(first), len(second)) >= words:
+            kept = " ".join(f"{i}-{j}" for i, j in links if max(i, j) < words)
+            yield " ".join(first[:words]), " ".join(second[:words]), None if pharaoh is None else kept
+            first, second, links = [], [], []
 
 
 def write_pairs(pairs: Sequence[Pair], langs: tuple[str, str], out: Path, records: int) -> Source:
     """`records` records of `pairs`, repeated as often as it takes."""
 
-    def lines() -> Iterator[Line]:
-        for number, pair in enumerate(islice(cycle(pairs), records), start=1):
-            yield number, "", [Record(f"bench-{number:09d}", langs, pair)]
+    numbered = enumerate(islice(cycle(pairs), records), start=1)
+    return _write((Record(f"bench-{n:09d}", langs, pair[:2], pair[2]) for n, pair in numbered), out)
 
+
+def write_mono(texts: Iterable[str], language: str, out: Path) -> Source:
+    numbered = enumerate(texts, start=1)
+    return _write((Record(f"bench.{language}-{n:09d}", (language,), (text,)) for n, text in numbered), out)
+
+
+def _write(records: Iterable[Record], out: Path) -> Source:
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_shards(lines(), out, "pairs", SHARD_LINES, Ranks(), {"tool": "benchmarks"})
+    lines: Iterator[Line] = ((number, "", [record]) for number, record in enumerate(records, start=1))
+    write_shards(lines, out, out.name, SHARD_LINES, Ranks(), {"tool": "benchmarks"})
     return Source(out)
 
 
+def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path) -> list[Path]:
+    """What every recipe needs, of pairs of the demo world: shards of pairs with links and of either side alone; beside
+    them tokenizer/ and lexicon/. Returns the directories for --data."""
+    write_tokenizer(pairs, vocab_size, out / "tokenizer")
+    (out / "lexicon").mkdir()
+    entries = "".join(f"{first} {second}\n" for first, second in World(0).dictionary())
+    (out / "lexicon" / "{}-{}.txt".format(*LANGUAGES)).write_text(entries, encoding="utf-8")
+    sources = [write_pairs(pairs, LANGUAGES, out / "pairs", len(pairs))]
+    for side, language in enumerate(LANGUAGES):
+        sources.append(write_mono((str(pair[side]) for pair in pairs), language, out / f"mono_{language}"))
+    return [source.directory for source in sources]
+
+
 def write_tokenizer(pairs: Iterable[Pair], vocab_size: int, out: Path) -> Path:
-    texts = (text for pair in pairs for text in pair)
+    texts = (text for pair in pairs for text in pair[:2])
     tokenizers.train(texts, "wordpiece", vocab_size, lowercase=False).save_pretrained(out)
     return out
 

@@ -1,282 +1,501 @@
-"""A TLM optimizer step of xscale against the stock loop, Hugging Face masked LM on DeepSpeed ZeRO-2.
+"""Optimizer steps of xscale against the stock loop: Hugging Face models on DeepSpeed ZeRO-2, objective by objective.
 
-    python benchmarks/step.py [--data DIR] [--rounds 8] [--micro_batches 16 32 64] [--allocator steady|default]
+    python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--micro_batches 32]
+    python benchmarks/step.py --memory [--recipes ...]      peak memory of each loop, in a process of its own
+    python benchmarks/step.py --check [--recipes ...]       both losses on the same masked inputs, without dropout
+    python benchmarks/step.py --recipes alignlm ppa --preset base --vocab_size 120000 --words 62 --samples 128 \\
+        --micro_batches 128 --workers 4                     on a GPU: BERT-base at 128 pairs of 128 tokens
 
-Both train the same model (preset mini, vocabulary 32,768) from the same weights on the same pairs in each optimizer
-step (256), with the same ds_config, and take turns in one process. The stock loop is what `Trainer` does: tokenised
-beforehand, micro-batches of 32 in random order, padded to their longest, DataCollatorForLanguageModeling,
-AutoModelForMaskedLM with labels. xscale reads, tokenises, masks and collates as it goes. Prints
-  1. pairs/s, the ratio to the stock loop (medians, and the range over rounds), and the ratio that FLOPs allow
-  2. where a step's time goes, in ms; ZeRO-2 reduces gradients while the backward pass runs
---data: a directory of pair shards with a tokenizer/ (default: made from the demo world). --allocator steady, the
-default, sets glibc's malloc to keep freed memory; both loops gain, and page faults blur the comparison without it.
+Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
+optimizer step, with the same ds_config, and take turns in one process. The stock loop (stock.py) is what an ordinary
+user writes: micro-batches of 32 in random order, padded to their longest, logits at all positions; tokenised, masked
+and collated beforehand. xscale does all that as it goes. Prints for each recipe
+  1. samples/s, the ratio to the stock loop (medians, and the range over rounds), the ratio that FLOPs allow; on a GPU
+     also MFU, peak memory, and steps that fp16 overflow skipped
+  2. where a step's time goes, in ms, of either loop. ZeRO-2 reduces gradients in the backward pass; xscale's head takes
+     its gradients in the forward pass. On a GPU measured in steps of their own, since the watch waits for the device
+FLOPs that an objective needs, by cost.StepFlops: of each pass through the encoder 6 N t + 12 H L t a layer (N matrix
+weights, t tokens without padding, L a sequence's; a third where nothing is trained: key encoder, frozen copy), and
+6 H V of each predicted row. MFU = these / (seconds x peak), for either loop. FLOPs that the stock loop computes are
+counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
+--data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
+links; --words N joins its sentences until a pair has N words a side). --allocator steady, the default, sets glibc's
+malloc to keep freed memory; both loops gain, and page faults blur the comparison without it.
 """
 
 import argparse
+import gc
+import json
 import os
 import random
+import resource
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
+from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from common import print_table, text_pairs, use_allocator, write_pairs, write_tokenizer
-from transformers import DataCollatorForLanguageModeling
+from common import print_table, text_pairs, use_allocator, with_words, write_world
+from stock import Example, Mlm, Ppa, StockModule, first_queue
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
-from xscale import distributed, engine
-from xscale.data.mixture import Mixture, initial_state
+from xscale import config, distributed, engine
+from xscale.cost import StepFlops
+from xscale.data.collate import MicroBatch
+from xscale.data.mixture import Draw, Mixture, initial_state
 from xscale.distributed import Place
 from xscale.errors import UserError
 from xscale.job import Job, prepare
-from xscale.sample import Record
+from xscale.models.encoder import Encoder
+from xscale.objectives import OBJECTIVES
 
-STOCK_MICRO_BATCH, VOCAB_SIZE, MAX_LENGTH = 32, 32_768, 128
+STOCK_MICRO_BATCH, PAIRS = 32, 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
-PARTS = ("data", "encoder forward", "head forward", "head backward", "encoder backward, reduce", "optimizer")
+PARTS = ("data", "encoder forward", "heads, loss", "heads backward", "encoder backward, reduce", "optimizer, momentum")
+CUDA = torch.cuda.is_available()
+ALONE = Place(0, 1, 0, 1)
+
+aten = torch.ops.aten
+for direction in ("", "_backward"):  # torch counts attention on CUDA only
+    cpu_attention = getattr(aten, f"_scaled_dot_product_flash_attention_for_cpu{direction}")
+    flop_registry[cpu_attention] = flop_registry[getattr(aten, f"_scaled_dot_product_flash_attention{direction}")]
 
 
 class Stopwatch:
     """Seconds of each part of a step, told by hooks: `part(name)` closes the part that ran until now."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.last = 0.0
+        self.on = False
 
-    def start(self) -> None:
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.last = now()
+    def start(self, on: bool) -> None:
+        self.on, self.seconds, self.last = on, dict.fromkeys(PARTS, 0.0), now()
+        self.forward = self.backward = False
 
     def part(self, name: str) -> None:
-        moment = now()
-        self.seconds[name] += moment - self.last
-        self.last = moment
+        if self.on:
+            moment = now()
+            self.seconds[name] += moment - self.last
+            self.last = moment
 
-    def watch(self, deepspeed_engine: Any, base_model: torch.nn.Module) -> None:
-        def after_encoder(module: Any, inputs: Any, output: Any) -> None:
-            self.part("encoder forward")
-            output.last_hidden_state.register_hook(lambda gradient: self.part("head backward"))
+    def before_encoder(self, *args: Any) -> None:
+        self.part("heads, loss" if self.forward else "data")
+        self.forward = True
 
+    def after_encoder(self, hidden: torch.Tensor) -> None:
+        self.part("encoder forward")
+        if self.on and hidden.requires_grad:
+            hidden.register_hook(self.gradient_at_hidden)
+
+    def gradient_at_hidden(self, gradient: torch.Tensor) -> None:
+        """Where several passes have one, what precedes the later ones is mostly another pass's encoder."""
+        self.part("encoder backward, reduce" if self.backward else "heads backward")
+        self.backward = True
+
+    def watch_engine(self, deepspeed_engine: Any) -> None:
         def backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            self.part("head forward")
+            self.part("heads, loss")
             original_backward(loss, *args, **kwargs)
             self.part("encoder backward, reduce")
 
         def step(*args: Any, **kwargs: Any) -> None:
             original_step(*args, **kwargs)
-            self.part("optimizer")
+            self.part("optimizer, momentum")
+            self.forward = self.backward = False
 
-        base_model.register_forward_pre_hook(lambda module, inputs: self.part("data"))
-        base_model.register_forward_hook(after_encoder)
         original_backward, original_step = deepspeed_engine.backward, deepspeed_engine.step
         deepspeed_engine.backward, deepspeed_engine.step = backward, step
 
 
+WATCH = Stopwatch()
+"""Of the loop whose turn it is."""
+
+
+def watch_xscale() -> None:
+    hidden = Encoder.hidden
+
+    def watched(*args: Any) -> torch.Tensor:
+        WATCH.before_encoder()
+        result = hidden(*args)
+        WATCH.after_encoder(result)
+        return result
+
+    Encoder.hidden = watched  # type: ignore[method-assign]
+
+
+def watch_stock(base_model: torch.nn.Module) -> None:
+    base_model.register_forward_pre_hook(WATCH.before_encoder)
+    base_model.register_forward_hook(lambda module, inputs, output: WATCH.after_encoder(output.last_hidden_state))
+
+
 def now() -> float:
-    if torch.cuda.is_available():
+    if CUDA:
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Loop:
-    """What the two loops share: the job, the ds_config, a clock, and a count of what was computed."""
+    """What the two loops share: the engine, a clock, and its memory on the GPU among other loops'."""
+
+    kind = ""
 
     def __init__(self, job: Job, ds_config: Path):
-        self.job, self.recipe = job, job.recipe
-        given, micro_steps, here = engine.read_ds_config(ds_config), job.micro_steps(1), engine.Hardware.here()
-        resolved = engine.resolve_ds_config(given, ds_config, job.recipe, micro_steps, 1, here)
-        self.ds_config, self.precision, _ = resolved
-        self.encoder = job.encoder()
-        self.watch = Stopwatch()
+        self.job, self.name = job, f"{self.kind}, micro-batch {job.recipe.train.micro_batch}"
+        self.resident = self.peak = self.skipped = 0
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
-        self.flops: list[float] = []
-        self.padding: list[float] = []
-        self.loss = 0.0
+        self.flops = 0.0
+        self.loss = torch.zeros(())
+        with self.memory():
+            encoder = job.encoder()
+            here = engine.Hardware.here()
+            given = engine.read_ds_config(ds_config)
+            resolved = engine.resolve_ds_config(given, ds_config, job.recipe, job.micro_steps(1), 1, here)
+            self.precision = resolved[1]
+            self.engine = engine.build_engine(self.module(encoder), resolved[0])
+        WATCH.watch_engine(self.engine)
 
-    def start(self, module: torch.nn.Module) -> None:
-        self.engine = engine.build_engine(module, self.ds_config)
-        self.watch.watch(self.engine, self.encoder.lm.base_model)
+    def timed_step(self, counts: bool, watched: bool) -> None:
+        work, skipped = self.prepared(), self.engine.skipped_steps
+        with self.memory():
+            WATCH.start(watched)
+            started = WATCH.last
+            self.step(work)
+            WATCH.part("optimizer, momentum")
+            seconds = now() - started
+        if counts:
+            self.seconds.append(seconds)
+            self.skipped += self.engine.skipped_steps - skipped
+        if watched:
+            self.parts.append(WATCH.seconds)
 
-    def timed_step(self) -> None:
-        self.watch.start()
-        started = self.watch.last
-        self.step()
-        self.seconds.append(now() - started)
-        self.parts.append(self.watch.seconds)
-
-    def step(self) -> None:
+    def module(self, encoder: Encoder) -> torch.nn.Module:
         raise NotImplementedError
 
-    def count(self, shapes: list[tuple[int, int, int, int]]) -> None:
-        """shapes: (sequences, tokens of the longest, rows through the head, tokens without padding) of micro-batches"""
-        self.flops.append(sum(micro_flops(self.encoder.lm.config, *shape[:3]) for shape in shapes))
-        self.padding.append(1 - sum(shape[3] for shape in shapes) / sum(shape[0] * shape[1] for shape in shapes))
+    def prepared(self) -> Any:
+        raise NotImplementedError
+
+    def step(self, work: Any) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def memory(self) -> Iterator[None]:
+        """Adds up what this loop keeps, and the most that it ever had."""
+        if not CUDA:
+            yield
+            return
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        self.peak = max(self.peak, self.resident + torch.cuda.max_memory_allocated() - before)
+        self.resident += torch.cuda.memory_allocated() - before
 
 
 class XscaleLoop(Loop):
-    def __init__(self, job: Job, ds_config: Path):
-        super().__init__(job, ds_config)
-        self.name = f"xscale, micro-batch {job.recipe.train.micro_batch}"
-        self.start(engine.StepModule(self.encoder, job.recipe))
-        self.batches = job.batches(Place(0, 1, 0, 1), initial_state(job.specs), job.recipe.train.steps)
+    kind = "xscale"
 
-    def step(self) -> None:
+    def module(self, encoder: Encoder) -> torch.nn.Module:
+        self.formula = StepFlops(encoder)
+        self.batches = self.job.batches(ALONE, initial_state(self.job.specs), self.job.recipe.train.steps)
+        return step_module(encoder, self.job)
+
+    def prepared(self) -> None:
+        """Reading and tokenising are part of the step."""
+
+    def step(self, work: None) -> None:
         batch = next(self.batches)
-        sums = engine.optimizer_step(
-            self.engine, self.recipe, batch.micros, batch.targets(), step=batch.step, rank=0, world=1
-        )
-        self.loss = float(sums["loss/tlm"])
-        self.count([(*m.arrays["input_ids"].shape, len(m.arrays["rows"]), m.tokens) for m in batch.micros])
+        recipe = self.job.recipe
+        options: dict[str, Any] = {"step": batch.step, "rank": 0, "world": 1}
+        sums = engine.optimizer_step(self.engine, recipe, batch.micros, batch.targets(), **options)
+        self.loss = sum(stream.weight * sums[f"loss/{name}"] for name, stream in recipe.streams.items())
+        self.flops = sum(needed_flops(self.formula, micro) for micro in batch.micros)
+
+
+def step_module(encoder: Encoder, job: Job) -> engine.StepModule:
+    """With a full queue, where there is one."""
+    module = engine.StepModule(encoder, job.recipe)
+    for name, companion in module.companions.items():
+        if hasattr(companion, "queue"):
+            companion.queue.push(first_queue(job.recipe.streams[name].options), 0)
+    return module
+
+
+def needed_flops(formula: StepFlops, micro: MicroBatch) -> float:
+    arrays = micro.arrays
+    passes = [(arrays[name].sum(1), share) for name, share in PASSES.items() if name in arrays]
+    encoder = sum(share * (formula.per_token * n.sum() + formula.per_attention * (n * n).sum()) for n, share in passes)
+    return encoder + formula.per_row * sum(len(arrays[name]) for name in ("labels", "linked") if name in arrays)
+
+
+PASSES = {"attention_mask": 1, "query_attention_mask": 1, "key_attention_mask": 1 / 3, "anchor_attention_mask": 1 / 3}
+"""Masks of a micro-batch's passes through the encoder, and the share of a trained pass's FLOPs."""
 
 
 class StockLoop(Loop):
-    def __init__(self, job: Job, ds_config: Path):
-        super().__init__(job, ds_config)
-        self.name = f"stock, micro-batch {job.recipe.train.micro_batch}"
-        self.start(self.encoder.lm)  # AutoModelForMaskedLM.from_config
-        self.collator = DataCollatorForLanguageModeling(job.text.tokenizer, mlm=True, mlm_probability=0.15)
-        self.tokenised = [
-            [self.tokenise(source.read(shard, record)) for record in range(source.counts[shard])]
-            for source in job.sources
-            for shard in range(len(source.shards))
-        ]
-        self.draws = self.global_batches()
+    kind = "stock"
 
-    def tokenise(self, record: Record) -> dict[str, list[int]]:
-        return self.job.text.tokenizer(
-            *record.texts,
-            truncation=True,
-            max_length=self.recipe.data.max_length,
-            return_special_tokens_mask=True,
-            return_token_type_ids=False,
-        ).data
+    def module(self, encoder: Encoder) -> torch.nn.Module:
+        self.draws = global_batches(self.job, micro_batch=1 << 30)
+        encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
+        watch_stock(encoder.lm.base_model)
+        return StockModule(encoder.lm, self.job)
 
-    def global_batches(self) -> Iterator[list[dict[str, list[int]]]]:
-        """The pairs of each optimizer step, in the random order of the draw."""
-        job, train = self.job, self.recipe.train
-        options: dict[str, Any] = {"seed": train.seed, "alpha": self.recipe.data.alpha, "max_length": MAX_LENGTH}
-        options |= {"micro_batch": samples_of(job), "rank": 0, "world": 1, "state": initial_state(job.specs)}
-        for plan in Mixture(job.specs, job.sources, job.tokens_per_byte, **options):
-            (draw,) = plan.micros["tlm"]
-            by_sample = draw.sample.argsort()
-            places = zip(draw.shard[by_sample], draw.record[by_sample], strict=True)
-            yield [self.tokenised[shard][record] for shard, record in places]
+    def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
+        """Stream, batch and weight of each micro-step."""
+        micros = []
+        for name, draw in next(self.draws):
+            part = self.engine.module.streams[name]
+            samples = samples_of(self.job, part, as_drawn(draw))
+            cuts = range(0, len(samples), STOCK_MICRO_BATCH)
+            batches = [part.collate(list(chain(*samples[i : i + STOCK_MICRO_BATCH]))) for i in cuts]
+            weight = self.job.recipe.streams[name].weight / len(batches)
+            micros += [(name, batch, weight) for batch in batches]
+        return micros
 
-    def step(self) -> None:
-        pairs = next(self.draws)
-        losses, shapes = [], []
-        for start in range(0, len(pairs), STOCK_MICRO_BATCH):
-            batch = self.collator(pairs[start : start + STOCK_MICRO_BATCH])
-            batch = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
-            loss = self.engine(**batch).loss
-            self.engine.backward(loss)
+    def step(self, work: list[tuple[str, dict[str, torch.Tensor], float]]) -> None:
+        losses = []
+        for name, batch, weight in work:
+            on_device = {key: tensor.to(self.engine.device) for key, tensor in batch.items()}
+            loss = self.engine(name, on_device) * weight
+            self.engine.backward(loss * len(work))
             self.engine.step()
             losses.append(loss.detach())
-            shape = tuple(batch["input_ids"].shape)
-            shapes.append((*shape, shape[0] * shape[1], int(batch["attention_mask"].sum())))
-        self.loss = float(torch.stack(losses).mean())
-        self.count(shapes)
+        for part in self.engine.module.streams.values():
+            part.after_step(self.engine.module.lm)
+        self.loss = torch.stack(losses).sum()
 
 
-def micro_flops(model: Any, sequences: int, longest: int, rows: int) -> float:
-    """Forward and backward of a micro-batch: 6 a weight and token (12 H^2 weights a layer), 12 H L a layer for
-    attention's products, and the head's H^2 + H V weights for each row that it is computed on."""
-    h, layers = model.hidden_size, model.num_hidden_layers
-    assert model.intermediate_size == 4 * h
-    per_token = layers * (6 * 12 * h * h + 12 * h * longest)
-    return per_token * sequences * longest + 6 * (h * h + h * model.vocab_size) * rows
+def global_batches(job: Job, micro_batch: int) -> Iterator[list[tuple[str, Draw]]]:
+    """The micro-batches of each optimizer step, by stream."""
+    options: dict[str, Any] = {"seed": job.recipe.train.seed, "alpha": job.recipe.data.alpha, "rank": 0, "world": 1}
+    options |= {"max_length": job.recipe.data.max_length, "micro_batch": micro_batch, "state": initial_state(job.specs)}
+    for plan in Mixture(job.specs, job.sources, job.tokens_per_byte, **options):
+        yield [(name, draw) for name, draws in plan.micros.items() for draw in draws]
 
 
-def make_data(folder: Path) -> Path:
-    langs, pairs = text_pairs(None)
-    pool = list(islice(pairs, 20_000))
-    write_tokenizer(pool, VOCAB_SIZE, folder / "tokenizer")
-    return write_pairs(pool, langs, folder / "pairs", len(pool)).directory
+def as_drawn(draw: Draw) -> Draw:
+    """The samples in the random order in which they were drawn, not by length."""
+    order = draw.sample.argsort(kind="stable")
+    return Draw(**{name: column[order] for name, column in vars(draw).items()})
 
 
-def make_job(data: Path, samples: int, micro_batch: int, steps: int) -> Job:
-    fields = {"model.preset": "mini", "streams.tlm.samples": samples, "data.max_length": MAX_LENGTH, "data.workers": 0}
-    fields |= {"data.overlong": "truncate", "train.micro_batch": micro_batch, "train.steps": steps}
-    sets = [f"{key}={value}" for key, value in fields.items()]
-    job = prepare("tlm", sets, [data])
-    if len(job.sources) != 1:
-        raise UserError(f"--data {data} holds {len(job.sources)} sources; give the directory of one")
-    if job.text.vocab_size > VOCAB_SIZE:
-        raise UserError(f"the tokenizer of {data} has {job.text.vocab_size:,} ids, more than {VOCAB_SIZE:,}")
-    job.text.vocab_size = VOCAB_SIZE  # of the model
+def samples_of(job: Job, part: Mlm, draw: Draw) -> list[list[Example]]:
+    """The stock loop's examples of each sample, in the draw's order."""
+    columns = (draw.sample.tolist(), draw.source.tolist(), draw.shard.tolist(), draw.record.tolist())
+    places = groupby(zip(*columns, strict=True), key=lambda place: place[0])
+    return [
+        part.examples([job.sources[source].read(shard, record) for _, source, shard, record in group])
+        for _, group in places
+    ]
+
+
+def make_job(recipe: str, data: list[Path], args: argparse.Namespace, micro_batch: int, *more: str) -> Job:
+    fields = {"model.preset": args.preset, "data.max_length": args.max_length, "data.workers": args.workers}
+    fields |= {"data.overlong": "truncate", "train.micro_batch": micro_batch}
+    fields |= {"train.steps": args.warm + args.rounds + args.profile}
+    streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
+    if len(streams) == 1:
+        fields[f"streams.{next(iter(streams))}.samples"] = args.samples
+    fields |= {f"streams.{name}.prefill": "false" for name, stream in streams.items() if stream.objective == "ppa"}
+    job = prepare(recipe, [*(f"{key}={value}" for key, value in fields.items()), *args.set, *more], data)
+    if job.text.vocab_size > args.vocab_size:
+        raise UserError(f"the tokenizer has {job.text.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}")
+    job.text.vocab_size = args.vocab_size  # of the model
     return job
 
 
-def samples_of(job: Job) -> int:
-    return sum(spec.samples for spec in job.specs)
+def measure(recipe: str, data: list[Path], args: argparse.Namespace) -> None:
+    stock = StockLoop(make_job(recipe, data, args, STOCK_MICRO_BATCH), args.ds_config)
+    ours = [XscaleLoop(make_job(recipe, data, args, size), args.ds_config) for size in args.micro_batches]
+    loops: list[Loop] = [stock, *ours]
+    turns = random.Random(0)
+    for step in range(args.warm + args.rounds + args.profile):
+        counts = args.warm <= step < args.warm + args.rounds
+        watched = counts if not CUDA else step >= args.warm + args.rounds  # the watch waits for the device
+        for loop in turns.sample(loops, len(loops)):
+            if step == 0 and loop is stock:
+                with FlopCounterMode(display=False) as counter:
+                    loop.timed_step(counts, watched)
+                stock.flops = counter.get_total_flops()
+            else:
+                loop.timed_step(counts, watched)
+    report(recipe, stock, ours)
 
 
-def report(loops: list[Loop], warm: int) -> None:
-    stock, samples = loops[0], samples_of(loops[0].job)
-    header = ["", "pairs/s", "ratio", "range", "FLOPs allow", "padding", "TFLOP", "TFLOP/s", "loss"]
+def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
+    samples = sum(spec.samples for spec in stock.job.specs)
+    header = ["", "samples/s", "ratio", "range", "FLOPs allow", "TFLOP", "TFLOP/s", "loss"]
+    peak = ours[0].formula.peak
+    header += (["MFU"] if peak else []) + (["peak GB", "skipped"] if CUDA else [])
     rows, parts = [], []
-    for loop in loops:
-        seconds = loop.seconds[warm:]
-        ratios = sorted(a / b for a, b in zip(stock.seconds[warm:], seconds, strict=True))
-        flops = median(loop.flops[warm:])
-        rows.append(
-            [
-                loop.name,
-                f"{samples / median(seconds):,.1f}",
-                f"{median(stock.seconds[warm:]) / median(seconds):.2f}",
-                f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
-                f"{median(stock.flops[warm:]) / flops:.2f}",
-                f"{median(loop.padding[warm:]):.0%}",
-                f"{flops / 1e12:.3f}",
-                f"{flops / 1e12 / median(seconds):.3f}",
-                f"{loop.loss:.3f}",
-            ]
-        )
-        middle = [median(each[name] for each in loop.parts[warm:]) for name in PARTS]
-        parts.append([loop.name, *(f"{1e3 * value:.0f}" for value in [*middle, median(seconds)])])
-    title = f"1. Optimizer steps of {samples} pairs, {loops[0].precision}, {torch.get_num_threads()} threads"
-    print_table(f"{title}, {len(stock.seconds) - warm} rounds", header, rows)
-    print_table("2. Where a step's time goes, ms", ["", *PARTS, "step"], parts)
+    for loop in (stock, *ours):
+        seconds = median(loop.seconds)
+        ratios = sorted(a / b for a, b in zip(stock.seconds, loop.seconds, strict=True))
+        row = [
+            loop.name,
+            f"{samples / seconds:,.1f}",
+            f"{median(stock.seconds) / seconds:.2f}",
+            f"{ratios[0]:.2f}-{ratios[-1]:.2f}",
+            f"{stock.flops / loop.flops:.2f}",
+            f"{loop.flops / 1e12:.3f}",
+            f"{loop.flops / 1e12 / seconds:.3f}",
+            f"{loop.loss:.3f}",
+        ]
+        row += [f"{ours[0].flops / seconds / peak:.1%}"] if peak else []
+        row += [f"{loop.peak / 1e9:.2f}", f"{loop.skipped}"] if CUDA else []
+        rows.append(row)
+        middle = [median(each[name] for each in loop.parts) for name in PARTS]
+        parts.append([loop.name, *(f"{1e3 * value:.0f}" for value in [*middle, sum(middle)])])
+    title = f"{recipe}: steps of {samples} samples, {stock.precision}, {len(stock.seconds)} rounds"
+    print_table(title, header, rows)
+    print_table(f"{recipe}: where a step's time goes, ms", ["", *PARTS, "sum"], parts)
+
+
+# Peak memory
+
+
+def peak_memory(recipes: list[str], data: list[Path], argv: list[str]) -> None:
+    """A process for each loop: its resident set grows and does not shrink."""
+    rows = []
+    for recipe in recipes:
+        found = []
+        for kind in ("stock", "xscale"):
+            command = [sys.executable, __file__, *argv, "--recipes", recipe, "--alone", kind, "--data", *map(str, data)]
+            lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+            found.append(json.loads(lines[-1]))
+        (stock, base), (ours, _) = found
+        figures = [stock / 1e9, ours / 1e9, base / 1e9]
+        rows.append([recipe, *(f"{figure:.2f}" for figure in figures), f"{(stock - base) / (ours - base):.2f}"])
+    header = ["", "stock, GB", "xscale, GB", "before the model, GB", "ratio beyond that"]
+    print_table(f"Peak {'GPU memory' if CUDA else 'resident set'} of a process", header, rows)
+
+
+def alone(kind: str, recipe: str, data: list[Path], args: argparse.Namespace) -> None:
+    before = 0 if CUDA else peak_bytes()
+    make = StockLoop if kind == "stock" else XscaleLoop
+    size = STOCK_MICRO_BATCH if kind == "stock" else args.micro_batches[0]
+    loop = make(make_job(recipe, data, args, size), args.ds_config)
+    for _ in range(args.warm + args.rounds):
+        loop.timed_step(False, False)
+    print(json.dumps([loop.peak if CUDA else peak_bytes(), before]))
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# The same objective?
+
+
+def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> bool:
+    """Both losses of a first micro-batch: same model without dropout, same samples, xscale's masks and swaps."""
+    rows, good = [], True
+    args.samples = STOCK_MICRO_BATCH
+    for recipe in recipes:
+        plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
+        sets = [f"streams.{name}.{field}" for name, field in plain.items() if recipe in (name, "mixed")]
+        job = make_job(recipe, data, args, 1000, "model.dropout=0.0", *sets)
+        encoder = job.encoder()
+        module, stock = step_module(encoder, job), StockModule(encoder.lm, job)
+        draws = next(global_batches(job, micro_batch=1000))
+        micros = next(job.batches(ALONE, initial_state(job.specs), 1)).micros
+        for (name, draw), micro in zip(draws, micros, strict=True):
+            part: Any = stock.streams[name]
+            factors = OBJECTIVES[job.recipe.streams[name].objective].terms(job.recipe.streams[name].options)
+            with torch.no_grad():
+                tensors = {key: torch.from_numpy(array) for key, array in micro.arrays.items()}
+                terms = module(name, tensors).terms
+                ours = sum(factors[term] * float(value) / micro.targets[term] for term, value in terms.items())
+                examples = list(chain(*samples_of(job, part, draw)))
+                give_draws(part, examples, tensors, module.parts(name).heads)
+                theirs = float(stock(name, part.collate(examples)))
+            difference = abs(ours - theirs) / abs(ours)
+            good = good and difference < 1e-5
+            rows.append([f"{recipe}, {name}", f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}"])
+    print_table("Loss of the same micro-batch, no dropout", ["", "xscale", "stock", "difference"], rows)
+    return good
+
+
+def give_draws(part: Any, examples: list[Example], tensors: dict[str, torch.Tensor], heads: Any) -> None:
+    """Let the stock objective mask and swap as xscale did."""
+
+    def mask(ids: torch.Tensor, special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        labels = torch.full_like(ids, -100)
+        labels.view(-1)[tensors["rows"]] = tensors["labels"]
+        masked = tensors["input_ids"]
+        assert torch.equal(ids.where(labels == -100, labels), masked.where(labels == -100, labels)), "other tokens"
+        return masked, labels
+
+    part.mask = mask
+    part.synonyms = {}  # of dict_mlm: they are in the masked tokens
+    if isinstance(part, Ppa):
+        queries = iter(tensors["query_input_ids"].tolist())
+        sides = iter([example["sides"] for example in examples])
+        part.swap = lambda: next(queries)[1 : len(first := next(sides)[0]) + 1] != first
+        part.projection[0].weight, part.projection[2].weight = heads.w1.weight, heads.w2.weight
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="a directory of pair shards")
-    parser.add_argument("--ds_config", type=Path, default=DS_CONFIGS / "zero2_cpu.json")
-    parser.add_argument("--micro_batches", type=int, nargs="+", default=[16, 32, 64], help="of xscale")
-    parser.add_argument("--samples", type=int, default=256, help="pairs of an optimizer step")
-    parser.add_argument("--rounds", type=int, default=8, help="optimizer steps of each loop that count")
+    parser.add_argument("--recipes", nargs="+", default=["tlm", "alignlm"], help="names of shipped recipes")
+    parser.add_argument("--data", type=Path, nargs="+", help="directories of shards")
+    parser.add_argument(
+        "--words", type=int, help="of a side of the demo world's pairs; default: its sentences as they are"
+    )
+    parser.add_argument("--ds_config", type=Path, default=DS_CONFIGS / f"zero2_{'fp16' if CUDA else 'cpu'}.json")
+    parser.add_argument("--preset", default="mini")
+    parser.add_argument("--vocab_size", type=int, default=32_768)
+    parser.add_argument("--max_length", type=int, default=128)
+    parser.add_argument("--micro_batches", type=int, nargs="+", default=[32], help="of xscale")
+    parser.add_argument("--samples", type=int, default=128, help="of a step, where the recipe has one stream")
+    parser.add_argument("--rounds", type=int, default=4, help="optimizer steps of each loop that count")
     parser.add_argument("--warm", type=int, default=2, help="optimizer steps of each loop before those")
+    parser.add_argument(
+        "--profile", type=int, default=3 if CUDA else 0, help="steps after those that are watched, on a GPU"
+    )
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
+    parser.add_argument("--workers", type=int, default=0, help="loader processes of xscale")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
+    parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
+    parser.add_argument("--check", action="store_true", help="compare the losses instead of the times")
+    parser.add_argument("--alone", choices=("stock", "xscale"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    use_allocator(args.allocator)
+    use_allocator("default" if args.memory or args.alone else args.allocator)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
-    distributed.start(distributed.find_place())
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
-        data = args.data or make_data(Path(folder))
-        steps = args.rounds + args.warm
-        kinds = [(StockLoop, STOCK_MICRO_BATCH), *((XscaleLoop, size) for size in args.micro_batches)]
-        jobs = [make_job(data, args.samples, size, steps) for _, size in kinds]
-        loops: list[Loop] = [kind(job, args.ds_config) for (kind, _), job in zip(kinds, jobs, strict=True)]
-        parameters = sum(p.numel() for p in loops[0].engine.module.parameters())
-        print(f"{parameters:,} parameters, vocabulary {VOCAB_SIZE:,}; {data}; malloc: {args.allocator}")
-        turns = random.Random(0)
-        for _ in range(steps):
-            for loop in turns.sample(loops, len(loops)):
-                loop.timed_step()
-        report(loops, args.warm)
-    torch.distributed.destroy_process_group()
+        if not args.data:
+            _, pairs = text_pairs(None)
+            pool = list(islice(with_words(pairs, args.words) if args.words else pairs, PAIRS))
+            words_of_several_tokens = 1000
+            args.data = write_world(pool, words_of_several_tokens if args.check else args.vocab_size, Path(folder))
+        if args.memory:
+            peak_memory(args.recipes, args.data, [argument for argument in sys.argv[1:] if argument != "--memory"])
+            return
+        if args.check:
+            sys.exit(not check(args.recipes, args.data, args))
+        distributed.start(distributed.find_place())
+        if args.alone:
+            alone(args.alone, args.recipes[0], args.data, args)
+        else:
+            model = f"preset {args.preset}, vocabulary {args.vocab_size:,}"
+            print(f"{model}, {torch.get_num_threads()} threads, malloc: {args.allocator}; {args.data[0]}")
+            watch_xscale()
+            for recipe in args.recipes:
+                measure(recipe, args.data, args)
+                gc.collect()  # engines are cycles
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

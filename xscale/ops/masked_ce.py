@@ -60,10 +60,12 @@ class _ChunkedLoss(torch.autograd.Function):
         scale = FP16_SCALE if rows_MH.dtype == torch.float16 else 1.0
         needed = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:3]]
         sums = [
-            tensor.new_zeros(tensor.shape, dtype=wide) if wanted and tensor is not None else None
+            tensor.new_empty(tensor.shape, dtype=wide) if wanted and tensor is not None else None
             for tensor, wanted in zip((rows_MH, weight_VH, bias_V), needed, strict=True)
         ]
         d_rows_MH, d_weight_VH, d_bias_V = sums
+        if d_bias_V is not None:
+            d_bias_V.zero_()
         M, V = len(rows_MH), len(weight_VH)
         chunks = max(1, round(M / CHUNK))
         buffer_CV = rows_MH.new_empty(-(-M // chunks), V)
@@ -92,9 +94,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     d_bias_V += d_logits_BV.sum(0)
                 torch.mul(d_logits_BV, scale, out=logits_BV)
             if d_rows_MH is not None:
-                _add_product(d_rows_MH[start:end], logits_CV, weight_VH, 1 / scale)
+                _product(logits_CV, weight_VH, 1 / scale, out=d_rows_MH[start:end])
             if d_weight_VH is not None:
-                _add_product(d_weight_VH, logits_CV.T, rows_CH, 1 / scale)
+                _product(logits_CV.T, rows_CH, 1 / scale, out=d_weight_VH, add=start > 0)
         guess_M1, *rest = (torch.cat(column) for column in zip(*found, strict=True))
         best_M1, p_best_M1, label_M1, mean_M1 = (column.to(wide) for column in rest)
         log_p_M1 = p_best_M1.log()
@@ -116,11 +118,12 @@ class _ChunkedLoss(torch.autograd.Function):
         return *gradients, None, None, None, None
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """total += scale * a @ b, with `total` in fp32 where a and b are half precision."""
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, alpha=scale, out_dtype=total.dtype, out=total)
+def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
+    """out = scale * a @ b, or out += scale * a @ b, with `out` in fp32 where a and b are half precision."""
+    old = 1.0 if add else 0.0
+    if a.is_cuda and a.dtype != out.dtype:
+        torch.addmm(out, a, b, beta=old, alpha=scale, out_dtype=out.dtype, out=out)
     elif a.dtype == torch.bfloat16:  # on a CPU four times as fast as in fp32, for one more rounding of each chunk
-        total.add_(a @ b, alpha=scale)
+        torch.add(a @ b, out if add else 0.0, out=out)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype), alpha=scale)
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=old, alpha=scale)

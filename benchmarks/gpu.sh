@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# All checks and measurements that need a GPU, in under 8 minutes on one H100 or H200 host.
+#
+#   benchmarks/gpu.sh          on a GPU host with torch, triton and transformers; no network needed
+#   benchmarks/gpu.sh --cpu    every part with small shapes on a CPU: does the script itself work?
+#   benchmarks/gpu.sh --wheels download what such a host lacks into $WHEELS (for Python 3.12)
+#
+# Packages that the host lacks are installed from the wheels in $WHEELS (default .whl/) into a temporary folder. Each part
+# has a time limit; one that fails does not stop the others, and the end lists it. Tables go to stdout and, where OUT is
+# set, to $OUT/PART.txt. PARTS="check step" runs those alone.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+WHEELS=${WHEELS:-.whl}
+NEEDED="deepspeed==0.19.8 webdataset==1.0.2 braceexpand hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection"
+PARTS=${PARTS:-check step train gather head compile}
+LIMIT=470
+
+if [ "${1:-}" = --wheels ]; then
+    set -e
+    python3 -m pip wheel -q --no-deps --no-build-isolation -w "$WHEELS" "${NEEDED%% *}"
+    python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+        --platform manylinux_2_17_x86_64 -d "$WHEELS" ${NEEDED#* }
+    ls -l "$WHEELS"
+    exit
+fi
+
+SITE=$(mktemp -d)
+trap 'rm -rf "$SITE"' EXIT
+missing=()
+for requirement in $NEEDED; do
+    python3 -c "import importlib.metadata as m; m.version('${requirement%%=*}')" 2>/dev/null || missing+=("$requirement")
+done
+if [ ${#missing[@]} -gt 0 ]; then
+    echo "installing ${missing[*]} from $WHEELS"
+    python3 -m pip install -q --no-index --find-links "$WHEELS" --no-deps --target "$SITE" "${missing[@]}" || exit 1
+fi
+export PYTHONPATH="$PWD:$SITE" PATH="$SITE/bin:$PATH" PYTHONUNBUFFERED=1
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
+
+failed=()
+part() { # NAME SECONDS COMMAND...
+    local name=$1 limit=$2 started=$SECONDS code
+    shift 2
+    case " $PARTS " in *" $name "*) ;; *) return ;; esac
+    limit=$((limit < LIMIT - SECONDS ? limit : LIMIT - SECONDS))
+    echo "=== $name: $*"
+    if [ "$limit" -le 0 ]; then
+        failed+=("$name (no time left)")
+        return
+    fi
+    timeout -k 10 "$limit" "$@" 2>&1 | tee ${OUT:+"$OUT/$name.txt"}
+    code=${PIPESTATUS[0]}
+    echo "=== $name: exit code $code after $((SECONDS - started)) s"
+    [ "$code" -eq 0 ] || failed+=("$name (exit code $code)")
+}
+
+if [ "${1:-}" = --cpu ]; then
+    LIMIT=1800
+    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    part step 300 python3 benchmarks/step.py --recipes alignlm ppa --preset tiny --words 20 --samples 32 --rounds 1 --warm 1
+    part train 300 python3 benchmarks/train_fp16.py --small --steps 20 --recipes tlm ppa
+    part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
+    part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 512
+else
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
+    python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
+    part check 100 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    base=(python3 benchmarks/step.py --recipes alignlm ppa --preset base --vocab_size 120000 --words 62
+        --samples 128 --micro_batches 128 --workers 4 --threads 8)
+    part step 150 "${base[@]}" --rounds 8 --warm 4
+    part train 180 python3 benchmarks/train_fp16.py
+    part gather 90 python3 benchmarks/gather.py
+    part head 90 python3 benchmarks/head.py
+    part compile 150 "${base[@]}" --rounds 4 --warm 4 --set train.compile=true
+fi
+
+echo
+if [ ${#failed[@]} -gt 0 ]; then
+    printf 'FAILED: %s\n' "${failed[@]}"
+    exit 1
+fi
+echo "all parts passed in $SECONDS s"

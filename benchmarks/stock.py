@@ -1,0 +1,327 @@
+"""Each objective as an ordinary user of Hugging Face and DeepSpeed writes it: sequences padded to the longest of a
+random micro-batch, logits at all positions, A as a dense matrix.
+
+Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. Draws are
+torch's and random's own; `mask` and `swap` are attributes, so that a check can put xscale's draws there.
+
+Shape letters: B sequences, L tokens of the longest, H hidden width, V vocabulary, D width of z, N new keys, K keys of
+the queue.
+"""
+
+import copy
+import random
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import DataCollatorForLanguageModeling
+
+from xscale.job import Job
+from xscale.models.encoder import HEADS
+from xscale.sample import Record
+
+Example = dict[str, Any]
+Batch = dict[str, Tensor]
+
+
+class Mlm(nn.Module):
+    """Whole sentences in sequences of max_length."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__()
+        self.job, self.options = job, options
+        self.tokenizer = job.text.tokenizer
+        self.languages = {language: number for number, language in enumerate(job.languages)}
+        self.max_length = job.recipe.data.max_length
+        self.mask = DataCollatorForLanguageModeling(
+            self.tokenizer, mlm_probability=getattr(options, "mask_prob", 0.15)
+        ).torch_mask_tokens
+
+    def examples(self, records: list[Record]) -> list[Example]:
+        sequences: list[list[int]] = []
+        for record in records:
+            ids = self.tokenizer(
+                record.texts[0], add_special_tokens=False, truncation=True, max_length=self.max_length - 2
+            )
+            ids = [*ids["input_ids"], self.tokenizer.sep_token_id]
+            if not sequences or len(sequences[-1]) + len(ids) > self.max_length:
+                sequences.append([self.tokenizer.cls_token_id])
+            sequences[-1] += ids
+        language = self.languages[records[0].langs[0]]
+        return [{"input_ids": ids, "token_type_ids": [language] * len(ids)} for ids in sequences]
+
+    def collate(self, examples: list[Example]) -> Batch:
+        inputs, special = self.inputs(examples)
+        inputs["input_ids"], inputs["labels"] = self.mask(inputs["input_ids"], special)
+        return inputs
+
+    def inputs(self, examples: list[Example]) -> tuple[Batch, Tensor]:
+        """input_ids, attention_mask [B, L] and what the options ask for; which tokens are special."""
+        ids = pad([example["input_ids"] for example in examples], self.tokenizer.pad_token_id)
+        batch = {"input_ids": ids, "attention_mask": pad([[1] * len(e["input_ids"]) for e in examples], 0)}
+        names = {"token_type_ids": "language_embeddings", "position_ids": "reset_positions"}
+        for name, option in names.items():
+            if getattr(self.options, option, False):
+                batch[name] = pad([example[name] for example in examples], 0)
+        return batch, torch.isin(ids, torch.tensor(self.tokenizer.all_special_ids))
+
+    def loss(self, lm: Any, batch: Batch) -> Tensor:
+        return lm(**batch).loss
+
+    def after_step(self, lm: Any) -> None:
+        pass
+
+
+class Tlm(Mlm):
+    def examples(self, records: list[Record]) -> list[Example]:
+        (record,) = records
+        ids = self.tokenizer(*record.texts, truncation=True, max_length=self.max_length)["input_ids"]
+        first = ids.index(self.tokenizer.sep_token_id) + 1
+        sizes = (first, len(ids) - first)
+        languages = [self.languages[lang] for lang, n in zip(record.langs, sizes, strict=True) for _ in range(n)]
+        return [{"input_ids": ids, "token_type_ids": languages, "position_ids": [i for n in sizes for i in range(n)]}]
+
+
+class DictMlm(Mlm):
+    """The baseline of Tang et al.: half of the selected tokens are shown as a translation."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__(lm, job, options)
+        self.synonyms: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for lexicon in job.lexicons:
+            languages = [self.languages[language] for language in lexicon.langs]
+            for a, b in lexicon.single().tolist():
+                self.synonyms[languages[0], a].append(b)
+                self.synonyms[languages[1], b].append(a)
+
+    def collate(self, examples: list[Example]) -> Batch:
+        batch = super().collate(examples)
+        ids, labels = batch["input_ids"], batch["labels"]
+        for b, i in (labels != -100).nonzero().tolist():
+            found = self.synonyms.get((examples[b]["token_type_ids"][i], int(labels[b, i])))
+            if found and random.random() < self.options.dict_share:
+                ids[b, i] = random.choice(found)
+        return batch
+
+
+class AlignMlm(Mlm):
+    """The dictionary as two padded tables of token ids; all of it at every micro-batch."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__(lm, job, options)
+        self.sides = [pad([ids for lexicon in job.lexicons for ids in lexicon.ids[side]], -1) for side in (0, 1)]
+
+    def loss(self, lm: Any, batch: Batch) -> Tensor:
+        wanted = self.options.pairs_per_step
+        picked = torch.randperm(len(self.sides[0]))[:wanted] if wanted else slice(None)
+        vectors = [self.vectors(lm, side[picked].to(batch["input_ids"].device)) for side in self.sides]
+        return super().loss(lm, batch) - self.options.alpha * F.cosine_similarity(*vectors, dim=-1).mean()
+
+    def vectors(self, lm: Any, ids: Tensor) -> Tensor:
+        """Mean input embedding of each word's tokens."""
+        rows = lm.get_input_embeddings()(ids.clamp(min=0)).float()
+        there = (ids >= 0).unsqueeze(-1)
+        return (rows * there).sum(1) / there.sum(1)
+
+
+class AlignLm(Mlm):
+    """The paper's formulas (3)-(11) over all positions: H* = A^T H with A [B, L, L]."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__(lm, job, options)
+        self.head = HEADS[lm.config.model_type]
+        self.W2, self.linear = (nn.Linear(lm.config.hidden_size, lm.config.hidden_size) for _ in range(2))
+        self.W3 = copy.deepcopy(self.head(lm).dense)
+        for layer in (self.W2, self.linear):
+            nn.init.eye_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def examples(self, records: list[Record]) -> list[Example]:
+        (record,) = records
+        words = [text.split() for text in record.texts]
+        encoding = self.tokenizer(*words, is_split_into_words=True, truncation=True, max_length=self.max_length)
+        tokens_of = defaultdict(list)
+        for token, word in enumerate(zip(encoding.sequence_ids(0), encoding.word_ids(0), strict=True)):
+            tokens_of[word].append(token)
+        links = [map(int, link.split("-")) for link in (record.links or "").split()]
+        pairs = [(i, j) for a, b in links for i in tokens_of[0, a] for j in tokens_of[1, b]]
+        return [{"input_ids": encoding["input_ids"], "links": pairs}]
+
+    def collate(self, examples: list[Example]) -> Batch:
+        batch = super().collate(examples)
+        B, L = batch["input_ids"].shape
+        batch["A"] = torch.zeros(B, L, L)
+        for b, example in enumerate(examples):
+            for i, j in example["links"]:
+                batch["A"][b, i, j] = batch["A"][b, j, i] = 1
+        return batch
+
+    def loss(self, lm: Any, batch: Batch) -> Tensor:
+        A, labels = batch["A"], batch["labels"]
+        W1, GELU, LN = self.head(lm)
+        W = lm.get_output_embeddings()
+        H = lm.base_model(batch["input_ids"], batch["attention_mask"]).last_hidden_state
+        H_star = torch.bmm(A.to(H.dtype).transpose(1, 2), H)
+        mono = W(LN(self.linear(GELU(W1(H)))))
+        bi = W(LN(self.linear(GELU(self.W3(self.W2(H_star))))))
+        linked = labels.where(A.any(1), -100)
+        L_mp = F.cross_entropy(mono.flatten(0, 1), labels.flatten())
+        L_bp = F.cross_entropy(bi.flatten(0, 1), linked.flatten())
+        return L_mp + self.options.bilingual_weight * L_bp
+
+
+class Ppa(Tlm):
+    """TLM, query and key encoder one after the other; the momentum update parameter by parameter."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__(lm, job, options)
+        width = lm.config.hidden_size
+        self.projection = nn.Sequential(
+            nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, options.projection, bias=False)
+        )
+        self.keys: list[nn.Module] = []  # a list: DeepSpeed must not train it
+        self.new: list[Tensor] = []
+        self.queue_KD = first_queue(options)
+        self.next = 0
+        self.swap = lambda: random.random() < 0.5
+
+    def examples(self, records: list[Record]) -> list[Example]:
+        (record,) = records
+        room = (self.max_length - 3) // 2
+        return [
+            {"sides": [self.tokenizer(text, add_special_tokens=False)["input_ids"][:room] for text in record.texts]}
+        ]
+
+    def collate(self, examples: list[Example]) -> Batch:
+        cls, sep = [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]
+        pairs = [example["sides"][:: -1 if self.swap() else 1] for example in examples]
+        batch = {}
+        if self.options.tlm_weight:
+            batch = super().collate([{"input_ids": cls + s + sep + t + sep} for s, t in pairs])
+        for name, side in (("query", 0), ("key", 1)):
+            view, _ = self.inputs([{"input_ids": cls + pair[side] + sep} for pair in pairs])
+            batch |= {f"{name}_ids": view["input_ids"], f"{name}_mask": view["attention_mask"]}
+        return batch
+
+    def loss(self, lm: Any, batch: Batch) -> Tensor:
+        self.start(lm)
+        views = [(batch.pop(f"{name}_ids"), batch.pop(f"{name}_mask")) for name in ("query", "key")]
+        q_BD = project(lm.base_model, self.projection, *views[0])
+        with torch.no_grad():
+            k_BD = project(*self.keys, *views[1])
+        self.new.append(k_BD)
+        positive_B1 = (q_BD * k_BD).sum(-1, keepdim=True)
+        logits = torch.cat([positive_B1, q_BD @ self.queue_KD.T], dim=1) / self.options.temperature
+        moco = F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
+        total = self.options.moco_weight * moco
+        return total + self.options.tlm_weight * super().loss(lm, batch) if batch else total
+
+    def start(self, lm: Any) -> None:
+        if not self.keys:
+            self.keys = [copy.deepcopy(module).requires_grad_(False) for module in (lm.base_model, self.projection)]
+            self.queue_KD = self.queue_KD.to(next(lm.parameters()).device)
+
+    @torch.no_grad()
+    def after_step(self, lm: Any) -> None:
+        m = self.options.momentum
+        for key, query in zip(self.keys, (lm.base_model, self.projection), strict=True):
+            for k, q in zip(key.parameters(), query.parameters(), strict=True):
+                k.data = k.data * m + q.data * (1 - m)
+        new_ND = torch.cat(self.new)
+        places = (self.next + torch.arange(len(new_ND))) % len(self.queue_KD)
+        self.queue_KD[places] = new_ND
+        self.next = (self.next + len(new_ND)) % len(self.queue_KD)
+        self.new.clear()
+
+
+def project(encoder: nn.Module, projection: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """z [B, D] in fp32."""
+    cls_BH = encoder(ids, mask).last_hidden_state[:, 0]
+    h_BH = F.normalize(cls_BH.float(), dim=-1).to(cls_BH.dtype)
+    return F.normalize(projection(h_BH).float(), dim=-1)
+
+
+def first_queue(options: Any) -> Tensor:
+    """Random directions, as MoCo starts [K, D]."""
+    return F.normalize(torch.randn(options.queue_size, options.projection, generator=torch.Generator().manual_seed(0)))
+
+
+class Contextual(Mlm):
+    """The sentences of either language in a pass of their own, and a frozen copy of the model."""
+
+    def __init__(self, lm: Any, job: Job, options: Any):
+        super().__init__(lm, job, options)
+        self.frozen: list[nn.Module] = []
+
+    def examples(self, records: list[Record]) -> list[Example]:
+        (record,) = records
+        anchor = record.langs.index(self.options.anchor)
+        sides = []
+        for text in record.texts:
+            encoding = self.tokenizer(
+                text.split(), is_split_into_words=True, truncation=True, max_length=(self.max_length - 3) // 2 + 2
+            )
+            last = {word: token for token, word in enumerate(encoding.word_ids(0)) if word is not None}
+            sides.append((encoding["input_ids"], last))
+        links = [tuple(map(int, link.split("-"))) for link in (record.links or "").split()]
+        places = [(sides[0][1][i], sides[1][1][j]) for i, j in links if i in sides[0][1] and j in sides[1][1]]
+        example = {"input_ids": sides[anchor][0], "other": sides[1 - anchor][0]}
+        return [example | {"links": [place[:: -1 if anchor else 1] for place in places]}]
+
+    def collate(self, examples: list[Example]) -> Batch:
+        inputs, special = self.inputs(examples)
+        other, _ = self.inputs([{"input_ids": example["other"]} for example in examples])
+        links = [(b, i, j) for b, example in enumerate(examples) for i, j in example["links"]]
+        return inputs | {
+            "other_ids": other["input_ids"],
+            "other_mask": other["attention_mask"],
+            "ordinary": ~special,
+            "links": torch.tensor(links).reshape(-1, 3),
+        }
+
+    def loss(self, lm: Any, batch: Batch) -> Tensor:
+        if not self.frozen:
+            self.frozen.append(copy.deepcopy(lm.base_model).eval().requires_grad_(False))
+        english = batch["input_ids"], batch["attention_mask"]
+        f_english = lm.base_model(*english).last_hidden_state
+        f_other = lm.base_model(batch["other_ids"], batch["other_mask"]).last_hidden_state
+        with torch.no_grad():
+            f0 = self.frozen[0](*english).last_hidden_state
+        b, i, j = batch["links"].T
+        align = (f_english[b, i] - f_other[b, j]).float().square().sum(-1).mean()
+        anchor = (f_english - f0)[batch["ordinary"]].float().square().sum(-1).mean()
+        return align + self.options.anchor_weight * anchor
+
+
+STOCK: dict[str, type[Mlm]] = {
+    "mlm": Mlm,
+    "tlm": Tlm,
+    "dict_mlm": DictMlm,
+    "align_mlm": AlignMlm,
+    "alignlm": AlignLm,
+    "ppa": Ppa,
+    "contextual": Contextual,
+}
+
+
+class StockModule(nn.Module):
+    """What DeepSpeed wraps."""
+
+    def __init__(self, lm: Any, job: Job):
+        super().__init__()
+        self.lm = lm
+        self.streams = nn.ModuleDict(
+            {name: STOCK[stream.objective](lm, job, stream.options) for name, stream in job.recipe.streams.items()}
+        )
+        self.train()
+
+    def forward(self, stream: str, batch: Batch) -> Tensor:
+        part: Any = self.streams[stream]
+        return part.loss(self.lm, batch)
+
+
+def pad(rows: list[list[int]], fill: int) -> Tensor:
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=fill)

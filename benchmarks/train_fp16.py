@@ -1,0 +1,123 @@
+"""Does every recipe train in fp16 on a GPU, and does an overflow heal? xscale/train.py itself, on the demo corpus.
+
+    python benchmarks/train_fp16.py [--ds_config ds_configs/zero2_fp16.json] [--recipes NAME ...] [--steps 40] [--small]
+
+First `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its first steps
+must overflow and be skipped, then the scale and after it the loss must fall. Then every recipe, and `mixed` with
+activation checkpointing and with torch.compile, in this process. Each must reach its last step with finite losses, of
+which the last five are lower than the first five, and log its loss scale. Prints a line a run; exit code 1 if one
+failed. --small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
+"""
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+from data_tools import demo_corpus
+from xscale import distributed
+from xscale.config import RECIPES, load_recipe
+from xscale.distributed import Control
+from xscale.engine import Hardware
+from xscale.objectives import OBJECTIVES
+from xscale.train import parse_arguments, train_run
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRA = {
+    "mixed+checkpointing": ["train.activation_checkpointing=true"],
+    "mixed+compile": ["train.compile=true"],
+}
+FIRST_SCALE, HEALING = 32, 25
+"""log2 of the loss scale that overflows, and more steps than halving it may take."""
+
+
+def arguments(name: str, more: list[str], args: argparse.Namespace, ds_config: Path, steps: int) -> list[str]:
+    recipe = name.partition("+")[0]
+    streams = load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
+    sets = [*more, "train.lr=0.002", "train.measure_every=20", f"checkpoint.every={steps}"]
+    for stream, fields in streams.items():
+        sets += [f"streams.{stream}.samples=16"] if args.small else []
+        sets += [f"streams.{stream}.queue_size={64 if args.small else 1024}"] if fields.objective == "ppa" else []
+    paths = ["--ds_config", str(ds_config), "--data", str(args.data), "--out", str(args.out / name)]
+    return ["--recipe", recipe, "--steps", str(steps), *paths, "--set", *sets]
+
+
+def verdict(out: Path, steps: int, fp16: bool, overflow: bool) -> tuple[bool, str]:
+    """Whether a run is as it should be, and its line."""
+    entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in entries]
+    skipped = sum(entry["skipped"] for entry in entries)
+    scales = [entry["loss_scale"] for entry in entries if "loss_scale" in entry]
+    every_loss = [value for entry in entries for name, value in entry.items() if name.startswith("loss")]
+    checks = {
+        "steps": [entry["step"] for entry in entries] == list(range(1, steps + 1)),
+        "not finite": all(math.isfinite(value) for value in every_loss),
+        "loss did not fall": mean(losses[-5:]) < mean(losses[:5]),
+        "loss scale": len(scales) == (steps if fp16 else 0),
+        "no overflow": not overflow or (skipped > 0 and scales[-1] < scales[0] and not entries[-1]["skipped"]),
+    }
+    wrong = [name for name, ok in checks.items() if not ok]
+    line = f"loss {mean(losses[:5]):8.3f} -> {mean(losses[-5:]):8.3f}, {skipped} skipped"
+    if scales:
+        line += f", scale 2^{math.log2(scales[0]):.0f} -> 2^{math.log2(scales[-1]):.0f}"
+    line += f", {mean(entry['samples'] / entry['step_s'] for entry in entries[steps // 2 :]):,.0f} samples/s"
+    if "mem_gb" in entries[-1]:
+        line += f", {entries[-1]['mem_gb']:.2f} GB"
+    return not wrong, line + (f"  FAILED: {', '.join(wrong)}" if wrong else "")
+
+
+def overflow(args: argparse.Namespace) -> None:
+    """In a process of its own, by the launcher."""
+    ds_config = json.loads(args.ds_config.read_text())
+    ds_config["fp16"]["initial_scale_power"] = FIRST_SCALE
+    path = args.out / "overflow.json"
+    path.write_text(json.dumps(ds_config))
+    words = arguments("mixed+overflow", [], args, path, args.steps + HEALING)
+    subprocess.run(["deepspeed", "--num_gpus", "1", "xscale/train.py", *words], cwd=ROOT, check=True, timeout=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ds_config", type=Path, default=ROOT / "ds_configs" / "zero2_fp16.json")
+    parser.add_argument("--recipes", nargs="+", default=sorted(path.stem for path in RECIPES.glob("*.yaml")))
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    failed, lines = [], []
+
+    def check(name: str, steps: int, work: Callable[[], object], overflows: bool = False) -> None:
+        try:
+            work()
+            good, line = verdict(args.out / name, steps, fp16, overflows)
+        except Exception:
+            good, line = False, traceback.format_exc()
+        lines.append(f"  {name:20} {line}")
+        print(lines[-1], flush=True)
+        if not good:
+            failed.append(name)
+        gc.collect()  # engines are cycles
+
+    with tempfile.TemporaryDirectory(prefix="xscale-fp16-") as folder:
+        args.out, args.data = Path(folder), Path(folder) / "demo"
+        demo_corpus.build(args.data, pairs=3000, mono=3000)
+        place = distributed.find_place()
+        fp16 = Hardware.here().fp16 is True
+        check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
+        distributed.start(place)
+        control = Control()
+        for name in [*args.recipes, *EXTRA]:
+            words = parse_arguments(arguments(name, EXTRA.get(name, []), args, args.ds_config, args.steps))
+            check(name, args.steps, lambda words=words: train_run(words, place, control))
+    print("\nfp16 training" if fp16 else "\nTraining, no fp16 here", *lines, sep="\n")
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
