@@ -244,7 +244,7 @@ class GradientNorms:
     def __init__(self, engine: Any):
         self.parameters = [p for p in engine.module.parameters() if p.requires_grad]
         self.size = sum(p.numel() for p in self.parameters)
-        self.scale = float(engine.optimizer.cur_scale) if engine.fp16_enabled() else 1.0
+        self.scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
         self.stream = ""
         self.norms: dict[str, Tensor] = {}
 

@@ -202,7 +202,7 @@ class Trainer:
             entry |= {f"count/{stream}": count for (stream, _), count in reversed(global_targets.items())}
             entry |= {"tokens": tokens, "samples": sequences, "too_long": long, "data_wait_s": waited}
             if self.engine.fp16_enabled():
-                entry["loss_scale"] = float(self.engine.optimizer.cur_scale)
+                entry["loss_scale"] = float(self.engine.optimizer.loss_scale)
             norm = self.engine.get_global_grad_norm()
             if norm is not None:
                 entry["grad_norm"] = norm
