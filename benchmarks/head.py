@@ -290,7 +290,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, help="default: 10 on a GPU, 4 on a CPU")
-    parser.add_argument("--tokens", type=int, help="default: 16,384 on a GPU, 8,192 on a CPU")
+    parser.add_argument("--tokens", type=int, help="default: 16,384 on a GPU, 6,144 on a CPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
     args = parser.parse_args()
@@ -302,7 +302,7 @@ def main() -> None:
     vocabularies = (120_000, 250_000) if on_gpu else (30_000,)
     dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float32, torch.bfloat16)
     for vocabulary, dtype in product(vocabularies, dtypes):
-        p = Problem(args.tokens or (16_384 if on_gpu else 8_192), vocabulary, dtype, args.device)
+        p = Problem(args.tokens or (16_384 if on_gpu else 6_144), vocabulary, dtype, args.device)
         rounds = args.rounds or (10 if on_gpu else 4)
         report_rows(p, run(WHICH_ROWS, p, rounds))
         report_how(p, run(HOW, p, rounds))

@@ -19,8 +19,9 @@ weights, t tokens without padding, L a sequence's; a third where nothing is trai
 6 H V of each predicted row. MFU = these / (seconds x peak), for either loop. FLOPs that the stock loop computes are
 counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
 --data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
-links; --words N joins its sentences until a pair has N words a side). --allocator steady, the default, sets glibc's
-malloc to keep freed memory; both loops gain, and page faults blur the comparison without it.
+links; --words N joins its sentences until a pair has N words a side). --allocator default: glibc's malloc, and huge
+pages for large tensors as in every run of xscale (distributed.start), here for both loops; steady: malloc keeps freed
+memory, from which the stock loop with its large logits gains most.
 """
 
 import argparse
@@ -463,7 +464,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
     parser.add_argument("--workers", type=int, default=0, help="loader processes of xscale")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allocator", choices=("steady", "default"), default="steady")
+    parser.add_argument("--allocator", choices=("steady", "default"), default="default")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
     parser.add_argument("--check", action="store_true", help="compare the losses instead of the times")
     parser.add_argument("--alone", choices=("stock", "xscale"), help=argparse.SUPPRESS)

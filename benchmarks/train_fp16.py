@@ -4,20 +4,23 @@
 
 First `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its first steps
 must overflow and be skipped, then the scale and after it the loss must fall. Then every recipe, and `mixed` with
-activation checkpointing and with torch.compile, in this process. Each must reach its last step with finite losses, of
-which the last five are lower than the first five, and log its loss scale. Prints a line a run; exit code 1 if one
-failed. --small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
+activation checkpointing, with torch.compile, and on deterministic algorithms, in this process. Each must reach its last
+step with finite losses, of which the last five are lower than the first five, and log its loss scale. A resume of the
+deterministic run from its middle must repeat the second half's losses bit for bit. Prints a line a run; exit code 1 if
+one failed. --small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
 """
 
 import argparse
 import gc
 import json
 import math
+import shutil
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -33,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRA = {
     "mixed+checkpointing": ["train.activation_checkpointing=true"],
     "mixed+compile": ["train.compile=true"],
+    "mixed+exact": ["train.deterministic=true"],
 }
 FIRST_SCALE, HEALING = 32, 25
 """log2 of the loss scale that overflows, and more steps than halving it may take."""
@@ -41,7 +45,7 @@ FIRST_SCALE, HEALING = 32, 25
 def arguments(name: str, more: list[str], args: argparse.Namespace, ds_config: Path, steps: int) -> list[str]:
     recipe = name.partition("+")[0]
     streams = load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
-    sets = [*more, "train.lr=0.002", "train.measure_every=20", f"checkpoint.every={steps}"]
+    sets = [*more, "train.lr=0.002", "train.measure_every=20", f"checkpoint.every={steps // 2}"]
     for stream, fields in streams.items():
         sets += [f"streams.{stream}.samples=16"] if args.small else []
         sets += [f"streams.{stream}.queue_size={64 if args.small else 1024}"] if fields.objective == "ppa" else []
@@ -71,6 +75,17 @@ def verdict(out: Path, steps: int, fp16: bool, overflow: bool) -> tuple[bool, st
     if "mem_gb" in entries[-1]:
         line += f", {entries[-1]['mem_gb']:.2f} GB"
     return not wrong, line + (f"  FAILED: {', '.join(wrong)}" if wrong else "")
+
+
+def resume_halfway(whole: Path, resumed: Path, steps: int, go_on: Callable[[], object]) -> None:
+    """Go on from the middle checkpoint of a run that is through. Raises AssertionError where a figure differs."""
+    shutil.copytree(whole, resumed)
+    shutil.rmtree(resumed / "checkpoints" / f"step_{steps:08d}")
+    go_on()
+    both = [[json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] for out in (whole, resumed)]
+    names = {name for pair in zip(*both, strict=True) for name in pair[0] if pair[0][name] != pair[1][name]}
+    changed = sorted(name for name in names if name.startswith(("loss", "grad_norm", "accuracy")))
+    assert not changed, f"not what the run gave without a break: {', '.join(changed)}"
 
 
 def overflow(args: argparse.Namespace) -> None:
@@ -115,6 +130,9 @@ def main() -> None:
         for name in [*args.recipes, *EXTRA]:
             words = parse_arguments(arguments(name, EXTRA.get(name, []), args, args.ds_config, args.steps))
             check(name, args.steps, lambda words=words: train_run(words, place, control))
+        words.out = args.out / "mixed+resumed"
+        go_on = partial(train_run, words, place, control)
+        check(words.out.name, args.steps, lambda: resume_halfway(args.out / name, words.out, args.steps, go_on))
     print("\nfp16 training" if fp16 else "\nTraining, no fp16 here", *lines, sep="\n")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

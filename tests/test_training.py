@@ -164,9 +164,9 @@ def test_each_objective_alone_at_any_number_of_ranks(demo: Path, tmp_path: Path)
 def test_each_objective_alone_after_kills(demo: Path, tmp_path: Path) -> None:
     """Kill -9 in the middle of each; resumed, weights, optimizer, companions and metrics equal those of a whole run."""
     recipes = ["alignlm", "ppa", "contextual"]
-    script, whole = listed(demo, tmp_path / "whole", recipes, "checkpoint.every=4")
+    script, whole = listed(demo, tmp_path / "whole", recipes, "checkpoint.every=4", "train.deterministic=true")
     launch.run(2, whole, script=str(script))
-    script, killed = listed(demo, tmp_path / "killed", recipes, "checkpoint.every=1")
+    script, killed = listed(demo, tmp_path / "killed", recipes, "checkpoint.every=1", "train.deterministic=true")
     for recipe in recipes:
         process = launch.start(2, killed, script=str(script))
         wait_for(lambda out=tmp_path / "killed" / recipe: steps_of(out) >= 3 or process.poll() is not None, 180)  # noqa: B023

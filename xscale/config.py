@@ -87,6 +87,9 @@ class TrainConfig:
     a third more time."""
     compile: bool = False
     """Compile the encoder's layers with torch.compile. With dropout, other masks are drawn than without."""
+    deterministic: bool = False
+    """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
+    is slower then. CPUs need none of this."""
     seed: int = 0
     measure_every: int = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
@@ -139,7 +142,15 @@ class Recipe:
 NOT_IDENTITY = {
     "model": {"tokenizer"},
     "data": {"workers", "lexicons"},
-    "train": {"steps", "micro_batch", "activation_checkpointing", "compile", "measure_every", "time_limit"},
+    "train": {
+        "steps",
+        "micro_batch",
+        "activation_checkpointing",
+        "compile",
+        "deterministic",
+        "measure_every",
+        "time_limit",
+    },
 }
 """Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
 

@@ -102,6 +102,13 @@ def start(place: Place) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Let torch take algorithms without races, and refuse an operator that has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(wanted)
+
+
 class Control:
     """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for."""
 

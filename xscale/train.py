@@ -350,6 +350,7 @@ def train(args: argparse.Namespace, place: Place) -> int:
 def train_run(args: argparse.Namespace, place: Place, control: Control) -> int:
     """One run, in a process group that is up."""
     job = prepare(args.recipe, args.set, args.data)
+    distributed.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     problem = None
     if place.is_main:
