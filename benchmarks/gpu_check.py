@@ -72,17 +72,20 @@ def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [0, 1, 1500])
-def test_masked_cross_entropy(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("rows", "smoothing", "z_loss"), [(0, 0.0, 0.0), (1, 0.0, 0.0), (1500, 0.0, 0.0), (1500, 0.1, 1e-3)]
+)
+def test_masked_cross_entropy(rows: int, smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
     """Loss, hits and the three gradients, which an fp16 loss scale must not spoil."""
     H, V, scale = 256, 20_011, 2.0**10
     inputs = [torch.randn(rows, H), torch.randn(V, H) * 0.1, torch.randn(V) * 0.1]
     on_device = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in inputs]
     labels = torch.randint(V, (rows,))
-    loss, right = masked_cross_entropy(*on_device, labels.to(DEVICE))
+    loss, right = masked_cross_entropy(*on_device, labels.to(DEVICE), smoothing, z_loss)
     plain = [wide(tensor) for tensor in on_device]
     logits = F.linear(*plain)
-    expected = F.cross_entropy(logits, labels, reduction="sum")
+    expected = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
+    expected = expected + z_loss * logits.logsumexp(-1).square().sum()
     assert loss.dtype == torch.float32
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5 if dtype == torch.float32 else 1e-3)
     if dtype == torch.float32:

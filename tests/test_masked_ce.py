@@ -1,22 +1,33 @@
 """The chunked head and loss against F.cross_entropy(F.linear(...)) and its gradients."""
 
+import math
+import re
+import subprocess
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
+from tests.test_alignment_gather import run_python
 from xscale.data.mixture import initial_state
 from xscale.distributed import Place
 from xscale.engine import StepModule
 from xscale.job import Job, prepare
 from xscale.ops import masked_ce
+from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import CHUNK, masked_cross_entropy
 
 V, H = 61, 16
@@ -295,7 +306,100 @@ def test_reruns_are_bit_identical() -> None:
     assert all(map(torch.equal, gradients(first, arguments), gradients(second, arguments)))
 
 
-# 5. From the recipe
+# 5. The CUDA kernel: interpreted in a process of its own, and compiled ahead
+
+
+def test_the_interpreted_kernel_is_plain_torch() -> None:
+    run_python("import tests.test_masked_ce as t; t.interpret()", TRITON_INTERPRET="1")
+
+
+def interpret() -> None:
+    """Losses, hits and the gradient in the logits' place; several turns of a program's loop, and any end."""
+    torch.manual_seed(0)
+    block = kernel.LAUNCH["BLOCK"]
+    options = [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 1e-4)]
+    sizes, dtypes = (5, 61, block, 2 * block + 1), (torch.float32, torch.float16, torch.bfloat16)
+    for number, (v, dtype) in enumerate(product(sizes, dtypes)):
+        smoothing, z_loss = options[number % 4]
+        for bias in (None, torch.randn(v).to(dtype)):
+            logits, labels = (3 * torch.randn(4, v)).to(dtype), torch.randint(v, (4,))
+            labels[:2] = torch.tensor([v - 1, int((logits[1] + (0 if bias is None else bias)).argmax())])
+            wide = logits.double().add(0 if bias is None else bias.double()).requires_grad_()
+            expected = F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
+            expected = expected + z_loss * wide.logsumexp(-1).square()
+            (gradient,) = torch.autograd.grad(expected.sum(), wide)
+            rounding = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}[
+                dtype
+            ]  # the interpreter truncates bf16
+            for scale in (None, 1.0, 512.0):
+                given = strided(logits)
+                losses, right = kernel.losses_(bias, given, labels, smoothing, z_loss, scale)
+                torch.testing.assert_close(losses.double(), expected.detach(), rtol=3e-6, atol=3e-6)
+                assert torch.equal(right.bool(), wide.argmax(-1) == labels)
+                if scale is None:
+                    assert torch.equal(given, logits)
+                else:
+                    torch.testing.assert_close(given.double(), gradient * scale, rtol=rounding, atol=1e-6 * scale)
+
+    ties = strided(torch.tensor([[0.0, 2, 2, 1], [2, 0, 1, 2]]))
+    assert kernel.losses_(None, ties, torch.tensor([1, 3]), 0.0, 0.0, None)[1].tolist() == [1, 0]
+    for spoilt in ("inf", "nan"):
+        logits = torch.randn(2, 40)
+        logits[0, 7] = float(spoilt)
+        losses, _ = kernel.losses_(None, given := strided(logits), torch.tensor([3, 3]), 0.0, 0.0, 1.0)
+        assert losses.isfinite().tolist() == given.isfinite().all(1).tolist() == [False, True]
+    masked = strided(torch.tensor([[0.0, -float("inf"), 1.0]]))
+    torch.testing.assert_close(
+        kernel.losses_(None, masked, torch.tensor([2]), 0.0, 0.0, 1.0)[0].exp().item(), 1 + 1 / math.e
+    )
+    assert len(kernel.losses_(None, torch.zeros(0, 16), torch.zeros(0, dtype=torch.long), 0.0, 0.0, 1.0)[0]) == 0
+
+    with mock.patch.object(masked_ce, "_kernel", lambda rows: kernel), mock.patch.object(masked_ce, "CHUNK", 4):
+        for m, bias in ((0, True), (11, True), (11, False)):
+            arguments = inputs(m, torch.float32, bias=bias)
+            loss, correct = masked_cross_entropy(*arguments, 0.1, 0.01)
+            expected, hits = plain(*as_fp64(arguments), 0.1, 0.01)
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+            assert correct == hits
+            exact = gradients(plain(*(wide := as_fp64(arguments)), 0.1, 0.01)[0], wide)
+            for mine, other in zip(gradients(loss, arguments), exact, strict=True):
+                torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def strided(logits: Tensor) -> Tensor:
+    """The same among rows of NaN: [C, V] with a stride of whole `ALIGNED`s."""
+    columns = logits.shape[1]
+    padded = torch.full((len(logits), -(-columns // kernel.ALIGNED) * kernel.ALIGNED), float("nan"), dtype=logits.dtype)
+    padded[:, :columns] = logits
+    return padded[:, :columns]
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("choice", [0, 1])
+def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: str, arch: int, choice: int, tmp_path: Path) -> None:
+    """Logits, bias and gradient, for any vocabulary; nothing is spilled or added atomically; a row's place is computed
+    in 64 bits."""
+    names, launch = kernel.softmax_losses.arg_names, dict(kernel.LAUNCH)
+    constants = {"BIAS": bool(choice), "SMOOTH": bool(choice), "GRADIENT": True, "BLOCK": launch.pop("BLOCK")}
+    types = {"logits": f"*{dtype}", "bias": f"*{dtype}", "labels": "*i64", "losses": "*fp32", "right": "*i32"}
+    types |= {"stride": "i32", "V": "i32", "scale": "fp32", "label_smoothing": "fp32", "z_loss": "fp32"}
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in [*list(types)[:5], "stride"]}
+    source = ASTSource(kernel.softmax_losses, signature, constants, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
+    assert re.search(r"muli .*: i64", compiled.asm["ttir"])
+    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "cubin"]
+    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = Counter(re.findall(r"\s((?:LDG|LDL|LD|STG|STL|ST|ATOM[GS]?|RED)(?:\.\w+)*) ", listing))
+    numbers = constants["BLOCK"] // (32 * launch["num_warps"])  # of a thread
+    pieces = numbers * (4 if dtype == "fp32" else 2) // 16
+    assert found.pop("LDG.E.128") == 2 * pieces * (1 + choice) and found.pop("STG.E.128") == pieces
+    assert found == {"LDG.E": 1, "STG.E": 2}  # the label; the loss, the hit
+
+
+# 6. From the recipe
 
 
 def job_of(demo: Path, recipe: str, *sets: str) -> Job:

@@ -1,0 +1,107 @@
+"""Losses of a chunk of logits, and their gradient: the GPU kernel. Imported where there is a GPU."""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LAUNCH = {"BLOCK": 4096, "num_warps": 8}
+"""16 numbers a thread at a time."""
+ALIGNED = 16
+"""A row of logits begins at a multiple of it, and 16-byte loads and stores of 8 halves need no care at its end."""
+
+
+def losses_(
+    bias_V: Tensor | None,
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Of each row of logits + bias the loss, fp32, and whether the label is the (first) best.
+
+    Puts scale * d loss / d logits in the place of the logits, unless scale is None. A row's stride is a multiple of
+    `ALIGNED`; what lies between rows may be anything, and is overwritten.
+    """
+    C, V = logits_CV.shape
+    stride = logits_CV.stride(0)
+    assert stride % ALIGNED == 0 and logits_CV.stride(1) == 1
+    losses_C, right_C = torch.empty_like(labels_C, dtype=torch.float32), torch.empty_like(labels_C, dtype=torch.int32)
+    bias = logits_CV if bias_V is None else F.pad(bias_V, (0, stride - V))
+    tensors = logits_CV, bias, labels_C.contiguous(), losses_C, right_C
+    numbers = stride, V, scale or 0.0, label_smoothing, z_loss
+    choices = {"BIAS": bias_V is not None, "SMOOTH": label_smoothing > 0, "GRADIENT": scale is not None}
+    if C:
+        with torch.cuda.device_of(logits_CV):
+            softmax_losses[(C,)](*tensors, *numbers, **choices, **LAUNCH)
+    return losses_C, right_C
+
+
+@triton.jit(do_not_specialize=["V"])
+def softmax_losses(
+    logits,
+    bias,
+    labels,
+    losses,
+    right,
+    stride,
+    V,
+    scale: tl.float32,
+    label_smoothing: tl.float32,
+    z_loss: tl.float32,
+    BIAS: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program takes a row. In the first pass each lane keeps its own maximum and sum of exponentials (Milakov &
+    Gimelshein 2018); they meet once, at its end."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * stride
+    label = tl.load(labels + row).to(tl.int32)
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -3.0e38, tl.float32)  # not -inf, whose difference from itself is NaN
+    place = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    of_label = tl.zeros([BLOCK], tl.float32)
+    of_all = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, stride, BLOCK):
+        column = start + lane
+        x = _load(logits, bias, column, stride, V, BIAS)
+        place = tl.where(x > best, column, place)
+        top = tl.maximum(best, x)
+        total = total * tl.exp(best - top) + tl.exp(x - top)
+        best = top
+        of_label += tl.where(column == label, x, 0.0)
+        if SMOOTH:
+            of_all += tl.where(column < V, x, 0.0)
+    maximum = tl.max(best, 0)
+    denominator = tl.sum(total * tl.exp(best - maximum), 0)
+    guess = tl.min(tl.where(best == maximum, place, V), 0)
+    label_logit = tl.sum(of_label, 0)
+    log_sum = maximum + tl.log(denominator)
+    loss = (maximum - label_logit) + tl.log(denominator) + z_loss * log_sum * log_sum
+    if SMOOTH:
+        loss += label_smoothing * (label_logit - tl.sum(of_all, 0) / V)
+    tl.store(losses + row, loss)
+    tl.store(right + row, (guess == label).to(tl.int32))
+    if GRADIENT:
+        factor = (1 + 2 * z_loss * log_sum) / denominator
+        for start in range(0, stride, BLOCK):
+            column = start + lane
+            x = _load(logits, bias, column, stride, V, BIAS)
+            d_x = tl.exp(x - maximum) * factor - tl.where(column == label, 1 - label_smoothing, 0.0)
+            if SMOOTH:
+                d_x -= label_smoothing / V
+            tl.store(logits + column, (d_x * scale).to(logits.dtype.element_ty), mask=column < stride)
+
+
+@triton.jit
+def _load(logits, bias, column, stride, V, BIAS: tl.constexpr):
+    """In fp32; -inf beyond the vocabulary."""
+    x = tl.load(logits + column, mask=column < stride, other=0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias + column, mask=column < stride, other=0).to(tl.float32)
+    return tl.where(column < V, x, float("-inf"))
