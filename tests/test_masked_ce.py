@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tests.test_alignment_gather import run_python
+from tests.test_alignment_gather import fenced, run_python
 from xscale.data.mixture import initial_state
 from xscale.distributed import Place
 from xscale.engine import StepModule
@@ -333,7 +333,9 @@ def interpret() -> None:
             ]  # the interpreter truncates bf16
             for scale in (None, 1.0, 512.0):
                 given = strided(logits)
-                losses, right = kernel.losses_(bias, given, labels, smoothing, z_loss, scale)
+                losses, right = kernel.losses_(
+                    None if bias is None else fenced(bias), given, labels, smoothing, z_loss, scale
+                )
                 torch.testing.assert_close(losses.double(), expected.detach(), rtol=3e-6, atol=3e-6)
                 assert torch.equal(right.bool(), wide.argmax(-1) == labels)
                 if scale is None:
@@ -341,8 +343,9 @@ def interpret() -> None:
                 else:
                     torch.testing.assert_close(given.double(), gradient * scale, rtol=rounding, atol=1e-6 * scale)
 
-    ties = strided(torch.tensor([[0.0, 2, 2, 1], [2, 0, 1, 2]]))
-    assert kernel.losses_(None, ties, torch.tensor([1, 3]), 0.0, 0.0, None)[1].tolist() == [1, 0]
+    ties = torch.zeros(2, block + 9)
+    ties[:, [7, 9, block + 7]] = 1.0
+    assert kernel.losses_(None, strided(ties), torch.tensor([7, block + 7]), 0.0, 0.0, None)[1].tolist() == [1, 0]
     for spoilt in ("inf", "nan"):
         logits = torch.randn(2, 40)
         logits[0, 7] = float(spoilt)
@@ -371,7 +374,7 @@ def strided(logits: Tensor) -> Tensor:
     columns = logits.shape[1]
     padded = torch.full((len(logits), -(-columns // kernel.ALIGNED) * kernel.ALIGNED), float("nan"), dtype=logits.dtype)
     padded[:, :columns] = logits
-    return padded[:, :columns]
+    return fenced(padded)[:, :columns]
 
 
 @pytest.mark.parametrize("arch", [80, 90])
