@@ -1,24 +1,18 @@
 """The alignment gather against a dense A^T H; its Triton kernel without a GPU: interpreted, and compiled ahead."""
 
-import ctypes
 import mmap
-import os
 import re
-import subprocess
-import sys
-from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.triton_kernel import compiled, fenced, memory_instructions, run_python
 from xscale.ops import alignment_gather_triton as kernel
 from xscale.ops.alignment_gather import _gather_sum_cuda, alignment_gather
 
@@ -203,11 +197,6 @@ def test_a_cpu_needs_no_triton() -> None:
     run_python(code)
 
 
-def run_python(code: str, **env: str) -> None:
-    found = subprocess.run([sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr[-4000:]
-
-
 # 3. The kernel, interpreted. In a process of its own: what lies outside of a tensor is out of reach there
 
 
@@ -250,45 +239,18 @@ def interpret() -> None:
     assert far.tolist() == [[0] * 768, list(range(768)), list(range(768))]
 
 
-def fenced(tensor: Tensor) -> Tensor:
-    """A copy whose last byte is the last before a page that the process must not touch."""
-    if not tensor.numel():
-        return tensor.clone()
-    size, page = tensor.nbytes, mmap.PAGESIZE
-    room = -(-size // page) * page
-    memory = mmap.mmap(-1, room + page)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    assert ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + room), page, 0) == 0
-    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=room - size).view(tensor.shape)
-    return copy.copy_(tensor)
-
-
 # 4. The kernel, compiled
 
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("width", [768, 1024])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: str, width: int, arch: int, tmp_path: Any) -> None:
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, width: int, arch: int, tmp_path: Path) -> None:
     """All loads and stores of hidden states do, and nothing is spilled, added atomically or shared; places in tensors
     are computed in 64 bits."""
-    compiled = compile_ahead(dtype, width, arch)
-    assert not re.search(r"muli .*tensor<.*i32>", compiled.asm["ttir"])
-    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "cubin"]
-    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = Counter(re.findall(r"\s((?:LDG|LDS|LDL|LD|STG|STS|STL|ST|ATOM[GS]?|RED)(?:\.\w+)*) ", listing))
+    hidden, index = torch.zeros(9, width, dtype=dtype), csr([[], [3], [1, 8]])
+    program = compiled(kernel, "sum_rows", arch, lambda: kernel.gather_sum(hidden, hidden[:0], *index, 1))
+    assert not re.search(r"muli .*tensor<.*i32>", program.asm["ttir"])
+    found = memory_instructions(program, tmp_path)
     assert set(found) == {"LDG.E", "LDG.E.128", "STG.E.128"}
     assert (found["LDG.E.128"], found["STG.E.128"]) == (kernel.ROWS * kernel.AHEAD, kernel.ROWS)
-
-
-def compile_ahead(dtype: str, width: int, arch: int) -> Any:
-    names = kernel.sum_rows.arg_names
-    types = {"values": f"*{dtype}", "out": f"*{dtype}", "values_gap": "i64", "out_gap": "i64"}
-    types |= {"offsets": "*i32", "columns": "*i32"}
-    launch = kernel.launch(width, 4 if dtype == "fp32" else 2)
-    signature = {name: "constexpr" if name in launch else types.get(name, "i32") for name in names}
-    constants = {name: launch.pop(name) for name in names if name in launch}
-    aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in types}
-    source = ASTSource(kernel.sum_rows, signature, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)

@@ -2,8 +2,6 @@
 
 import math
 import re
-import subprocess
-from collections import Counter
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -13,15 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from tests.test_alignment_gather import fenced, run_python
+from tests.triton_kernel import compiled, fenced, memory_instructions, run_python
 from xscale.data.mixture import initial_state
 from xscale.distributed import Place
 from xscale.engine import StepModule
@@ -378,28 +373,23 @@ def strided(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize("choice", [0, 1])
-def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: str, arch: int, choice: int, tmp_path: Path) -> None:
-    """Logits, bias and gradient, for any vocabulary; nothing is spilled or added atomically; a row's place is computed
-    in 64 bits."""
-    names, launch = kernel.softmax_losses.arg_names, dict(kernel.LAUNCH)
-    constants = {"BIAS": bool(choice), "SMOOTH": bool(choice), "GRADIENT": True, "BLOCK": launch.pop("BLOCK")}
-    types = {"logits": f"*{dtype}", "bias": f"*{dtype}", "labels": "*i64", "losses": "*fp32", "right": "*i32"}
-    types |= {"stride": "i32", "V": "i32", "scale": "fp32", "label_smoothing": "fp32", "z_loss": "fp32"}
-    signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned: Any = {(names.index(name),): [["tt.divisibility", 16]] for name in [*list(types)[:5], "stride"]}
-    source = ASTSource(kernel.softmax_losses, signature, constants, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch)
-    assert re.search(r"muli .*: i64", compiled.asm["ttir"])
-    (tmp_path / "cubin").write_bytes(compiled.asm["cubin"])
-    command = [triton.knobs.nvidia.cuobjdump.path, "-sass", tmp_path / "cubin"]
-    listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = Counter(re.findall(r"\s((?:LDG|LDL|LD|STG|STL|ST|ATOM[GS]?|RED)(?:\.\w+)*) ", listing))
-    numbers = constants["BLOCK"] // (32 * launch["num_warps"])  # of a thread
-    pieces = numbers * (4 if dtype == "fp32" else 2) // 16
-    assert found.pop("LDG.E.128") == 2 * pieces * (1 + choice) and found.pop("STG.E.128") == pieces
-    assert found == {"LDG.E": 1, "STG.E": 2}  # the label; the loss, the hit
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int, smooth: bool, tmp_path: Path) -> None:
+    """Logits, bias and gradient, for an odd vocabulary; nothing is spilled or added atomically; a row's place is
+    computed in 64 bits."""
+    logits, bias = strided(torch.zeros(2, 119_547, dtype=dtype)), torch.zeros(119_547, dtype=dtype)
+    labels = torch.zeros(2, dtype=torch.long)
+    for with_bias in (False, True):
+        arguments = bias if with_bias else None, logits, labels, 0.1 * smooth, 1e-4, 4096.0
+        program = compiled(kernel, "softmax_losses", arch, lambda: kernel.losses_(*arguments))  # noqa: B023
+        assert re.search(r"muli .*: i64", program.asm["ttir"])
+        found = memory_instructions(program, tmp_path)
+        pieces = kernel.LAUNCH["BLOCK"] // (32 * kernel.LAUNCH["num_warps"]) * dtype.itemsize // 16  # of a thread
+        assert (found["LDG.E.128"], found["STG.E.128"]) == (2 * pieces * (1 + with_bias), pieces)
+        others = {name for name in found if name.startswith(("LDG", "STG"))} - {"LDG.E.128", "STG.E.128"}
+        assert others == {"LDG.E", "STG.E"}  # the label; loss and hit
+        assert not any(name.startswith(("LDL", "STL", "ATOM", "RED")) for name in found)
 
 
 # 6. From the recipe
