@@ -1,4 +1,4 @@
-"""What a shard directory holds.
+"""What a shard directory, or each shard directory one level below, holds.
 
 python -m data_tools.inspect DIR [--show N] [--verify]
 """
@@ -10,7 +10,7 @@ import numpy as np
 
 from data_tools.index import summary
 from data_tools.ranks import Ranks, run
-from xscale.data.index import Source, idx_path, read_index, scan_shard, sha256_file
+from xscale.data.index import Source, directories_below, idx_path, read_index, scan_shard, sha256_file
 from xscale.errors import UserError
 
 _LENGTH_SAMPLE = 10_000
@@ -88,17 +88,23 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the index")
     args = parser.parse_args(argv)
-    read_index(args.directory)
-    source = Source(args.directory)
-    if args.verify:
+    alone = (args.directory / "index.json").exists()
+    for directory in (not alone and directories_below(args.directory)) or [args.directory]:
+        inspect(directory, args.show, args.verify, ranks)
+
+
+def inspect(directory: Path, show: int, verify: bool, ranks: Ranks) -> None:
+    read_index(directory)
+    source = Source(directory)
+    if verify:
         problems = damage(source, ranks)
         if problems:
             raise UserError(f"{len(problems)} damaged shards:\n" + "\n".join(f"  {problem}" for problem in problems))
         if ranks.is_main:
-            print(f"{args.directory}: {len(source.shards)} shards verified")
+            print(f"{directory}: {len(source.shards)} shards verified")
     if ranks.is_main:
         source.check_sizes()
-        print("\n".join(describe(source, args.show)))
+        print("\n".join(describe(source, show)))
 
 
 if __name__ == "__main__":

@@ -251,9 +251,10 @@ def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> No
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    for path in (tmp_path / "absent", tmp_path / "broken", tmp_path):
-        with pytest.raises(UserError, match=f"tokenizer {path} cannot be loaded"):
-            TextEncoder(path)
+    problems = {"absent": "does not exist", "broken": "cannot be loaded", ".": "cannot be loaded"}
+    for name, problem in problems.items():
+        with pytest.raises(UserError, match=f"tokenizer {tmp_path / name} {problem}"):
+            TextEncoder(tmp_path / name)
 
 
 def test_training_a_tokenizer_on_nothing(tmp_path: Path) -> None:

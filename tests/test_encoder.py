@@ -109,7 +109,7 @@ def test_init_checks_tokenizer_and_length(tmp_path: object) -> None:
         build(init=str(tmp_path), vocab_size=98)
     with pytest.raises(UserError, match="max_length 63 exceeds the 62 positions"):
         build(init=str(tmp_path), max_length=63)
-    with pytest.raises(UserError, match="cannot be loaded"):
+    with pytest.raises(UserError, match="nowhere/at/all does not exist"):
         build(init="/nowhere/at/all")
 
 

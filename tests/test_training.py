@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -177,6 +178,37 @@ def test_each_objective_alone_after_kills(demo: Path, tmp_path: Path) -> None:
     for recipe in recipes:
         same_checkpoint(tmp_path / "killed" / recipe / last, tmp_path / "whole" / recipe / last)
         assert launch.without_times(tmp_path / "killed" / recipe) == launch.without_times(tmp_path / "whole" / recipe)
+
+
+def test_zero_stage_3_trains_as_stage_2_and_resumes(demo: Path, tmp_path: Path) -> None:
+    """The same losses, gradient norms and alignment scores; again after the last checkpoint is lost. Then the run is
+    made longer: its learning rate follows the new schedule from the first step on."""
+    sets = [
+        "streams.alignlm.samples=8",
+        "train.lr=0.002",
+        "train.warmup=2",
+        "train.measure_every=3",
+        "checkpoint.every=4",
+    ]
+    sets += ["model.dropout=0.0", f"data.lexicons=[{next((demo / 'lexicon').glob('*.txt'))}]"]
+
+    def train(stage: int, steps: int = 8) -> list[dict[str, Any]]:
+        args = ["--ds_config", f"ds_configs/zero{stage}_fp16.json", "--recipe", "alignlm", "--data", str(demo)]
+        launch.run(2, [*args, "--out", str(tmp_path / str(stage)), "--steps", str(steps), "--set", *sets])
+        return launch.metrics(tmp_path / str(stage))
+
+    expected, whole = train(2), train(3)
+    for ours, theirs in zip(whole, expected, strict=True):
+        names = {name for name in theirs if name.startswith(("loss", "alignment", "lr")) or name == "grad_norm"}
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-5)
+    assert "alignment/en-xx" in whole[2]
+    shutil.rmtree(tmp_path / "3" / "checkpoints" / "step_00000008")
+    assert [entry["loss"] for entry in train(3)] == [entry["loss"] for entry in whole]
+    lr = [entry["lr"] for entry in train(3, 12)[8:]]
+    assert lr[0] - lr[1] == pytest.approx(lr[1] - lr[2]) and lr[1] > lr[2] > 0
+    again = ["--ds_config", "ds_configs/zero3_fp16.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "16"]
+    code, output = launch.try_run(1, [*again, "--out", str(tmp_path / "3"), "--set", *sets])
+    assert code and "saved by 2 ranks" in output and "stage 3" in output
 
 
 def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:

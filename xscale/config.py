@@ -36,7 +36,8 @@ class StreamConfig:
     objective: str
     """A name of objectives.OBJECTIVES."""
     samples: int
-    """Samples per optimizer step over all ranks."""
+    """Samples per optimizer step over all ranks. Of pairs, each is one pair; of monolingual text, sentences that follow
+    one another in the order until they fill about data.max_length tokens, so that it reads several records."""
     weight: float = 1.0
     """Factor of the stream's loss in the step's loss."""
     warm_in: float = 0.0
@@ -177,7 +178,9 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
         _assign(tree, assignment, problems)
     recipe = _build_recipe(tree, objectives, problems)
     if problems or recipe is None:
-        raise UserError(f"recipe {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        raise UserError(
+            f"recipe {path}{' with --set' if sets else ''}:\n" + "\n".join(f"  {problem}" for problem in problems)
+        )
     return recipe
 
 
@@ -284,7 +287,7 @@ def _check_type(value: Any, hint: Any, where: str, problems: list[str]) -> Any:
     if origin is list:
         if isinstance(value, list):
             return [_check_type(v, args[0], f"{where}[{i}]", problems) for i, v in enumerate(value)]
-        problems.append(f"{where}: {value!r} is not a list")
+        problems.append(f"{where}: {value!r} is not a list; write [{value}]")
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)

@@ -110,12 +110,17 @@ def set_deterministic(wanted: bool) -> None:
 
 
 class Control:
-    """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for."""
+    """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for.
+
+    A process that never called `start` is alone, and agrees with itself.
+    """
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
 
     def sum(self, numbers: list[int]) -> list[int]:
+        if self.group is None:
+            return numbers
         tensor = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
@@ -126,6 +131,8 @@ class Control:
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, in rank order, on every rank."""
+        if self.group is None:
+            return [value]
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values

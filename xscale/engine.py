@@ -5,7 +5,8 @@ the recipe's is an error.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,28 @@ def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
     except pydantic.ValidationError as error:
         raise UserError(f"ds_config: DeepSpeed does not take it: {error}") from None
     return engine
+
+
+def follow_schedule(engine: Any) -> None:
+    """Take the next step's learning rate from the schedule as it is now. DeepSpeed restores the saved one, which is
+    that of another length where train.steps changed."""
+    scheduler = engine.lr_scheduler
+    if scheduler is not None and scheduler.last_batch_iteration >= 0:
+        scheduler.step(scheduler.last_batch_iteration)
+
+
+def keeps_whole_weights(engine: Any) -> bool:
+    """ZeRO stage 3 cuts them up."""
+    return engine.zero_optimization_stage() < 3
+
+
+@contextmanager
+def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
+    """A weight of the module, to be read. All ranks call it together."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
+        yield weight
 
 
 class StepSums:

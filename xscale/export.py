@@ -67,8 +67,8 @@ def load_model(path: str | Path, dropout: float | None = None) -> PreTrainedMode
 def export(source: Path, out: Path) -> Path:
     """Returns the checkpoint that was exported. Raises UserError."""
     path = find(source)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; choose another directory or remove it")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; choose another or remove it")
     lm = load_model(path)
     partial = out.with_name(out.name + ".incomplete")
     shutil.rmtree(partial, ignore_errors=True)

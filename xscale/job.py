@@ -220,6 +220,7 @@ def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place) 
             f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
             f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
         )
+    print(f"tokenizer: {job.text.tokenizer.name_or_path}, {job.text.vocab_size:,} ids")
     for lexicon in job.lexicons:
         print(lexicon.summary())
     for spec in job.specs:

@@ -14,13 +14,17 @@ from xscale.errors import UserError
 from xscale.metrics import LOG
 
 IDENTITY = "identity.json"
+FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
+"""Of other trainers' runs, shards, models and tokenizers."""
 LOCK_SECONDS = 20
 """How long a start waits for the run before it to be gone; a killed launcher may leave ranks for a while."""
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
-    """Make `out` this run's directory. Raises UserError where it belongs to another run. Rank 0 only."""
+    """May `out` be this run's directory? Raises UserError where it belongs to another run, or is something else."""
     path = out / "identity.json"
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file; choose another")
     if path.exists():
         if resume == "never":
             raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
@@ -30,7 +34,7 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
                 f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
                 + "\n".join(f"  {line}" for line in differences)
             )
-    elif any((out / name).exists() for name in ("config.yaml", "metrics.jsonl", "checkpoints")):
+    elif any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
 
 

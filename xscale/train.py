@@ -111,22 +111,31 @@ class Trainer:
         self.write_config(ds_config)
         state = checkpoint.manifest["state"] if checkpoint else initial_state(self.job.specs)
         batches = self.job.batches(place, state, recipe.train.steps - first)
-        rescale = checkpoint is not None and checkpoint.manifest["world_size"] != place.world
-        if rescale:
+        stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+        if checkpoint is not None and checkpoint.manifest["world_size"] != place.world:
+            if stage >= 3:
+                raise UserError(
+                    f"{checkpoint.path} was saved by {checkpoint.manifest['world_size']} ranks, this run has "
+                    f"{place.world}; with ZeRO stage 3 a run goes on with as many as before (stages 0 to 2 rescale)"
+                )
             ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-        self.engine = engine.build_engine(engine.StepModule(self.job.encoder(), recipe), ds_config)
+        module = engine.StepModule(self.job.encoder(), recipe)
+        parameters = sum(p.numel() for p in module.parameters())
+        self.flops = cost.StepFlops(module.encoder)
+        self.engine = engine.build_engine(module, ds_config)
         if checkpoint:
             checkpoints.load(self.engine, checkpoint, place, control)
+            engine.follow_schedule(self.engine)
             for name, companion_state in checkpoints.companions(checkpoint).items():
                 self.engine.module.companions[name].load_state_dict(companion_state)
             LOG.info(
                 f"resumed from {checkpoint.path}: step {first}; "
                 + "; ".join(positions_report(checkpoint.manifest["state"], self.job.specs, self.job.sources))
             )
-        parameters = sum(p.numel() for p in self.engine.module.parameters())
         LOG.info(
             f"training {parameters:,} parameters in {precision} on {place.world} rank(s) of {hardware.device}, "
-            f"ZeRO stage {self.engine.zero_optimization_stage()}, steps {first} to {recipe.train.steps}"
+            f"ZeRO stage {stage}, steps {first} to {recipe.train.steps}"
+            + ("; the first step compiles the encoder, which may take minutes" if recipe.train.compile else "")
         )
         self.reporter = Reporter(args.out, first, recipe.train.steps, list(recipe.streams)) if place.is_main else None
         trace = args.out / "trace" / f"rank{place.rank}.jsonl" if args.trace else None
@@ -135,7 +144,6 @@ class Trainer:
             lexicon.name: alignment.word_pairs(lexicon, self.job.sources, self.job.text)
             for lexicon in (self.job.lexicons if place.is_main and recipe.train.measure_every else ())
         }
-        self.flops = cost.StepFlops(self.engine.module.encoder)
         if not checkpoint:
             self.prefill()
             self.save(0, state, must=True)  # a run that cannot save fails now, not after a day
@@ -154,6 +162,12 @@ class Trainer:
             spec = replace(spec, name=f"{name}.prefill")
             wanted, have, said = companion.prefill_samples, 0, time.monotonic()
             LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
+            records = sum(self.job.sources[source].records for source in spec.sources)
+            if wanted > records:
+                LOG.warning(
+                    f"streams.{name}.queue_size {wanted:,} exceeds the {records:,} records that it draws from: a pair "
+                    f"is contrasted with earlier keys of its own; a smaller queue_size avoids it"
+                )
             for batch in self.job.batches(self.place, initial_state([spec]), 2 * -(-wanted // spec.samples), [spec]):
                 for number, micro in enumerate(batch.micros):
                     place = (batch.step, number, self.place.rank)
@@ -187,7 +201,7 @@ class Trainer:
             global_targets = dict(zip(targets, counts, strict=True))
             lr, skipped = self.engine.get_lr()[0], self.engine.skipped_steps
             measure = recipe.train.measure_every and (step + 1) % recipe.train.measure_every == 0
-            norms = engine.GradientNorms(self.engine) if measure else None
+            norms = engine.GradientNorms(self.engine) if measure and engine.keeps_whole_weights(self.engine) else None
             sums = engine.optimizer_step(
                 self.engine,
                 recipe,
@@ -207,7 +221,9 @@ class Trainer:
             if norm is not None:
                 entry["grad_norm"] = norm
             if norms:
-                entry |= norms.close() | self.alignment_scores()
+                entry |= norms.close()
+            if measure:
+                entry |= self.alignment_scores()
             entry["step_s"] = time.monotonic() - started
             self.pending.append((entry, sums))
             self.trace_step(step + 1, batch)
@@ -283,8 +299,8 @@ class Trainer:
 
     def alignment_scores(self) -> dict[str, float]:
         """On rank 0, which has the dictionaries' tokens."""
-        table = self.engine.module.encoder.embeddings
-        return {f"alignment/{name}": gold.score(table) for name, gold in self.word_pairs.items()}
+        with engine.whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
+            return {f"alignment/{name}": gold.score(table) for name, gold in self.word_pairs.items()}
 
     def trace_step(self, step: int, batch: StepBatch) -> None:
         if self.args.trace:
@@ -328,6 +344,8 @@ def train(args: argparse.Namespace, place: Place) -> int:
             demo_corpus.build(DEMO)
     if args.dry_run:
         job = prepare(args.recipe, args.set, args.data)
+        run_folder.claim_out(args.out, job.identity(), args.resume)
+        checkpoint = run_folder.find_checkpoint(args.out, args.resume, job.identity(), Place(0, 1, 0, 1), Control())
         resolved, precision, notes = engine.resolve_ds_config(
             engine.read_ds_config(args.ds_config),
             args.ds_config,
@@ -338,6 +356,7 @@ def train(args: argparse.Namespace, place: Place) -> int:
         )
         print(*notes, sep="\n")
         describe(job, resolved, precision, place)
+        print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
         return 0
     distributed.start(place)
     control = Control()

@@ -68,6 +68,10 @@ class TextEncoder:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
     def __init__(self, path: str | Path):
+        if Path(path).is_absolute() and not Path(path).exists():
+            raise UserError(
+                f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
+            )
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
         from transformers import AutoTokenizer
 

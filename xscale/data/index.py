@@ -100,7 +100,7 @@ class Source:
                 raise UserError(
                     f"{self.directory / self.shards[shard].name}: record {record} (bytes {offset}-{offset + length}) "
                     f"is damaged, its checksum differs from the index. Restore the shard; "
-                    f"`python -m data_tools.inspect {self.directory} --verify` lists all damage"
+                    f"`python -m data_tools.inspect {self.directory} --verify` names every damaged shard"
                 )
         return self.parse(data)
 
@@ -161,14 +161,16 @@ def fingerprint(index: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
+def directories_below(directory: Path) -> list[Path]:
+    """Shard directories one level below."""
+    return sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
+
+
 def find_sources(directories: list[Path]) -> list[Source]:
     """Sources at, or one level below, each directory, in the order given. Raises UserError where there is none."""
     sources: list[Source] = []
     for directory in directories:
-        if (directory / "index.json").exists():
-            found = [directory]
-        else:
-            found = sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
+        found = [directory] if (directory / "index.json").exists() else directories_below(directory)
         if not found:
             raise UserError(
                 f"--data {directory}: no index.json there or one level below. Write shards with "

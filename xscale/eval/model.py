@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
+from xscale import export
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source
 from xscale.errors import UserError
@@ -18,6 +19,10 @@ class Exported:
     """Model and tokenizer of a Hugging Face directory, in eval mode on the best device there is."""
 
     def __init__(self, path: Path):
+        if export.is_run(path):
+            raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
+        if not path.exists():
+            raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
         try:
             lm = AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32)
         except (OSError, ValueError) as error:

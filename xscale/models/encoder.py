@@ -130,6 +130,8 @@ class Encoder(nn.Module):
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     """Weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    if Path(init).is_absolute() and not Path(init).exists():
+        raise UserError(f"model.init {init} does not exist")
     try:
         config = AutoConfig.from_pretrained(init)
         config.update(dropout_fields(config.model_type, dropout))
