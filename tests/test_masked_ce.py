@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -133,6 +134,18 @@ def test_large_logits_and_certain_labels() -> None:
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
 
 
+def test_a_far_off_logsumexp_costs_the_loss_no_digits() -> None:
+    """Whole numbers, so that fp32 logits near -1e4, which are 1e-3 apart from their neighbours, are exact."""
+    rows, weight, bias, labels = inputs(300, torch.float32)
+    with torch.no_grad():
+        for leaf in (rows, weight):
+            leaf.round_()
+        bias.fill_(-10_000)  # type: ignore[union-attr]
+    expected, _ = plain(*as_fp64((rows, weight, bias, labels)))
+    loss, _ = masked_cross_entropy(rows, weight, bias, labels)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+
+
 # 2. Precision
 
 
@@ -188,6 +201,50 @@ def test_fp16_keeps_what_would_vanish_or_overflow_before_the_loss_scale() -> Non
         torch.testing.assert_close(mine, exact[label] * d_loss, rtol=0.02, atol=0)
 
 
+def test_fp16_bias_gets_what_would_vanish_before_the_loss_scale() -> None:
+    """A probability of 8e-10, 3,000 times."""
+    bias = torch.full((V,), -21.0, dtype=torch.float16)
+    bias[0] = 0
+    rows, weight = torch.zeros(3000, H, dtype=torch.float16), torch.zeros(V, H, dtype=torch.float16)
+    arguments: Inputs = rows, weight, bias.requires_grad_(), torch.ones(3000, dtype=torch.long)
+    reference = as_fp64(arguments)
+    (real,) = gradients(masked_cross_entropy(*arguments)[0], arguments, 2.0**16)
+    exact = gradients(plain(*reference)[0], reference, 2.0**16)[-1]
+    assert 0 < exact[5] < 1
+    torch.testing.assert_close(real[2:].double(), exact[2:], rtol=0.01, atol=0)
+
+
+def test_fp16_holds_logits_gradients_from_2e_11_to_16() -> None:
+    """A row of width 1 whose logits are its bias: z-loss makes a gradient of 15, small odds one of 2e-11."""
+    bias = torch.tensor([104.0, 0.0, 79.4], dtype=torch.float16)
+    rows, weight = torch.zeros(1, 1, dtype=torch.float16), torch.zeros(3, 1, dtype=torch.float16)
+    for own, z_loss, d_loss in ((0, 7 / 104, 256.0), (2, 0.0, 2.0**16)):
+        with torch.no_grad():
+            weight.zero_()[own] = 1
+        arguments: Inputs = rows.requires_grad_(), weight, bias, torch.tensor([1])
+        reference = as_fp64(arguments)
+        (real,) = gradients(masked_cross_entropy(*arguments, 0.0, z_loss)[0], arguments, d_loss)
+        exact = gradients(plain(*reference, z_loss=z_loss)[0], reference, d_loss)[0]
+        assert exact.item() / d_loss == pytest.approx({0: 15, 2: 2e-11}[own], rel=0.1)
+        torch.testing.assert_close(real.double(), exact, rtol=0.01 if own == 0 else 0.35, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_means_and_logsumexps_are_not_rounded(dtype: torch.dtype) -> None:
+    """Against fp64 on the same rounded logits, far from 0. Gradients of bias add up to 2 z_loss logsumexp."""
+    rows, weight, bias, labels = inputs(1, dtype, v=401)
+    with torch.no_grad():
+        bias += 101.5  # type: ignore[operator]
+    logits = F.linear(rows, weight, bias).detach().double()
+    log_z = logits.exp().sum().log()
+    for label_smoothing, z_loss in ((0.5, 0.0), (0.0, 0.1)):
+        loss, _ = masked_cross_entropy(rows, weight, bias, labels, label_smoothing, z_loss)
+        expected = F.cross_entropy(logits, labels, label_smoothing=label_smoothing) + z_loss * log_z**2
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+        total = gradients(loss, (rows, weight, bias, labels), 0.01)[2].double().sum()
+        torch.testing.assert_close(total, 0.01 * 2 * z_loss * log_z, rtol=5e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_overflow_is_seen(dtype: torch.dtype) -> None:
     arguments = inputs(40, dtype)
@@ -203,13 +260,15 @@ def test_overflow_is_seen(dtype: torch.dtype) -> None:
     assert not loss.isfinite() and not gradients(loss, arguments)[1].isfinite().all()
 
 
-def test_autocast() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.01)])
+def test_autocast(dtype: torch.dtype, label_smoothing: float, z_loss: float) -> None:
     """Inputs are cast as F.linear's are; loss and gradients keep fp32."""
     arguments = inputs(1500, torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, correct = masked_cross_entropy(*arguments)
-    halves = tuple(t.to(torch.bfloat16) for t in arguments[:3] if t is not None)
-    expected, right = plain(*halves, arguments[3])
+    with torch.autocast("cpu", dtype):
+        loss, correct = masked_cross_entropy(*arguments, label_smoothing, z_loss)
+    halves = tuple(t.to(dtype) for t in arguments[:3] if t is not None)
+    expected, right = plain(*halves, arguments[3], label_smoothing, z_loss)
     assert loss.dtype == torch.float32 and correct == right
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for mine, other in zip(gradients(loss, arguments), gradients(expected, arguments), strict=True):
@@ -243,6 +302,24 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
         expected, right = plain(*arguments)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
         assert correct == right
+
+
+def test_autocast_without_gradients_takes_none() -> None:
+    """Of leaves that have autocast's type already, which casting leaves as they are."""
+    arguments = inputs(100, torch.bfloat16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Calls() as calls:
+        loss, _ = masked_cross_entropy(*arguments)
+    assert calls.products() == [(100, V)] and not loss.requires_grad
+
+
+def test_no_second_derivative() -> None:
+    """Refused, not silently 0; the first one may be asked for in a graph."""
+    arguments = inputs(5)
+    loss = masked_cross_entropy(*arguments)[0].square()
+    first = torch.autograd.grad(loss, arguments[0], create_graph=True)[0]
+    torch.testing.assert_close(first, gradients(plain(*arguments)[0].square(), arguments)[0])
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
 
 
 def test_backward_twice() -> None:
@@ -292,6 +369,30 @@ def test_logits_never_exist_whole(m: int) -> None:
     assert sum(chunks) == m and min(chunks) >= min(m, 2 * CHUNK // 3) and max(chunks) - min(chunks) <= 1
     waits = {"_local_scalar_dense", "item", "nonzero", "masked_select", "is_nonzero", "equal"}
     assert not waits & {name for name, _ in calls.seen}
+
+
+class Alive(TorchDispatchMode):
+    """Tensors that an operation gave and that somebody still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        return result
+
+    def shapes(self) -> set[tuple[int, ...]]:
+        return {tuple(t.shape) for t in (ref() for ref in self.seen) if t is not None}
+
+
+def test_logits_do_not_wait_for_the_backward_pass() -> None:
+    """Gradients, the loss and the hits alone outlive the forward pass."""
+    arguments = inputs(700)
+    with Alive() as alive:
+        kept = masked_cross_entropy(*arguments)
+    assert alive.shapes() == {(700, H), (V, H), (V,), ()} and len(kept) == 2
 
 
 def test_reruns_are_bit_identical() -> None:
