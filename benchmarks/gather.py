@@ -18,6 +18,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -244,9 +245,9 @@ class Runner:
         self.works: list[Callable[[], Any]] = [self.sweep_forward, self.sweep_backward]
         if self.graph:
             graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graphs[0]):
+            with torch.cuda.graph(graphs[0], stream=torch.cuda.current_stream()):
                 self.sweep_forward()
-            with torch.cuda.graph(graphs[1]):
+            with torch.cuda.graph(graphs[1], stream=torch.cuda.current_stream()):
                 self.sweep_backward()
             self.works = [graph.replay for graph in graphs]
 
@@ -279,7 +280,7 @@ def copy_us(size: int, buffers: int, rounds: int) -> float:
     """Of a device copy that reads and writes `size` bytes in all, from cold memory."""
     pairs = [torch.empty(2, size // 2, dtype=torch.uint8, device="cuda") for _ in range(buffers)]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
         for source, target in pairs:
             target.copy_(source)
     graph.replay()
@@ -362,12 +363,14 @@ def main() -> None:
     on_gpu = args.device == "cuda"
     print(torch.cuda.get_device_name() if on_gpu else f"{args.threads} threads; malloc: {args.allocator}")
     dtypes = (torch.float16, torch.bfloat16) if on_gpu else (torch.float32, torch.bfloat16)
-    for case, dtype in product(CASES, dtypes):
-        if args.tune:
-            tune(case, dtype, args.rounds)
-            continue
-        for heads in HEADS:
-            (run_gpu if on_gpu else run_cpu)(case, heads, dtype, args.rounds)
+    # Autograd works on the stream of the forward pass, and the default stream cannot be captured.
+    with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+        for case, dtype in product(CASES, dtypes):
+            if args.tune:
+                tune(case, dtype, args.rounds)
+                continue
+            for heads in HEADS:
+                (run_gpu if on_gpu else run_cpu)(case, heads, dtype, args.rounds)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
     python benchmarks/step.py --memory [--recipes ...]      peak memory of each loop, in a process of its own
     python benchmarks/step.py --check [--recipes ...]       both losses on the same masked inputs, without dropout
     python benchmarks/step.py --recipes alignlm ppa --preset base --vocab_size 120000 --words 62 --samples 128 \\
-        --micro_batches 128 --workers 4                     on a GPU: BERT-base at 128 pairs of 128 tokens
+        --stock_micro_batch 64 --micro_batches 64 128 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
 
 Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
 optimizer step, with the same ds_config, and take turns in one process. The stock loop (stock.py) is what an ordinary
-user writes: micro-batches of 32 in random order, padded to their longest, logits at all positions; tokenised, masked
-and collated beforehand. xscale does all that as it goes. Prints for each recipe
+user writes: micro-batches in random order, padded to their longest, logits at all positions; tokenised, masked and
+collated beforehand, never compiled. xscale does all that as it goes (with --workers partly while the stock loop has its
+turn; loader.py measures the loader alone). Prints for each recipe
   1. samples/s, the ratio to the stock loop (medians, and the range over rounds), the ratio that FLOPs allow; on a GPU
      also MFU, peak memory, and steps that fp16 overflow skipped
   2. where a step's time goes, in ms, of either loop. ZeRO-2 reduces gradients in the backward pass; xscale's head takes
@@ -58,7 +59,7 @@ from xscale.job import Job, prepare
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 
-STOCK_MICRO_BATCH, PAIRS = 32, 4000
+PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
 PARTS = ("data", "encoder forward", "heads, loss", "heads backward", "encoder backward, reduce", "optimizer, momentum")
 CUDA = torch.cuda.is_available()
@@ -132,7 +133,7 @@ def watch_xscale() -> None:
 
 
 def watch_stock(base_model: torch.nn.Module) -> None:
-    base_model.register_forward_pre_hook(WATCH.before_encoder)
+    base_model.register_forward_pre_hook(lambda *_: WATCH.before_encoder())  # a copy's hook is of the same watch
     base_model.register_forward_hook(lambda module, inputs, output: WATCH.after_encoder(output.last_hidden_state))
 
 
@@ -148,7 +149,8 @@ class Loop:
     kind = ""
 
     def __init__(self, job: Job, ds_config: Path):
-        self.job, self.name = job, f"{self.kind}, micro-batch {job.recipe.train.micro_batch}"
+        train = job.recipe.train
+        self.job, self.name = job, f"{self.kind}, micro-batch {train.micro_batch}{', compiled' * train.compile}"
         self.resident = self.peak = self.skipped = 0
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
@@ -254,8 +256,9 @@ class StockLoop(Loop):
         for name, draw in next(self.draws):
             part = self.engine.module.streams[name]
             samples = samples_of(self.job, part, as_drawn(draw))
-            cuts = range(0, len(samples), STOCK_MICRO_BATCH)
-            batches = [part.collate(list(chain(*samples[i : i + STOCK_MICRO_BATCH]))) for i in cuts]
+            size = self.job.recipe.train.micro_batch
+            cuts = range(0, len(samples), size)
+            batches = [part.collate(list(chain(*samples[i : i + size]))) for i in cuts]
             weight = self.job.recipe.streams[name].weight / len(batches)
             micros += [(name, batch, weight) for batch in batches]
         return micros
@@ -313,7 +316,7 @@ def make_job(recipe: str, data: list[Path], args: argparse.Namespace, micro_batc
 
 
 def measure(recipe: str, data: list[Path], args: argparse.Namespace) -> None:
-    stock = StockLoop(make_job(recipe, data, args, STOCK_MICRO_BATCH), args.ds_config)
+    stock = StockLoop(make_job(recipe, data, args, args.stock_micro_batch, "train.compile=false"), args.ds_config)
     ours = [XscaleLoop(make_job(recipe, data, args, size), args.ds_config) for size in args.micro_batches]
     loops: list[Loop] = [stock, *ours]
     turns = random.Random(0)
@@ -352,11 +355,12 @@ def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
         row += [f"{ours[0].flops / seconds / peak:.1%}"] if peak else []
         row += [f"{loop.peak / 1e9:.2f}", f"{loop.skipped}"] if CUDA else []
         rows.append(row)
-        middle = [median(each[name] for each in loop.parts) for name in PARTS]
+        middle = [median(each[name] for each in loop.parts) for name in PARTS] if loop.parts else []
         parts.append([loop.name, *(f"{1e3 * value:.0f}" for value in [*middle, sum(middle)])])
     title = f"{recipe}: steps of {samples} samples, {stock.precision}, {len(stock.seconds)} rounds"
     print_table(title, header, rows)
-    print_table(f"{recipe}: where a step's time goes, ms", ["", *PARTS, "sum"], parts)
+    if loop.parts:
+        print_table(f"{recipe}: where a step's time goes, ms", ["", *PARTS, "sum"], parts)
 
 
 # Peak memory
@@ -381,7 +385,7 @@ def peak_memory(recipes: list[str], data: list[Path], argv: list[str]) -> None:
 def alone(kind: str, recipe: str, data: list[Path], args: argparse.Namespace) -> None:
     before = 0 if CUDA else peak_bytes()
     make = StockLoop if kind == "stock" else XscaleLoop
-    size = STOCK_MICRO_BATCH if kind == "stock" else args.micro_batches[0]
+    size = args.stock_micro_batch if kind == "stock" else args.micro_batches[0]
     loop = make(make_job(recipe, data, args, size), args.ds_config)
     for _ in range(args.warm + args.rounds):
         loop.timed_step(False, False)
@@ -398,7 +402,7 @@ def peak_bytes() -> int:
 def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> bool:
     """Both losses of a first micro-batch: same model without dropout, same samples, xscale's masks and swaps."""
     rows, good = [], True
-    args.samples = STOCK_MICRO_BATCH
+    args.samples = args.stock_micro_batch
     for recipe in recipes:
         plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
         sets = [f"streams.{name}.{field}" for name, field in plain.items() if recipe in (name, "mixed")]
@@ -437,14 +441,21 @@ def give_draws(part: Any, examples: list[Example], tensors: dict[str, torch.Tens
     part.mask = mask
     part.synonyms = {}  # of dict_mlm: they are in the masked tokens
     if isinstance(part, Ppa):
-        queries = iter(tensors["query_input_ids"].tolist())
+        if part.options.moco_weight:
+            queries = iter(tensors["query_input_ids"].tolist())
+        else:
+            before_masking = tensors["input_ids"].flatten().index_copy(0, tensors["rows"], tensors["labels"])
+            queries = iter(before_masking.view_as(tensors["input_ids"]).tolist())
         sides = iter([example["sides"] for example in examples])
         part.swap = lambda: next(queries)[1 : len(first := next(sides)[0]) + 1] != first
-        part.projection[0].weight, part.projection[2].weight = heads.w1.weight, heads.w2.weight
+        if heads:
+            part.projection[0].weight, part.projection[2].weight = heads.w1.weight, heads.w2.weight
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--recipes", nargs="+", default=["tlm", "alignlm"], help="names of shipped recipes")
     parser.add_argument("--data", type=Path, nargs="+", help="directories of shards")
     parser.add_argument(
@@ -455,6 +466,7 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=32_768)
     parser.add_argument("--max_length", type=int, default=128)
     parser.add_argument("--micro_batches", type=int, nargs="+", default=[32], help="of xscale")
+    parser.add_argument("--stock_micro_batch", type=int, default=32)
     parser.add_argument("--samples", type=int, default=128, help="of a step, where the recipe has one stream")
     parser.add_argument("--rounds", type=int, default=4, help="optimizer steps of each loop that count")
     parser.add_argument("--warm", type=int, default=2, help="optimizer steps of each loop before those")
@@ -469,6 +481,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare the losses instead of the times")
     parser.add_argument("--alone", choices=("stock", "xscale"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.warm = max(args.warm, 1)  # torch counts the stock loop's FLOPs in the first step
     use_allocator("default" if args.memory or args.alone else args.allocator)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()

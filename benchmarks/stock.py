@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
+from xscale.errors import UserError
 from xscale.job import Job
 from xscale.models.encoder import HEADS
 from xscale.sample import Record
@@ -201,12 +202,14 @@ class Ppa(Tlm):
         batch = {}
         if self.options.tlm_weight:
             batch = super().collate([{"input_ids": cls + s + sep + t + sep} for s, t in pairs])
-        for name, side in (("query", 0), ("key", 1)):
+        for name, side in (("query", 0), ("key", 1)) if self.options.moco_weight else ():
             view, _ = self.inputs([{"input_ids": cls + pair[side] + sep} for pair in pairs])
             batch |= {f"{name}_ids": view["input_ids"], f"{name}_mask": view["attention_mask"]}
         return batch
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
+        if not self.options.moco_weight:
+            return self.options.tlm_weight * super().loss(lm, batch)
         self.start(lm)
         views = [(batch.pop(f"{name}_ids"), batch.pop(f"{name}_mask")) for name in ("query", "key")]
         q_BD = project(lm.base_model, self.projection, *views[0])
@@ -226,6 +229,8 @@ class Ppa(Tlm):
 
     @torch.no_grad()
     def after_step(self, lm: Any) -> None:
+        if not self.new:
+            return
         m = self.options.momentum
         for key, query in zip(self.keys, (lm.base_model, self.projection), strict=True):
             for k, q in zip(key.parameters(), query.parameters(), strict=True):
@@ -307,11 +312,21 @@ STOCK: dict[str, type[Mlm]] = {
 }
 
 
+FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "replace_tlm_with_mlm": False}
+FIXED |= {"subwords": "mean", "synonym": "input"}
+"""Options of objectives that are written for this value only."""
+
+
 class StockModule(nn.Module):
     """What DeepSpeed wraps."""
 
     def __init__(self, lm: Any, job: Job):
         super().__init__()
+        options = [stream.options for stream in job.recipe.streams.values()]
+        other = [name for name, value in FIXED.items() if any(getattr(o, name, value) != value for o in options)]
+        other += [name for name in ("label_smoothing", "z_loss") if getattr(job.recipe.train, name)]
+        if other:
+            raise UserError(f"the stock loop has no other {', '.join(other)} than the default")
         self.lm = lm
         self.streams = nn.ModuleDict(
             {name: STOCK[stream.objective](lm, job, stream.options) for name, stream in job.recipe.streams.items()}

@@ -3,18 +3,21 @@
     python benchmarks/train_fp16.py [--ds_config ds_configs/zero2_fp16.json] [--recipes NAME ...] [--steps 40] [--small]
 
 First `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its first steps
-must overflow and be skipped, then the scale and after it the loss must fall. Then every recipe, and `mixed` with
-activation checkpointing, with torch.compile, and on deterministic algorithms, in this process. Each must reach its last
-step with finite losses, of which the last five are lower than the first five, and log its loss scale. A resume of the
-deterministic run from its middle must repeat the second half's losses bit for bit. Prints a line a run; exit code 1 if
-one failed. --small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
+must overflow and be skipped, then the scale and after it the loss must fall. Then `mixed` on deterministic algorithms,
+every recipe, and `mixed` with activation checkpointing and with torch.compile, in this process. Each must reach its
+last step with finite losses, of which the last five are lower than the first five, and log its loss scale. A resume of
+the deterministic run from its middle must repeat the second half's losses bit for bit. Prints a line a run; exit code 1
+if one failed.
+--small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
 """
 
 import argparse
 import gc
 import json
 import math
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,14 +33,15 @@ from xscale.config import RECIPES, load_recipe
 from xscale.distributed import Control
 from xscale.engine import Hardware
 from xscale.objectives import OBJECTIVES
-from xscale.train import parse_arguments, train_run
+from xscale.train import EXIT_STOPPED, parse_arguments, train_run
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRA = {
+SETS = {
+    "mixed+exact": ["train.deterministic=true"],
     "mixed+checkpointing": ["train.activation_checkpointing=true"],
     "mixed+compile": ["train.compile=true"],
-    "mixed+exact": ["train.deterministic=true"],
 }
+EXACT, *LAST = SETS
 FIRST_SCALE, HEALING = 32, 25
 """log2 of the loss scale that overflows, and more steps than halving it may take."""
 
@@ -95,7 +99,13 @@ def overflow(args: argparse.Namespace) -> None:
     path = args.out / "overflow.json"
     path.write_text(json.dumps(ds_config))
     words = arguments("mixed+overflow", [], args, path, args.steps + HEALING)
-    subprocess.run(["deepspeed", "--num_gpus", "1", "xscale/train.py", *words], cwd=ROOT, check=True, timeout=150)
+    command = ["deepspeed", "--num_gpus", "1", "xscale/train.py", *words]
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        assert process.wait(timeout=150) == 0, f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the launcher's rank too
+        raise
 
 
 def main() -> None:
@@ -127,12 +137,18 @@ def main() -> None:
         check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
         distributed.start(place)
         control = Control()
-        for name in [*args.recipes, *EXTRA]:
-            words = parse_arguments(arguments(name, EXTRA.get(name, []), args, args.ds_config, args.steps))
-            check(name, args.steps, lambda words=words: train_run(words, place, control))
-        words.out = args.out / "mixed+resumed"
-        go_on = partial(train_run, words, place, control)
-        check(words.out.name, args.steps, lambda: resume_halfway(args.out / name, words.out, args.steps, go_on))
+
+        def train(words: argparse.Namespace) -> None:
+            if train_run(words, place, control) == EXIT_STOPPED:  # a signal ends one run only
+                sys.exit("stopped")
+
+        for name in [EXACT, *args.recipes, *LAST]:
+            words = parse_arguments(arguments(name, SETS.get(name, []), args, args.ds_config, args.steps))
+            check(name, args.steps, partial(train, words))
+            if name == EXACT:
+                words.out = args.out / "mixed+resumed"
+                resume = partial(resume_halfway, args.out / name, words.out, args.steps, partial(train, words))
+                check(words.out.name, args.steps, resume)
     print("\nfp16 training" if fp16 else "\nTraining, no fp16 here", *lines, sep="\n")
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 

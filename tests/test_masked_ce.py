@@ -304,6 +304,13 @@ def test_nothing_is_computed_that_nobody_asked_for() -> None:
         assert correct == right
 
 
+def test_autocast_leaves_fp64_alone() -> None:
+    arguments = inputs(100)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = masked_cross_entropy(*arguments)
+    torch.testing.assert_close(loss, plain(*arguments)[0], rtol=1e-12, atol=0)
+
+
 def test_autocast_without_gradients_takes_none() -> None:
     """Of leaves that have autocast's type already, which casting leaves as they are."""
     arguments = inputs(100, torch.bfloat16)

@@ -37,7 +37,7 @@ def masked_cross_entropy(
     """
     inputs = rows_MH, weight_VH, bias_V
     device = rows_MH.device.type
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and rows_MH.dtype != torch.float64:  # as F.linear
         dtype = torch.get_autocast_dtype(device)
         cast = (None if tensor is None else tensor.to(dtype) for tensor in inputs)
         with torch.autocast(device, enabled=False):
