@@ -5,7 +5,9 @@ FILE.json: a list of argument lists of xscale/train.py.
 
 import gc
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from xscale import distributed
@@ -15,8 +17,13 @@ from xscale.train import parse_arguments, train_run
 place = distributed.find_place()
 distributed.start(place)
 control = Control()
-for arguments in json.loads(Path(sys.argv[1]).read_text()):
-    code = train_run(parse_arguments(arguments), place, control)
-    assert code == 0, arguments
-    gc.collect()  # engines are cycles
-control.barrier()
+try:
+    for arguments in json.loads(Path(sys.argv[1]).read_text()):
+        code = train_run(parse_arguments(arguments), place, control)
+        assert code == 0, arguments
+        gc.collect()  # engines are cycles
+    control.barrier()
+except Exception:
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(1)  # as train.py does: an exit that tears the process group down may wait for the other ranks

@@ -10,12 +10,15 @@ from transformers import AutoModelForMaskedLM
 from tests import launch
 from xscale import export
 from xscale.config import RECIPES
+from xscale.engine import operators_directory
 
 pytestmark = pytest.mark.slow
 
 STEPS = 20
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
+STAGE_3 = [name for name in DS_CONFIGS if name.startswith("zero3")]
+"""These take no momentum encoder, which `mixed` has."""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +39,15 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             sets.append("streams.ppa.queue_size=64")
         listed.append(arguments(f"recipe-{recipe}", recipe, "zero2_cpu", *sets))
     small = ["streams.ppa.queue_size=32", "streams.tlm.samples=8", "streams.alignlm.samples=8"]
-    listed += [arguments(f"ds-{name}", "mixed", name, *small) for name in DS_CONFIGS]
+    of_alignlm = ["train.lr=0.003", "streams.alignlm.samples=16"]
+    for name in DS_CONFIGS:
+        recipe, sets = ("alignlm", of_alignlm) if name in STAGE_3 else ("mixed", small)
+        listed.append(arguments(f"ds-{name}", recipe, name, *sets))
     (out / "list.json").write_text(json.dumps(listed))
+    # A killed run left the guard of a build (zero2_offload compiles): torch alone would wait for it for ever.
+    guard = operators_directory() / "cpu_adam" / "lock"
+    guard.parent.mkdir(parents=True, exist_ok=True)
+    guard.touch()
     launch.run(2, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=570)
     return out
 
@@ -61,4 +71,5 @@ def test_ds_config_trains(runs: Path, name: str) -> None:
     start, end = (sum(entry["loss"] for entry in part) / 4 for part in (entries[:4], entries[-4:]))
     assert end < start, (start, end)
     # The arithmetic is the same but for the precision.
-    assert entries[0]["loss"] == pytest.approx(launch.metrics(runs / "ds-zero2_cpu")[0]["loss"], rel=1e-2)
+    same = "recipe-alignlm" if name in STAGE_3 else "ds-zero2_cpu"
+    assert entries[0]["loss"] == pytest.approx(launch.metrics(runs / same)[0]["loss"], rel=1e-2)

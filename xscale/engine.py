@@ -4,9 +4,13 @@ ds_configs are standard DeepSpeed JSON. "auto" (or absence) leaves a value to th
 the recipe's is an error.
 """
 
+import fcntl
+import functools
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from xscale import rng
 from xscale.config import Recipe
 from xscale.data.collate import MicroBatch, real_places
 from xscale.errors import UserError
+from xscale.metrics import LOG
 from xscale.models.encoder import Encoder, decay_groups
 from xscale.objectives import OBJECTIVES, Companion, LossSums, Parts
 
@@ -217,12 +222,53 @@ def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
             f"streams.{next(iter(module.companions))} has a momentum encoder, which follows whole weights; "
             f"ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
         )
-    groups = decay_groups(module, ds_config["optimizer"]["params"]["weight_decay"])
+    optimizer = ds_config["optimizer"]
+    if optimizer["type"] in ("Adam", "AdamW") and not optimizer["params"].get("torch_adam"):
+        offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
+        load_adam("CPUAdamBuilder" if offload.get("device", "none") != "none" else "FusedAdamBuilder")
+    groups = decay_groups(module, optimizer["params"]["weight_decay"])
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
     except pydantic.ValidationError as error:
         raise UserError(f"ds_config: DeepSpeed does not take it: {error}") from None
     return engine
+
+
+def operators_directory() -> Path:
+    """Where DeepSpeed's operators are compiled for xscale alone."""
+    from torch.utils import cpp_extension
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    return root / f"xscale_python{sys.version_info.major}.{sys.version_info.minor}_torch{torch.__version__}"
+
+
+@functools.cache
+def load_adam(builder: str) -> None:
+    """Load DeepSpeed's own Adam; the first time on a machine, compile it.
+
+    torch guards a build by a file that a killed process leaves behind, and all later ones wait on it for ever. So build
+    in a directory that only xscale uses, under a lock that ends with its holder: a guard found there is nobody's.
+    """
+    from deepspeed.ops import op_builder
+
+    directory = operators_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+        with (directory / "xscale.lock").open("w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                for guard in directory.glob("*/lock"):
+                    guard.unlink()
+            if not any(directory.glob("*/*.so")):
+                LOG.info(f"compiling DeepSpeed's Adam in {directory}, once on this machine")
+            getattr(op_builder, builder)().load(verbose=False)
+    except Exception as error:
+        raise UserError(
+            "ds_config asks for DeepSpeed's own Adam, which takes a C++ compiler (on a GPU also nvcc) and could not be "
+            "compiled; make one available, or take torch's: optimizer.params.torch_adam = true, no offload_optimizer.\n"
+            f"{directory}: {error}"
+        ) from None
 
 
 def follow_schedule(engine: Any) -> None:
