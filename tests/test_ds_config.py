@@ -273,3 +273,22 @@ def test_unreadable_files(tmp_path: Path) -> None:
             path.unlink()
         with pytest.raises(UserError, match=r"x\.json"):
             read_ds_config(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("fp61", "fp16"), ("gradient_cliping", "gradient_clipping"), ("zero_optimisation", "zero_optimization")],
+)
+def test_a_misspelt_key_is_named(tmp_path: Path, written: str, meant: str) -> None:
+    """DeepSpeed itself ignores it: "fp61" would train in fp32."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({written: {}}))
+    with pytest.raises(UserError, match=f"mine.json: {written} .*did you mean {meant}"):
+        read_ds_config(path)
+
+
+def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
+    keys = ["tensorboard", "aio", "sparse_gradients", "seq_parallel_communication_data_type", "amp", "data_types"]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({key: {} for key in keys}))
+    assert list(read_ds_config(path)) == keys

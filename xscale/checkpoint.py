@@ -54,7 +54,8 @@ def save(
     """Save step `step` on all ranks. Returns its directory, or None (older ones untouched) without disk space."""
     final = folder / f"step_{step:08d}"
     partial = final.with_name(final.name + INCOMPLETE)
-    needed = 16 * sum(p.numel() for p in engine.module.parameters()) + SPARE_BYTES
+    parameters = sum(p.numel() for p in engine.module.parameters())
+    needed = 16 * parameters + engine.module.companion_bytes() + SPARE_BYTES
     if place.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)

@@ -5,36 +5,69 @@ from typing import Any
 import torch
 
 from xscale.config import Recipe
+from xscale.engine import StepModule
 from xscale.models.encoder import Encoder
+from xscale.ops.masked_ce import CHUNK
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """Dense 16-bit matrix FLOP/s of a device, from its data sheet; for MFU."""
 
 
-def estimate(encoder: Encoder, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int) -> str:
-    """Memory of one rank in lines: weights, gradients, optimizer (Rajbhandari et al. 2020), activations (rough)."""
-    n = sum(p.numel() for p in encoder.parameters())
-    stage = ds_config.get("zero_optimization", {}).get("stage", 0)
+def estimate(
+    module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, world: int, device: str
+) -> str:
+    """Memory of one rank, in lines: what stays, and the greater of a backward pass and the update.
+
+    Weights, gradients, optimizer after Rajbhandari et al. 2020; an upper bound of the rest, as no sequence may be full.
+    """
+    zero = ds_config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    n = sum(p.numel() for p in module.parameters())
     width = 4 if precision == "fp32" else 2
-    weights = n * width / (world if stage >= 3 else 1)
-    gradients = n * width / (world if stage >= 2 else 1)
-    optimizer = n * (8 if precision == "fp32" else 12) / (world if stage >= 1 else 1)
+    owned = n / world if stage >= 1 else n
+    gradients = n / world if stage >= 2 else n
+    master = 0 if precision == "fp32" and stage == 0 else 4
+    kept = {"weights": n * width / (world if stage >= 3 else 1)}
+    if not offload:
+        kept["optimizer"] = (master + 8) * owned
+        kept["gradients"] = width * gradients
+    if stage in (1, 2):
+        bucket = zero.get("reduce_bucket_size", 5e8)
+        if device == "cpu":  # pages never touched take no memory
+            bucket = min(bucket, n)
+        kept["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
+    if module.companions:  # the momentum encoder has a copy in the weights' type
+        kept["momentum encoder, queue"] = module.companion_bytes() * (1 if width == 4 else 1.5)
+    backward = {
+        "activations": activations(module.encoder, recipe, width, device),
+        "vocabulary head": vocabulary_head(module.encoder, width),
+    }
+    update = {"fp32 gradients": 0 if offload else 4 * owned + width * gradients}
+    most = max(backward, update, key=lambda parts: sum(parts.values()))
+    sequences = f"{recipe.train.micro_batch} sequences of {recipe.data.max_length} tokens"
+    lines = [f"memory per rank, ZeRO stage {stage}: about {sum((kept | most).values()) / 1e9:.2f} GB"]
+    for title, parts in (("kept", kept), (f"backward pass of {sequences}", backward), ("or update", update)):
+        lines.append(f"  {title}: " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in parts.items()))
+    return "\n".join(lines)
+
+
+def activations(encoder: Encoder, recipe: Recipe, width: int, device: str) -> float:
+    """Bytes that the backward pass of a full micro-batch reads: some 34 H a token and layer at 16 bits (Korthikanti et
+    al. 2022, without attention's probabilities), and 14 A L more on a CPU, whose attention keeps these in fp32."""
     c = encoder.lm.config
     tokens = recipe.train.micro_batch * recipe.data.max_length
-    # Per token and layer about 34 H + 5 A L bytes at 16 bits (Korthikanti et al. 2022), and the heads' masked rows.
-    attention = 5 * c.num_attention_heads * recipe.data.max_length
-    activations = tokens * c.num_hidden_layers * (34 * c.hidden_size + attention) * width / 2
-    logits = 0.3 * tokens * c.vocab_size * 8
-    parts = {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "activations (at most)": activations,
-        "logits (at most)": logits,
-    }
-    total = sum(parts.values())
-    lines = [f"memory per rank, ZeRO stage {stage}: about {total / 1e9:.2f} GB"]
-    return "\n".join(lines + [f"  {name}: {value / 1e9:.2f} GB" for name, value in parts.items()])
+    probabilities = 14 * c.num_attention_heads * recipe.data.max_length if device == "cpu" else 0
+    layer = 17 * c.hidden_size * width + probabilities
+    if recipe.train.activation_checkpointing:
+        return tokens * (c.num_hidden_layers * c.hidden_size * width + layer)
+    return tokens * c.num_hidden_layers * layer
+
+
+def vocabulary_head(encoder: Encoder, width: int) -> float:
+    """Bytes of one chunk's logits, and of the weight's gradient in fp32 and then in the weight's type."""
+    c = encoder.lm.config
+    return c.vocab_size * (CHUNK * width + c.hidden_size * (4 + width))
 
 
 class StepFlops:

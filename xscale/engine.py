@@ -4,6 +4,7 @@ ds_configs are standard DeepSpeed JSON. "auto" (or absence) leaves a value to th
 the recipe's is an error.
 """
 
+import difflib
 import fcntl
 import functools
 import json
@@ -20,6 +21,7 @@ import pydantic
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.config import Recipe
@@ -37,6 +39,15 @@ SCHEDULES = {
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
 """Parameters of DeepSpeed's schedulers that the recipe gives where ds_config does not."""
+
+SECTIONS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer"),
+    *("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "checkpoint", "data_types"),
+    *("torch_autocast", "steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler"),
+    *("seq_parallel_communication_data_type", "sparse_gradients"),
+)
+"""Keys of a ds_config near which a mistake is looked for; others are left to DeepSpeed."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,10 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--ds_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
+    for key in config:  # DeepSpeed ignores what it does not know
+        meant = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.7)
+        if meant and key not in SECTIONS:
+            raise UserError(f"--ds_config {path}: {key} is nothing that DeepSpeed reads; did you mean {meant[0]}?")
     return config
 
 
@@ -208,6 +223,11 @@ class StepModule(nn.Module):
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
         return Parts(self.encoder, heads, self.companions.get(stream))
+
+    def companion_bytes(self) -> int:
+        """Size of the companions' tensors."""
+        leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def forward(self, stream: str, batch: dict[str, Tensor]) -> LossSums:
         objective, options = self.streams[stream]

@@ -19,6 +19,7 @@ from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, micro_steps
 from xscale.distributed import Place
+from xscale.engine import StepModule
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder, build_encoder, load_pretrained
 from xscale.objectives import OBJECTIVES
@@ -209,10 +210,10 @@ def check_tokenizer(init: str | None, text: TextEncoder) -> None:
         )
 
 
-def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place) -> None:
+def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place, device: str) -> None:
     """What --dry_run prints."""
-    encoder = job.encoder()
-    parameters = sum(p.numel() for p in encoder.parameters())
+    module = StepModule(job.encoder(), job.recipe)
+    parameters = sum(p.numel() for p in module.parameters())
     print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(ds_config, sort_keys=False))
     for source in job.sources:
@@ -233,4 +234,4 @@ def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place) 
         f"ranks: {place.world}, micro-steps per rank and step: {job.micro_steps(place.world)}, precision: {precision}"
     )
     print(f"parameters: {parameters:,} (vocabulary {job.text.vocab_size:,})")
-    print(cost.estimate(encoder, job.recipe, ds_config, precision, place.world))
+    print(cost.estimate(module, job.recipe, ds_config, precision, place.world, device))

@@ -346,16 +346,17 @@ def train(args: argparse.Namespace, place: Place) -> int:
         job = prepare(args.recipe, args.set, args.data)
         run_folder.claim_out(args.out, job.identity(), args.resume)
         checkpoint = run_folder.find_checkpoint(args.out, args.resume, job.identity(), Place(0, 1, 0, 1), Control())
+        hardware = engine.Hardware.here()
         resolved, precision, notes = engine.resolve_ds_config(
             engine.read_ds_config(args.ds_config),
             args.ds_config,
             job.recipe,
             job.micro_steps(place.world),
             place.world,
-            engine.Hardware.here(),
+            hardware,
         )
         print(*notes, sep="\n")
-        describe(job, resolved, precision, place)
+        describe(job, resolved, precision, place, hardware.device)
         print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
         return 0
     distributed.start(place)
