@@ -275,15 +275,29 @@ def test_unreadable_files(tmp_path: Path) -> None:
             read_ds_config(path)
 
 
+ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_stesp": 3}}
+
+
 @pytest.mark.parametrize(
-    ("written", "meant"),
-    [("fp61", "fp16"), ("gradient_cliping", "gradient_clipping"), ("zero_optimisation", "zero_optimization")],
+    ("config", "message"),
+    [
+        ({"fp61": {}}, "fp61 .*did you mean fp16"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
+        ({"zero_optimisation": {}}, "did you mean zero_optimization"),
+        ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
+        ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
+        ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "did you mean weight_decay"),
+        ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
+        ({"scheduler": WARMUP}, "scheduler.params.warmup_stesp .*WarmupLR; did you mean warmup_num_steps"),
+    ],
 )
-def test_a_misspelt_key_is_named(tmp_path: Path, written: str, meant: str) -> None:
-    """DeepSpeed itself ignores it: "fp61" would train in fp32."""
+def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) -> None:
+    """DeepSpeed ignores some ("fp61" would train in fp32), and meets others with a traceback after minutes."""
     path = tmp_path / "mine.json"
-    path.write_text(json.dumps({written: {}}))
-    with pytest.raises(UserError, match=f"mine.json: {written} .*did you mean {meant}"):
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"mine.json:\n  .*{message}"):
         read_ds_config(path)
 
 
@@ -292,3 +306,11 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({key: {} for key in keys}))
     assert list(read_ds_config(path)) == keys
+    config = {
+        "optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}},
+        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}},
+    }
+    path.write_text(json.dumps(config))
+    assert read_ds_config(path) == config
+    path.write_text(json.dumps({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}))
+    read_ds_config(path)

@@ -7,6 +7,7 @@ the recipe's is an error.
 import difflib
 import fcntl
 import functools
+import inspect
 import json
 import os
 import sys
@@ -75,11 +76,49 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--ds_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
-    for key in config:  # DeepSpeed ignores what it does not know
+    problems = _misnamed(config)
+    if problems:
+        raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return config
+
+
+def _misnamed(config: dict[str, Any]) -> list[str]:
+    """What DeepSpeed would ignore, or find only when the engine is built."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    problems = []
+    for key, section in config.items():
         meant = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.7)
         if meant and key not in SECTIONS:
-            raise UserError(f"--ds_config {path}: {key} is nothing that DeepSpeed reads; did you mean {meant[0]}?")
-    return config
+            problems.append(f"{key} is nothing that DeepSpeed reads; did you mean {meant[0]}?")
+        if key in ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16") and not isinstance(section, dict):
+            return [*problems, f"{key}: {section!r} is not an object"]
+        if key in ("optimizer", "scheduler") and not isinstance(section.get("type"), str):
+            return [*problems, f"{key}.type is missing"]
+
+    def check(section: str, classes: list[type], extra: Sequence[str] = ()) -> None:
+        known = {*extra, *(name for c in classes for name in inspect.signature(c).parameters)}
+        for name in sorted(set(config[section].get("params", ())) - known):
+            meant = difflib.get_close_matches(name, known, n=1)
+            advice = f"; did you mean {meant[0]}?" if meant else ""
+            problems.append(f"{section}.params.{name} is no parameter of {config[section]['type']}{advice}")
+
+    kind = config.get("optimizer", {}).get("type", "AdamW")
+    if "optimizer" in config and kind.lower() in ("adam", "adamw"):
+        own = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+        check("optimizer", [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam], own)
+    elif kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+        problems.append(f"optimizer.type: {kind} is none of {', '.join(DEEPSPEED_OPTIMIZERS)}, or of torch.optim")
+    kind = config.get("scheduler", {}).get("type", "WarmupDecayLR")
+    scheduler = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
+    if scheduler is None:
+        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        problems.append(f"scheduler.type: {kind} is none of {known}, or of torch.optim.lr_scheduler")
+    elif "scheduler" in config:
+        check("scheduler", [scheduler])
+    return problems
 
 
 def resolve_ds_config(
@@ -243,7 +282,7 @@ def build_engine(module: StepModule, ds_config: dict[str, Any]) -> Any:
             f"ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
         )
     optimizer = ds_config["optimizer"]
-    if optimizer["type"] in ("Adam", "AdamW") and not optimizer["params"].get("torch_adam"):
+    if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
         load_adam("CPUAdamBuilder" if offload.get("device", "none") != "none" else "FusedAdamBuilder")
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
