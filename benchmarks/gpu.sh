@@ -68,7 +68,7 @@ else
     # Pairs of 127 tokens: nothing is padded. Two sizes of micro-batch, since DeepSpeed reduces gradients after each.
     base=(python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 --threads 8)
     part step 150 "${base[@]}" --recipes alignlm ppa --stock_micro_batch 64 --micro_batches 64 128 --rounds 6 --warm 3
-    part train 150 python3 benchmarks/train_fp16.py --steps 30
+    part train 150 python3 benchmarks/train_fp16.py --steps 30 --recipes align_mlm alignlm contextual dict_mlm mixed ppa xlm
     part gather 90 python3 benchmarks/gather.py
     part head 90 python3 benchmarks/head.py
     part compile 150 "${base[@]}" --recipes alignlm --stock_micro_batch 64 --micro_batches 128 --rounds 4 --warm 3 \

@@ -102,7 +102,7 @@ def overflow(args: argparse.Namespace) -> None:
     command = ["deepspeed", "--num_gpus", "1", "xscale/train.py", *words]
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
-        assert process.wait(timeout=150) == 0, f"exit code {process.returncode}"
+        assert process.wait(timeout=90) == 0, f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the launcher's rank too
         raise

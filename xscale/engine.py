@@ -182,6 +182,18 @@ def resolve_ds_config(
     if unfilled:
         lines = "\n".join(unfilled)
         raise UserError(f'ds_config {path}: no recipe has a value for these; write one instead of "auto":\n{lines}')
+    stage = zero.get("stage", 0)
+    if precision != "fp32" and stage == 0:
+        raise UserError(
+            f"ds_config {path}: {precision} at ZeRO stage 0, where DeepSpeed does not scale the loss; set "
+            f"zero_optimization.stage to 1 or 2"
+        )
+    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    if stage >= 3 and offload and len(recipe.streams) > 1:
+        raise UserError(
+            f"ds_config {path}: ZeRO stage 3 with offload_optimizer, where DeepSpeed loses gradients of weights that "
+            f"not all streams use; train one stream, or take stage 2, or no offload_optimizer"
+        )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
     return resolved, precision, notes
@@ -434,11 +446,29 @@ def optimizer_step(
         loss = loss * recipe.stream_weight(micro.stream, step)
         if norms:
             norms.add(micro.stream, loss)
-        engine.backward(loss * undo_mean)
+        backward(engine, loss * undo_mean)
         engine.step()
     for companion in engine.module.companions.values():
         companion.update(applied=engine.skipped_steps == skipped)
     return sums.sums
+
+
+def backward(engine: Any, loss: Tensor) -> None:
+    """engine.backward, after what DeepSpeed leaves out for a module like ours.
+
+    It tells ZeRO's optimizer of a pass, and whether it is the step's last, from hooks on the tensors that a module
+    returns, which it does not find in LossSums. And an optimizer offloaded, or of stage 1 with overlap_comm, takes a
+    parameter's gradient over from its hook in each pass: those that another stream alone uses need one too, of zeros.
+    """
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+    if isinstance(engine.optimizer, ZeROOptimizer):
+        engine.optimizer.backward_prologue()
+        engine.optimizer.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
+    by_hook = engine.zero_use_cpu_optimizer() or (engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm())
+    if by_hook and keeps_whole_weights(engine) and len(engine.module.streams) > 1:
+        loss = loss + sum(p.flatten()[:0].sum(dtype=loss.dtype) for p in engine.module.parameters())
+    engine.backward(loss)
 
 
 def dump(tree: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ Each file has every step once: a resume first cuts what lies past its checkpoint
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -54,8 +55,10 @@ class JsonLines:
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, entry: dict[str, Any]) -> None:
+        """What is not finite, such as the gradient norm of an overflow, becomes null: JSON has no word for it."""
         if self.file:
-            self.file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+            entry = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
+            self.file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
 
     def flush(self, to_disk: bool = False) -> None:
         if self.file:
