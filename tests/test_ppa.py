@@ -461,6 +461,7 @@ class PlainEngine:
         self.module, self.skip, self.device = module, skip, torch.device("cpu")
         self.steps = self.micro = self.skipped_steps = 0
         self.micro_steps = 0
+        self.optimizer = None
 
     def __call__(self, stream: str, batch: dict[str, Tensor]) -> Any:
         return self.module(stream, batch)

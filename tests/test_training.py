@@ -224,12 +224,16 @@ def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
     assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
 
 
-def test_rescale_through_universal_checkpoint(demo: Path, tmp_path: Path) -> None:
-    """6 steps on 2 ranks, then on 1, then on 4, equal 18 steps on 2 ranks."""
+@pytest.mark.parametrize(
+    ("ds_config", "parts"), [("zero2_cpu", [(2, 6), (1, 12), (4, 18)]), ("zero0_fp32", [(2, 6), (1, 18)])]
+)
+def test_rescale(demo: Path, tmp_path: Path, ds_config: str, parts: list[tuple[int, int]]) -> None:
+    """6 steps on 2 ranks, then on 1, then on 4, equal 18 steps on 2 ranks: by DeepSpeed's universal checkpoint, or at
+    stage 0 without."""
     straight, moved = tmp_path / "straight", tmp_path / "moved"
-    more = ["--set", "train.steps=18", *EXACT[1:]]
+    more = ["--ds_config", f"ds_configs/{ds_config}.json", "--set", "train.steps=18", *EXACT[1:]]
     launch.run(2, arguments(demo, straight, *more))
-    for world, until in [(2, 6), (1, 12), (4, 18)]:
+    for world, until in parts:
         if until < 18:
             stop_after(world, arguments(demo, moved, *more, "checkpoint.every=6"), moved, until)
         else:

@@ -136,11 +136,11 @@ def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) ->
     """Weights, optimizer, loss scale and schedule. The step and the stream's state are in the manifest.
 
     A checkpoint of another number of ranks is converted to DeepSpeed's universal form first; the engine must have
-    been built with `load_universal` then.
+    been built with `load_universal` then. At ZeRO stage 0 every rank has all of it, and no form is needed.
     """
     path = checkpoint.path
     universal = None
-    if checkpoint.manifest["world_size"] != place.world:
+    if checkpoint.manifest["world_size"] != place.world and engine.zero_optimization():
         universal = path.with_name(path.name + ".universal" + INCOMPLETE)
         if place.is_main:
             _to_universal(path, universal)

@@ -465,9 +465,10 @@ def backward(engine: Any, loss: Tensor) -> None:
     if isinstance(engine.optimizer, ZeROOptimizer):
         engine.optimizer.backward_prologue()
         engine.optimizer.set_gradient_accumulation_boundary(engine.is_gradient_accumulation_boundary())
-    by_hook = engine.zero_use_cpu_optimizer() or (engine.zero_optimization_stage() == 1 and engine.zero_overlap_comm())
-    if by_hook and keeps_whole_weights(engine) and len(engine.module.streams) > 1:
-        loss = loss + sum(p.flatten()[:0].sum(dtype=loss.dtype) for p in engine.module.parameters())
+        stage = engine.zero_optimization_stage()
+        by_hook = stage < 3 and (engine.zero_use_cpu_optimizer() or (stage == 1 and engine.zero_overlap_comm()))
+        if by_hook and len(engine.module.streams) > 1:
+            loss = loss + sum(p.flatten()[:0].sum(dtype=loss.dtype) for p in engine.module.parameters())
     engine.backward(loss)
 
 

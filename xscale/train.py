@@ -118,7 +118,8 @@ class Trainer:
                     f"{checkpoint.path} was saved by {checkpoint.manifest['world_size']} ranks, this run has "
                     f"{place.world}; with ZeRO stage 3 a run goes on with as many as before (stages 0 to 2 rescale)"
                 )
-            ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+            if stage > 0:
+                ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
         module = engine.StepModule(self.job.encoder(), recipe)
         parameters = sum(p.numel() for p in module.parameters())
         self.flops = cost.StepFlops(module.encoder)
