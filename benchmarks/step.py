@@ -54,6 +54,7 @@ from xscale.cost import StepFlops
 from xscale.data.collate import MicroBatch
 from xscale.data.mixture import Draw, Mixture, initial_state
 from xscale.distributed import Place
+from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import UserError
 from xscale.job import Job, prepare
 from xscale.models.encoder import Encoder
@@ -158,9 +159,9 @@ class Loop:
         self.loss = torch.zeros(())
         with self.memory():
             encoder = job.encoder()
-            here = engine.Hardware.here()
-            given = engine.read_ds_config(ds_config)
-            resolved = engine.resolve_ds_config(given, ds_config, job.recipe, job.micro_steps(1), 1, here)
+            here = Hardware.here()
+            given = read_ds_config(ds_config)
+            resolved = resolve_ds_config(given, ds_config, job.recipe, job.micro_steps(1), 1, here)
             self.precision = resolved[1]
             self.engine = engine.build_engine(self.module(encoder), resolved[0])
         WATCH.watch_engine(self.engine)

@@ -31,7 +31,7 @@ from data_tools import demo_corpus
 from xscale import distributed
 from xscale.config import RECIPES, load_recipe
 from xscale.distributed import Control
-from xscale.engine import Hardware
+from xscale.ds_config import Hardware
 from xscale.objectives import OBJECTIVES
 from xscale.train import EXIT_STOPPED, parse_arguments, train_run
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from xscale.config import RECIPES, Recipe, load_recipe
-from xscale.engine import Hardware, read_ds_config, resolve_ds_config
+from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 

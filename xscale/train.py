@@ -28,6 +28,7 @@ from xscale import cost, distributed, engine, rng, run_folder
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state, positions_report
 from xscale.distributed import Control, Place
+from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import RankError, UserError
 from xscale.eval import alignment
 from xscale.job import Job, describe, prepare
@@ -91,9 +92,9 @@ class Trainer:
 
     def run(self) -> int:
         args, recipe, place, control = self.args, self.recipe, self.place, self.control
-        hardware = engine.Hardware.here()
-        ds_config, precision, notes = engine.resolve_ds_config(
-            engine.read_ds_config(args.ds_config),
+        hardware = Hardware.here()
+        ds_config, precision, notes = resolve_ds_config(
+            read_ds_config(args.ds_config),
             args.ds_config,
             recipe,
             self.job.micro_steps(place.world),
@@ -347,9 +348,9 @@ def train(args: argparse.Namespace, place: Place) -> int:
         job = prepare(args.recipe, args.set, args.data)
         run_folder.claim_out(args.out, job.identity(), args.resume)
         checkpoint = run_folder.find_checkpoint(args.out, args.resume, job.identity(), Place(0, 1, 0, 1), Control())
-        hardware = engine.Hardware.here()
-        resolved, precision, notes = engine.resolve_ds_config(
-            engine.read_ds_config(args.ds_config),
+        hardware = Hardware.here()
+        resolved, precision, notes = resolve_ds_config(
+            read_ds_config(args.ds_config),
             args.ds_config,
             job.recipe,
             job.micro_steps(place.world),
