@@ -11,7 +11,8 @@ from torch import Tensor
 
 from xscale.data.collate import real_places
 from xscale.models import varlen
-from xscale.models.encoder import Encoder, build_encoder
+from xscale.models.build import build_encoder
+from xscale.models.encoder import Encoder
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
 

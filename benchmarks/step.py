@@ -1,10 +1,11 @@
 """Optimizer steps of xscale against the stock loop: Hugging Face models on DeepSpeed ZeRO-2, objective by objective.
 
-    python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--micro_batches 32]
+    python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 4096 8192]
     python benchmarks/step.py --memory [--recipes ...]      peak memory of each loop, in a process of its own
     python benchmarks/step.py --check [--recipes ...]       both losses on the same masked inputs, without dropout
+    python benchmarks/step.py --before DIR [--recipes ...]  against another checkout of xscale, see before.py
     python benchmarks/step.py --recipes alignlm ppa --preset base --vocab_size 120000 --words 62 --samples 128 \\
-        --stock_micro_batch 64 --micro_batches 64 128 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
+        --stock_micro_batch 64 --max_tokens 8192 16384 --workers 4 on a GPU: BERT-base at 128 pairs of 128 tokens
 
 Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
 optimizer step, with the same ds_config, and take turns in one process. The stock loop (stock.py) is what an ordinary
@@ -13,12 +14,11 @@ collated beforehand, never compiled. xscale does all that as it goes (with --wor
 turn; loader.py measures the loader alone). Prints for each recipe
   1. samples/s, the ratio to the stock loop (medians, and the range over rounds), the ratio that FLOPs allow; on a GPU
      also MFU, peak memory, and steps that fp16 overflow skipped
-  2. where a step's time goes, in ms, of either loop. ZeRO-2 reduces gradients in the backward pass; xscale's head takes
-     its gradients in the forward pass. On a GPU measured in steps of their own, since the watch waits for the device
-FLOPs that an objective needs, by cost.StepFlops: of each pass through the encoder 6 N t + 12 H L t a layer (N matrix
-weights, t tokens without padding, L a sequence's; a third where nothing is trained: key encoder, frozen copy), and
-6 H V of each predicted row. MFU = these / (seconds x peak), for either loop. FLOPs that the stock loop computes are
-counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
+  2. where a step's time goes, in ms, of either loop. The stock loop's ZeRO-2 reduces gradients in each backward pass,
+     xscale once a step; xscale's head takes its gradients in the forward pass, and companions (key encoder, frozen
+     copy) read before it. On a GPU measured in steps of their own, since the watch waits for the device
+FLOPs that an objective needs are cost.StepFlops'. MFU = these / (seconds x peak), for either loop. FLOPs that the stock
+loop computes are counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
 --data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
 links; --words N joins its sentences until a pair has N words a side). --allocator default: glibc's malloc, and huge
 pages for large tensors as in every run of xscale (distributed.start), here for both loops; steady: malloc keeps freed
@@ -31,7 +31,6 @@ import json
 import os
 import random
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -44,21 +43,25 @@ from statistics import median
 from typing import Any
 
 import torch
+from before import compare, free_port
 from common import print_table, text_pairs, use_allocator, with_words, write_world
 from stock import Example, Mlm, Ppa, StockModule, first_queue
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
 from xscale import config, distributed, engine
 from xscale.cost import StepFlops
-from xscale.data.collate import MicroBatch
+from xscale.data.collate import Piece
 from xscale.data.mixture import Draw, Mixture, initial_state
+from xscale.data.row import Row, make_row
 from xscale.distributed import Place
 from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import UserError
 from xscale.job import Job, prepare
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
+from xscale.step import RowPass, StepModule, StepSums, optimizer_step, step_weights
 
 PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -107,11 +110,13 @@ class Stopwatch:
             self.part("heads, loss")
             original_backward(loss, *args, **kwargs)
             self.part("encoder backward, reduce")
+            self.backward = False
 
         def step(*args: Any, **kwargs: Any) -> None:
+            self.part("encoder backward, reduce")
             original_step(*args, **kwargs)
             self.part("optimizer, momentum")
-            self.forward = self.backward = False
+            self.forward = False
 
         original_backward, original_step = deepspeed_engine.backward, deepspeed_engine.step
         deepspeed_engine.backward, deepspeed_engine.step = backward, step
@@ -121,21 +126,12 @@ WATCH = Stopwatch()
 """Of the loop whose turn it is."""
 
 
-def watch_xscale() -> None:
-    hidden = Encoder.hidden
-
-    def watched(*args: Any) -> torch.Tensor:
-        WATCH.before_encoder()
-        result = hidden(*args)
-        WATCH.after_encoder(result)
-        return result
-
-    Encoder.hidden = watched  # type: ignore[method-assign]
-
-
-def watch_stock(base_model: torch.nn.Module) -> None:
-    base_model.register_forward_pre_hook(lambda *_: WATCH.before_encoder())  # a copy's hook is of the same watch
-    base_model.register_forward_hook(lambda module, inputs, output: WATCH.after_encoder(output.last_hidden_state))
+def watch_encoder(encoder: torch.nn.Module) -> None:
+    """A copy's hooks are of the same watch."""
+    encoder.register_forward_pre_hook(lambda *_: WATCH.before_encoder())
+    encoder.register_forward_hook(
+        lambda module, inputs, output: WATCH.after_encoder(getattr(output, "last_hidden_state", output))
+    )
 
 
 def now() -> float:
@@ -150,20 +146,17 @@ class Loop:
     kind = ""
 
     def __init__(self, job: Job, ds_config: Path):
-        train = job.recipe.train
-        self.job, self.name = job, f"{self.kind}, micro-batch {train.micro_batch}{', compiled' * train.compile}"
+        self.job, self.name = job, self.kind
+        self.device = Hardware.here().device
         self.resident = self.peak = self.skipped = 0
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
         self.flops = 0.0
-        self.loss = torch.zeros(())
         with self.memory():
-            encoder = job.encoder()
-            here = Hardware.here()
-            given = read_ds_config(ds_config)
-            resolved = resolve_ds_config(given, ds_config, job.recipe, job.micro_steps(1), 1, here)
-            self.precision = resolved[1]
-            self.engine = engine.build_engine(self.module(encoder), resolved[0])
+            resolved, self.precision, _ = resolve_ds_config(
+                read_ds_config(ds_config), ds_config, job.recipe, ALONE.world, Hardware.here()
+            )
+            self.engine = engine.build_engine(self.module(job.encoder()), resolved | self.passes())
         WATCH.watch_engine(self.engine)
 
     def timed_step(self, counts: bool, watched: bool) -> None:
@@ -180,6 +173,10 @@ class Loop:
         if watched:
             self.parts.append(WATCH.seconds)
 
+    def passes(self) -> dict[str, int]:
+        """What DeepSpeed is told of the passes of a step."""
+        return {}
+
     def module(self, encoder: Encoder) -> torch.nn.Module:
         raise NotImplementedError
 
@@ -187,6 +184,10 @@ class Loop:
         raise NotImplementedError
 
     def step(self, work: Any) -> None:
+        raise NotImplementedError
+
+    def loss(self) -> float:
+        """Of the last step."""
         raise NotImplementedError
 
     @contextmanager
@@ -206,60 +207,72 @@ class XscaleLoop(Loop):
     kind = "xscale"
 
     def module(self, encoder: Encoder) -> torch.nn.Module:
+        job, compiled = self.job, self.job.recipe.train.compile
         self.formula = StepFlops(encoder)
-        self.batches = self.job.batches(ALONE, initial_state(self.job.specs), self.job.recipe.train.steps)
-        return step_module(encoder, self.job)
+        fitted = job.fit(ALONE, self.device) if compiled else None
+        encoder.compiled_shape = fitted and tuple(fitted[1])
+        steps = job.recipe.train.steps
+        self.batches = job.batches(ALONE, self.device, initial_state(job.specs), steps, fitted=fitted)
+        self.name = f"xscale, rows of {job.max_tokens(self.device):,}{', compiled' * compiled}"
+        watch_encoder(encoder)
+        return step_module(encoder, job)
 
     def prepared(self) -> None:
         """Reading and tokenising are part of the step."""
 
     def step(self, work: None) -> None:
         batch = next(self.batches)
-        recipe = self.job.recipe
-        options: dict[str, Any] = {"step": batch.step, "rank": 0, "world": 1}
-        sums = engine.optimizer_step(self.engine, recipe, batch.micros, batch.targets(), **options)
-        self.loss = sum(stream.weight * sums[f"loss/{name}"] for name, stream in recipe.streams.items())
-        self.flops = sum(needed_flops(self.formula, micro) for micro in batch.micros)
+        options: dict[str, Any] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
+        self.targets = batch.targets()
+        self.sums, _ = optimizer_step(self.engine, self.job.recipe, batch.rows, self.targets, **options)
+        self.flops = sum(self.formula.flops(batch.work()).values())
+
+    def loss(self) -> float:
+        losses = stream_losses(self.job, self.sums, self.targets)
+        return sum(stream.weight * losses[name] for name, stream in self.job.recipe.streams.items())
 
 
-def step_module(encoder: Encoder, job: Job) -> engine.StepModule:
+def stream_losses(job: Job, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+    """Without the streams' weights."""
+    shares = sums.shares(sums.values_K.tolist(), job.recipe, targets)
+    return {name: shares[f"loss/{name}"] for name in job.recipe.streams}
+
+
+def step_module(encoder: Encoder, job: Job) -> StepModule:
     """With a full queue, where there is one."""
-    module = engine.StepModule(encoder, job.recipe)
+    module = StepModule(encoder, job.recipe)
     for name, companion in module.companions.items():
         if hasattr(companion, "queue"):
             companion.queue.push(first_queue(job.recipe.streams[name].options), 0)
     return module
 
 
-def needed_flops(formula: StepFlops, micro: MicroBatch) -> float:
-    arrays = micro.arrays
-    passes = [(arrays[name].sum(1), share) for name, share in PASSES.items() if name in arrays]
-    encoder = sum(share * (formula.per_token * n.sum() + formula.per_attention * (n * n).sum()) for n, share in passes)
-    return encoder + formula.per_row * sum(len(arrays[name]) for name in ("labels", "linked") if name in arrays)
-
-
-PASSES = {"attention_mask": 1, "query_attention_mask": 1, "key_attention_mask": 1 / 3, "anchor_attention_mask": 1 / 3}
-"""Masks of a micro-batch's passes through the encoder, and the share of a trained pass's FLOPs."""
-
-
 class StockLoop(Loop):
     kind = "stock"
 
+    def __init__(self, job: Job, ds_config: Path, micro_batch: int):
+        self.micro_batch = micro_batch
+        super().__init__(job, ds_config)
+        self.name = f"stock, micro-batch {micro_batch}"
+
+    def passes(self) -> dict[str, int]:
+        n = sum(-(-spec.samples // self.micro_batch) for spec in self.job.specs)
+        return {"gradient_accumulation_steps": n, "train_batch_size": n}
+
     def module(self, encoder: Encoder) -> torch.nn.Module:
-        self.draws = global_batches(self.job, micro_batch=1 << 30)
+        self.draws = global_batches(self.job)
         encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
-        watch_stock(encoder.lm.base_model)
+        watch_encoder(encoder.lm.base_model)
         return StockModule(encoder.lm, self.job)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
         """Stream, batch and weight of each micro-step."""
         micros = []
-        for name, draw in next(self.draws):
+        for name, draw in next(self.draws).items():
             part = self.engine.module.streams[name]
-            samples = samples_of(self.job, part, as_drawn(draw))
-            size = self.job.recipe.train.micro_batch
-            cuts = range(0, len(samples), size)
-            batches = [part.collate(list(chain(*samples[i : i + size]))) for i in cuts]
+            samples = samples_of(self.job, part, draw)
+            cuts = range(0, len(samples), self.micro_batch)
+            batches = [part.collate(list(chain(*samples[i : i + self.micro_batch]))) for i in cuts]
             weight = self.job.recipe.streams[name].weight / len(batches)
             micros += [(name, batch, weight) for batch in batches]
         return micros
@@ -274,21 +287,20 @@ class StockLoop(Loop):
             losses.append(loss.detach())
         for part in self.engine.module.streams.values():
             part.after_step(self.engine.module.lm)
-        self.loss = torch.stack(losses).sum()
+        self.losses = losses
+
+    def loss(self) -> float:
+        return float(sum(self.losses))
 
 
-def global_batches(job: Job, micro_batch: int) -> Iterator[list[tuple[str, Draw]]]:
-    """The micro-batches of each optimizer step, by stream."""
+def global_batches(job: Job) -> Iterator[dict[str, Draw]]:
+    """The samples of each optimizer step, by stream, in the order in which they were drawn."""
+    assert job.calibration is not None
     options: dict[str, Any] = {"seed": job.recipe.train.seed, "alpha": job.recipe.data.alpha, "rank": 0, "world": 1}
-    options |= {"max_length": job.recipe.data.max_length, "micro_batch": micro_batch, "state": initial_state(job.specs)}
-    for plan in Mixture(job.specs, job.sources, job.tokens_per_byte, **options):
-        yield [(name, draw) for name, draws in plan.micros.items() for draw in draws]
-
-
-def as_drawn(draw: Draw) -> Draw:
-    """The samples in the random order in which they were drawn, not by length."""
-    order = draw.sample.argsort(kind="stable")
-    return Draw(**{name: column[order] for name, column in vars(draw).items()})
+    options |= {"max_length": job.recipe.data.max_length, "max_tokens": 1 << 40, "state": initial_state(job.specs)}
+    for plan in Mixture(job.specs, job.sources, job.calibration, **options):
+        (row,) = plan.rows
+        yield row
 
 
 def samples_of(job: Job, part: Mlm, draw: Draw) -> list[list[Example]]:
@@ -301,24 +313,37 @@ def samples_of(job: Job, part: Mlm, draw: Draw) -> list[list[Example]]:
     ]
 
 
-def make_job(recipe: str, data: list[Path], args: argparse.Namespace, micro_batch: int, *more: str) -> Job:
+def recipe_fields(recipe: str, args: argparse.Namespace) -> list[str]:
+    """What is the same for all loops, and for another checkout."""
     fields = {"model.preset": args.preset, "data.max_length": args.max_length, "data.workers": args.workers}
-    fields |= {"data.overlong": "truncate", "train.micro_batch": micro_batch}
-    fields |= {"train.steps": args.warm + args.rounds + args.profile}
+    fields |= {"data.overlong": "truncate", "train.steps": args.warm + args.rounds + args.profile}
     streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
-    if len(streams) == 1:
+    if len(streams) == 1 and args.samples:
         fields[f"streams.{next(iter(streams))}.samples"] = args.samples
     fields |= {f"streams.{name}.prefill": "false" for name, stream in streams.items() if stream.objective == "ppa"}
-    job = prepare(recipe, [*(f"{key}={value}" for key, value in fields.items()), *args.set, *more], data)
-    if job.text.vocab_size > args.vocab_size:
+    return [*(f"{key}={value}" for key, value in fields.items()), *args.set]
+
+
+def make_job(recipe: str, data: list[Path], args: argparse.Namespace, *more: str) -> Job:
+    job = prepare(recipe, [*recipe_fields(recipe, args), *more], data)
+    if args.vocab_size and job.text.vocab_size > args.vocab_size:
         raise UserError(f"the tokenizer has {job.text.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}")
-    job.text.vocab_size = args.vocab_size  # of the model
-    return job
+    job.text.vocab_size = args.vocab_size or job.text.vocab_size  # of the model
+    return job.calibrated()
+
+
+def xscale_loop(recipe: str, data: list[Path], args: argparse.Namespace, max_tokens: int | None) -> XscaleLoop:
+    more = [f"train.max_tokens={max_tokens}"] if max_tokens else []
+    return XscaleLoop(make_job(recipe, data, args, *more), args.ds_config)
+
+
+def stock_loop(recipe: str, data: list[Path], args: argparse.Namespace) -> StockLoop:
+    return StockLoop(make_job(recipe, data, args, "train.compile=false"), args.ds_config, args.stock_micro_batch)
 
 
 def measure(recipe: str, data: list[Path], args: argparse.Namespace) -> None:
-    stock = StockLoop(make_job(recipe, data, args, args.stock_micro_batch, "train.compile=false"), args.ds_config)
-    ours = [XscaleLoop(make_job(recipe, data, args, size), args.ds_config) for size in args.micro_batches]
+    stock = stock_loop(recipe, data, args)
+    ours = [xscale_loop(recipe, data, args, size) for size in args.max_tokens]
     loops: list[Loop] = [stock, *ours]
     turns = random.Random(0)
     for step in range(args.warm + args.rounds + args.profile):
@@ -351,7 +376,7 @@ def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
             f"{stock.flops / loop.flops:.2f}",
             f"{loop.flops / 1e12:.3f}",
             f"{loop.flops / 1e12 / seconds:.3f}",
-            f"{loop.loss:.3f}",
+            f"{loop.loss():.3f}",
         ]
         row += [f"{ours[0].flops / seconds / peak:.1%}"] if peak else []
         row += [f"{loop.peak / 1e9:.2f}", f"{loop.skipped}"] if CUDA else []
@@ -362,6 +387,25 @@ def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
     print_table(title, header, rows)
     if loop.parts:
         print_table(f"{recipe}: where a step's time goes, ms", ["", *PARTS, "sum"], parts)
+
+
+# Another checkout
+
+
+def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
+    rows = []
+    for recipe in args.recipes:
+        streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
+        sizes = [f"train.max_tokens={args.max_tokens[0]}"] if args.max_tokens[0] else []
+        words = ["--ds_config", str(args.ds_config), "--recipe", recipe, "--data", *map(str, args.data), "--set"]
+        words += [*recipe_fields(recipe, args), "checkpoint.every=1000000"]
+        counts = {"threads": args.threads, "warm": args.warm, "rounds": args.rounds}
+        cells = compare(args.before, words, sizes, folder / recipe, vocab_size=args.vocab_size, **counts)
+        rows.append([f"{recipe} ({', '.join(f'{s.samples} {n}' for n, s in streams.items())})", *cells])
+        print(*rows[-1], sep="  ", flush=True)
+    title = f"Whole steps of preset {args.preset}, vocabulary {args.vocab_size:,}, {args.threads} threads, malloc: "
+    header = ["", "before, ms", "now, ms", "ratio", "middle 80 % of rounds", "ratio of processor time"]
+    print_table(f"{title}{args.allocator}, {args.rounds} rounds", header, rows)
 
 
 # Peak memory
@@ -385,9 +429,9 @@ def peak_memory(recipes: list[str], data: list[Path], argv: list[str]) -> None:
 
 def alone(kind: str, recipe: str, data: list[Path], args: argparse.Namespace) -> None:
     before = 0 if CUDA else peak_bytes()
-    make = StockLoop if kind == "stock" else XscaleLoop
-    size = args.stock_micro_batch if kind == "stock" else args.micro_batches[0]
-    loop = make(make_job(recipe, data, args, size), args.ds_config)
+    loop: Loop = (
+        stock_loop(recipe, data, args) if kind == "stock" else xscale_loop(recipe, data, args, args.max_tokens[0])
+    )
     for _ in range(args.warm + args.rounds):
         loop.timed_step(False, False)
     print(json.dumps([loop.peak if CUDA else peak_bytes(), before]))
@@ -401,52 +445,70 @@ def peak_bytes() -> int:
 
 
 def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> bool:
-    """Both losses of a first micro-batch: same model without dropout, same samples, xscale's masks and swaps."""
+    """Both losses of a first step: same model without dropout, same samples, xscale's masks and swaps."""
     rows, good = [], True
-    args.samples = args.stock_micro_batch
     for recipe in recipes:
         plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
         sets = [f"streams.{name}.{field}" for name, field in plain.items() if recipe in (name, "mixed")]
-        job = make_job(recipe, data, args, 1000, "model.dropout=0.0", *sets)
+        job = make_job(recipe, data, args, "model.dropout=0.0", *sets)
         encoder = job.encoder()
         module, stock = step_module(encoder, job), StockModule(encoder.lm, job)
-        draws = next(global_batches(job, micro_batch=1000))
-        micros = next(job.batches(ALONE, initial_state(job.specs), 1)).micros
-        for (name, draw), micro in zip(draws, micros, strict=True):
+        pieces, row = first_row(job)
+        ours = losses_of(job, module, row)
+        for name, draw in next(global_batches(job)).items():
             part: Any = stock.streams[name]
-            factors = OBJECTIVES[job.recipe.streams[name].objective].terms(job.recipe.streams[name].options)
+            examples = list(chain(*samples_of(job, part, draw)))
+            give_draws(part, examples, pieces[name], module.parts(name).heads)
             with torch.no_grad():
-                tensors = {key: torch.from_numpy(array) for key, array in micro.arrays.items()}
-                terms = module(name, tensors).terms
-                ours = sum(factors[term] * float(value) / micro.targets[term] for term, value in terms.items())
-                examples = list(chain(*samples_of(job, part, draw)))
-                give_draws(part, examples, tensors, module.parts(name).heads)
                 theirs = float(stock(name, part.collate(examples)))
-            difference = abs(ours - theirs) / abs(ours)
+            difference = abs(ours[name] - theirs) / abs(ours[name])
             good = good and difference < 1e-5
-            rows.append([f"{recipe}, {name}", f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}"])
-    print_table("Loss of the same micro-batch, no dropout", ["", "xscale", "stock", "difference"], rows)
+            rows.append([f"{recipe}, {name}", f"{ours[name]:.6f}", f"{theirs:.6f}", f"{difference:.1e}"])
+    print_table("Loss of the same step, no dropout", ["", "xscale", "stock", "difference"], rows)
     return good
 
 
-def give_draws(part: Any, examples: list[Example], tensors: dict[str, torch.Tensor], heads: Any) -> None:
+def first_row(job: Job) -> tuple[dict[str, Piece], Row]:
+    """The first step of all streams in one row."""
+    mixture = job.mixture(ALONE, "cpu", job.specs, initial_state(job.specs))
+    mixture.max_tokens = 1 << 40
+    plan, dataset = mixture.next_step(), job.dataset(job.specs)
+    pieces = {name: dataset.pieces(name, plan)[0][0] for name in plan.rows[0]}
+    return pieces, make_row(pieces, job.recipe.data.max_length, job.text.sep_id)
+
+
+@torch.no_grad()
+def losses_of(job: Job, module: StepModule, row: Row) -> dict[str, float]:
+    row_pass = RowPass(module, row, torch.device("cpu"), (0,))
+    _, values_K = row_pass(module, step_weights(job.recipe, row.targets, 0))
+    return stream_losses(job, StepSums(module.reported, values_K), row.targets)
+
+
+def give_draws(part: Any, examples: list[Example], piece: Piece, heads: Any) -> None:
     """Let the stock objective mask and swap as xscale did."""
+    cuts = torch.from_numpy(piece.sequences.lengths).tolist()
+    masked = torch.from_numpy(piece.sequences.ids)
+    chosen = torch.zeros_like(masked, dtype=torch.bool)
+    original = masked.clone()
+    if "masked" in piece.reads:
+        chosen[piece.reads["masked"].places] = True
+        original[chosen] = torch.from_numpy(next(iter(piece.labels.values())))
 
     def mask(ids: torch.Tensor, special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        labels = torch.full_like(ids, -100)
-        labels.view(-1)[tensors["rows"]] = tensors["labels"]
-        masked = tensors["input_ids"]
-        assert torch.equal(ids.where(labels == -100, labels), masked.where(labels == -100, labels)), "other tokens"
-        return masked, labels
+        fills = {"masked": part.tokenizer.pad_token_id, "original": part.tokenizer.pad_token_id, "labels": -100}
+        flat = {"masked": masked, "original": original, "labels": original.where(chosen, -100)}
+        padded = {
+            name: pad_sequence(flat[name].split(cuts)[: len(ids)], batch_first=True, padding_value=fill)
+            for name, fill in fills.items()
+        }
+        assert torch.equal(ids, padded["original"]), "other tokens"
+        return padded["masked"], padded["labels"]
 
     part.mask = mask
     part.synonyms = {}  # of dict_mlm: they are in the masked tokens
     if isinstance(part, Ppa):
-        if part.options.moco_weight:
-            queries = iter(tensors["query_input_ids"].tolist())
-        else:
-            before_masking = tensors["input_ids"].flatten().index_copy(0, tensors["rows"], tensors["labels"])
-            queries = iter(before_masking.view_as(tensors["input_ids"]).tolist())
+        views = original.split(cuts)[-len(examples) :]  # without a query view, the sequences of TLM
+        queries = iter([view.tolist() for view in views])
         sides = iter([example["sides"] for example in examples])
         part.swap = lambda: next(queries)[1 : len(first := next(sides)[0]) + 1] != first
         if heads:
@@ -464,11 +526,15 @@ def main() -> None:
     )
     parser.add_argument("--ds_config", type=Path, default=DS_CONFIGS / f"zero2_{'fp16' if CUDA else 'cpu'}.json")
     parser.add_argument("--preset", default="mini")
-    parser.add_argument("--vocab_size", type=int, default=32_768)
+    parser.add_argument("--vocab_size", type=int, default=32_768, help="of the model; 0: the tokenizer's")
     parser.add_argument("--max_length", type=int, default=128)
-    parser.add_argument("--micro_batches", type=int, nargs="+", default=[32], help="of xscale")
+    parser.add_argument(
+        "--max_tokens", type=int, nargs="+", default=[None], help="of xscale's rows; several are compared"
+    )
     parser.add_argument("--stock_micro_batch", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=128, help="of a step, where the recipe has one stream")
+    parser.add_argument(
+        "--samples", type=int, help="of a step, where the recipe has one stream (default: 128; --before: the recipe's)"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="optimizer steps of each loop that count")
     parser.add_argument("--warm", type=int, default=2, help="optimizer steps of each loop before those")
     parser.add_argument(
@@ -480,21 +546,25 @@ def main() -> None:
     parser.add_argument("--allocator", choices=("steady", "default"), default="default")
     parser.add_argument("--memory", action="store_true", help="peak memory instead of times")
     parser.add_argument("--check", action="store_true", help="compare the losses instead of the times")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="another checkout, to compare steps with instead")
     parser.add_argument("--alone", choices=("stock", "xscale"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.warm = max(args.warm, 1)  # torch counts the stock loop's FLOPs in the first step
     use_allocator("default" if args.memory or args.alone else args.allocator)
     torch.set_num_threads(args.threads)
     transformers_logging.set_verbosity_error()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.setdefault("MASTER_PORT", str(free.getsockname()[1]))
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         if not args.data:
             _, pairs = text_pairs(None)
             pool = list(islice(with_words(pairs, args.words) if args.words else pairs, PAIRS))
             words_of_several_tokens = 1000
-            args.data = write_world(pool, words_of_several_tokens if args.check else args.vocab_size, Path(folder))
+            vocab_size = words_of_several_tokens if args.check else args.vocab_size or 32_768
+            args.data = write_world(pool, vocab_size, Path(folder) / "world")
+        if args.before:
+            compare_checkouts(args, Path(folder))
+            return
+        args.samples = args.samples or (args.stock_micro_batch if args.check else 128)
         if args.memory:
             peak_memory(args.recipes, args.data, [argument for argument in sys.argv[1:] if argument != "--memory"])
             return
@@ -506,7 +576,6 @@ def main() -> None:
         else:
             model = f"preset {args.preset}, vocabulary {args.vocab_size:,}"
             print(f"{model}, {torch.get_num_threads()} threads, malloc: {args.allocator}; {args.data[0]}")
-            watch_xscale()
             for recipe in args.recipes:
                 measure(recipe, args.data, args)
                 gc.collect()  # engines are cycles

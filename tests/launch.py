@@ -6,11 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from xscale.data.collate import Piece
+from xscale.data.mixture import initial_state
+from xscale.distributed import Place
 from xscale.job import Job, prepare
 from xscale.train import parse_arguments
 
@@ -97,7 +102,17 @@ def _is_rank(words: list[str]) -> bool:
 def job_of(arguments: list[str]) -> Job:
     """What the training command would work on."""
     args = parse_arguments(arguments)
-    return prepare(args.recipe, args.set, args.data)
+    return prepare(args.recipe, args.set, args.data).calibrated()
+
+
+def pieces_of(job: Job, steps: int) -> Iterator[dict[str, Piece]]:
+    """The whole of each of the first optimizer steps, by stream."""
+    job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=1 << 30)))
+    mixture = job.mixture(Place(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs))
+    dataset = job.dataset(job.specs)
+    for _ in range(steps):
+        plan = mixture.next_step()
+        yield {stream: dataset.pieces(stream, plan)[0][0] for stream in plan.rows[0]}
 
 
 def metrics(out: Path) -> list[dict]:

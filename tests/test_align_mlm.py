@@ -11,9 +11,12 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests import launch
-from tests.test_dict_mlm import gradients, plain_loss, random_samples, sequences_of, tensors
+from tests.plain import sequences_of
+from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from tests.test_dict_mlm import plain_loss, random_samples
 from xscale.config import load_recipe
-from xscale.data.collate import Context, MicroBatch, Share
+from xscale.data.calibration import Calibration
+from xscale.data.collate import Context, Piece, Share
 from xscale.data.encode import Example, TextEncoder
 from xscale.data.index import find_sources
 from xscale.data.lexicon import Lexicon, load_lexicon
@@ -78,8 +81,8 @@ def model(text_encoder: TextEncoder, request: pytest.FixtureRequest) -> Any:
     return lm
 
 
-def dictionary_of(batch: MicroBatch) -> list[Entry]:
-    """The entries in a micro-batch's arrays, by loops."""
+def dictionary_of(batch: Piece) -> list[Entry]:
+    """The entries in a piece's arrays, by loops."""
     sides = []
     for side in ("source", "target"):
         ids, starts = batch.arrays[f"{side}_ids"].tolist(), batch.arrays[f"{side}_starts"].tolist()
@@ -101,56 +104,51 @@ def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
 
 @pytest.mark.parametrize(("subwords", "parts"), [("mean", 1), ("mean", 3), ("single", 2)])
 def test_loss_and_gradients(subwords: Any, parts: int, context, entries, text_encoder: TextEncoder, model: Any) -> None:
-    """L_MLM + alpha L_ALIGN of a step in several micro-batches, as the engine sums them up."""
+    """L_MLM + alpha L_ALIGN of a step in several parts, summed up as a step sums its rows."""
     options = align_mlm.Options(0.3, alpha=7.0, subwords=subwords)
     samples = random_samples(text_encoder, 6, 1)
-    batches = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
+    pieces = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
 
     used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
     cosine = cosines(model.get_input_embeddings().weight, used)
-    inputs = [sequences_of(batch) for batch in batches]
+    inputs = [sequences_of(piece) for piece in pieces]
     targets = sum(len(labels) for _, places in inputs for labels in places)
     predicted = sum((plain_loss(model, *one) for one in inputs), torch.zeros(()))
     expected = predicted / targets + 7.0 * -(1 / len(used)) * cosine
-    expected_gradients = gradients(model, expected)
 
     factors = align_mlm.OBJECTIVE.terms(options)
-    totals = {term: sum(batch.targets[term] for batch in batches) for term in factors}
+    totals = {term: sum(piece.targets[term] for piece in pieces) for term in factors}
+    assert factors == {"mlm": 1.0, "align": 7.0}
     assert totals == {"mlm": targets, "align": len(used)} and len(used) >= 10
-    sums = [align_mlm.loss(Parts(Encoder(model)), tensors(batch), options) for batch in batches]
-    found = sum(factors[term] * one.terms[term] / totals[term] for one in sums for term in factors)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    found_gradients = gradients(model, found)
-    assert found_gradients.keys() == expected_gradients.keys()
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-6, atol=1e-12)
+    found = [sums("align_mlm", Parts(Encoder(model)), piece, options) for piece in pieces]
+    loss = sum(factors[term] * one.terms[term] / totals[term] for one in found for term in factors)
+    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
+    assert_same_gradients(gradients(loss, model), gradients(expected, model))
 
-    mean = sum(one.metrics["dictionary_cosine"][0] for one in sums) / totals["align"]
-    torch.testing.assert_close(mean, cosine.detach() / len(used), rtol=1e-6, atol=0)
-    assert all(one.metrics["dictionary_cosine"][1] == "align" for one in sums) and abs(mean) > 0.005
+    mean = sum(one.metrics["dictionary_cosine"][0] for one in found) / totals["align"]
+    assert mean == pytest.approx(cosine.item() / len(used), rel=1e-9)
+    assert all(one.metrics["dictionary_cosine"][1] == "align" for one in found) and abs(mean) > 0.005
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, model: Any) -> None:
     """Of half-precision rows nothing but the rows is rounded."""
-    batch = tensors(align_mlm.collate([], align_mlm.Options(), context()))
+    piece = align_mlm.collate([], align_mlm.Options(), context())
+    arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
     half = Parts(Encoder(model.to(dtype)))
-    sums = align_mlm.loss(half, batch, align_mlm.Options())
-    assert sums.terms["align"].dtype == torch.float32
+    states = {"masked": torch.zeros(0, 16, dtype=dtype)}
+    found = align_mlm.loss(half, states, arrays, align_mlm.Options()).sums["align"]
+    assert found.dtype == torch.float32
     exact = cosines(half.encoder.lm.get_input_embeddings().weight.detach().double(), entries)
-    torch.testing.assert_close(-sums.terms["align"].double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(-found.double(), exact, rtol=0, atol=1e-5)
 
 
 def test_the_rest_is_mlm(context, text_encoder: TextEncoder) -> None:
     samples = random_samples(text_encoder, 9, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
-    batch = align_mlm.collate(samples, align_mlm.Options(0.2), context())
-    assert all((batch.arrays[name] == array).all() for name, array in plain.arrays.items())
-    assert (batch.tokens, batch.sequences, batch.targets["mlm"]) == (
-        plain.tokens,
-        plain.sequences,
-        plain.targets["mlm"],
-    )
+    piece = align_mlm.collate(samples, align_mlm.Options(0.2), context())
+    assert sequences_of(piece) == sequences_of(plain) and piece.targets["mlm"] == plain.targets["mlm"]
+    assert piece.samples == plain.samples and not plain.arrays
 
 
 # 2. Which entries
@@ -196,58 +194,61 @@ def test_single_leaves_out_longer_words(entries: list[Entry], context) -> None:
 
 @pytest.mark.parametrize("wanted", [None, 100])
 def test_a_step_of_any_number_of_ranks(demo: Path, text_encoder: TextEncoder, wanted: int | None) -> None:
-    """Through the mixture and the loader, idle micro-batches included: the same entries, each once."""
+    """Through the mixture and the loader, rows without text included: the same entries, each once."""
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", text_encoder)
     sources = find_sources([demo])
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
-    tokens_per_byte = [source_statistics(source, text_encoder) for source in sources]
+    calibration = Calibration([source_statistics(source, text_encoder) for source in sources], {})
     options = align_mlm.Options(pairs_per_step=wanted)
     streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
     context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
     dataset = StepDataset(sources, streams, context, 3)
 
-    def entries_of(world: int, micro_batch: int) -> list[dict[str, list[Entry]]]:
-        places: Any = {"seed": 3, "alpha": 0.7, "max_length": 64, "micro_batch": micro_batch, "world": world}
-        ranks = [Mixture(specs, sources, tokens_per_byte, rank=rank, **places) for rank in range(world)]
+    def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:
+        places: Any = {"seed": 3, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
+        ranks = [Mixture(specs, sources, calibration, rank=rank, **places) for rank in range(world)]
         steps = []
         for _ in range(2):
             found: dict[str, list[Entry]] = {"a": [], "b": []}
             for rank in ranks:
-                for micro in dataset[rank.next_step()].micros:
-                    found[micro.stream] += dictionary_of(micro)
+                plan = rank.next_step()
+                for stream in found:
+                    for piece, _ in dataset.pieces(stream, plan):
+                        found[stream] += dictionary_of(piece)
             steps.append({name: sorted(entries) for name, entries in found.items()})
         return steps
 
-    expected = entries_of(1, 100)
+    expected = entries_of(1, 10_000)
     whole = sorted(zip(*lexicon.ids, strict=True))
     for step in expected:
         for found in step.values():
             assert found == whole if wanted is None else len(found) == wanted
     assert (expected[0] == expected[1]) == (wanted is None), "a fresh sample at every step"
     assert (expected[0]["a"] == expected[0]["b"]) == (wanted is None), "each stream draws for itself"
-    for world, micro_batch in ((2, 2), (3, 100), (4, 1)):
-        assert entries_of(world, micro_batch) == expected
+    for world, max_tokens in ((2, 128), (3, 10_000), (16, 64)):
+        assert entries_of(world, max_tokens) == expected
 
 
-# 3. Idle micro-batches and trouble
+# 3. Pieces of nothing and trouble
 
 
-def test_idle_micro_batch(context, text_encoder: TextEncoder, model: Any) -> None:
+def test_a_piece_of_nothing(context, text_encoder: TextEncoder, model: Any) -> None:
     """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
-    options, touched = align_mlm.Options(), []
+    options, parts, touched = align_mlm.Options(), Parts(Encoder(model)), []
     busy = align_mlm.collate(random_samples(text_encoder, 4, 6), options, context(0, 0, 60))
     without_text = align_mlm.collate([], options, context(0, 1, 60))
     empty = align_mlm.collate([], options, context(0, 59, 60))
-    assert [list(batch.targets.items())[1] for batch in (busy, without_text, empty)] == [
-        ("align", n) for n in (1, 1, 0)
-    ]
-    for batch in (busy, without_text, empty):
-        assert set(batch.arrays) == set(busy.arrays)
-        sums = align_mlm.loss(Parts(Encoder(model)), tensors(batch), options)
-        touched.append(gradients(model, sums.terms["mlm"] + sums.terms["align"]))
-        assert bool(sums.terms["mlm"]) == (batch is busy) and bool(sums.terms["align"]) == (batch is not empty)
-    assert touched[0].keys() == touched[1].keys() == touched[2].keys()
-    table = "bert.embeddings.word_embeddings.weight"
+    assert [piece.targets["align"] for piece in (busy, without_text, empty)] == [1, 1, 0]
+    for piece in (busy, without_text, empty):
+        for name in ("reads", "labels", "targets", "arrays"):
+            assert getattr(piece, name).keys() == getattr(busy, name).keys()
+        terms = sums("align_mlm", parts, piece, options).terms
+        touched.append(gradients(terms["mlm"] + terms["align"], model))
+        assert bool(terms["mlm"]) == (piece is busy) and bool(terms["align"]) == (piece is not empty)
+    spare = set() if model.config.tie_word_embeddings else {"0.cls.predictions.bias"}  # Hugging Face's, used by nothing
+    for found in touched:
+        assert found.keys() == dict(model.named_parameters(prefix="0")).keys() - spare
+    table = "0.bert.embeddings.word_embeddings.weight"
     assert touched[1][table].any() and not any(gradient.any() for gradient in touched[2].values())
     assert not any(gradient.any() for name, gradient in touched[1].items() if name != table)
 
@@ -276,12 +277,12 @@ def test_options() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
 def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None:
-    """Losses, dictionary metrics and gradient norms of six steps, with idle micro-batches; the cosine rises."""
+    """Losses, dictionary metrics and gradient norms of six steps, in one row or several; the cosine rises."""
     entries = []
-    for world, micro_batch in ((1, 32), (2, 2)):
+    for world, max_tokens in ((1, 4096), (2, 256)):
         out = tmp_path / str(world)
         arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo)]
-        sets = ["model.dropout=0.0", f"streams.{recipe}.samples=9", f"train.micro_batch={micro_batch}"]
+        sets = ["model.dropout=0.0", f"streams.{recipe}.samples=9", f"train.max_tokens={max_tokens}"]
         launch.run(world, [*arguments, "--out", str(out), "--steps", "6", "--set", *sets, "train.precision=fp32"])
         entries.append([{k: v for k, v in e.items() if "loss" in k or "/" in k} for e in launch.metrics(out)])
     for one, two in zip(*entries, strict=True):

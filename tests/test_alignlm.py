@@ -14,15 +14,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
+from tests.plain import dense_A, links_of, originals, sequences_of, words_of
+from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_encoder import CONFIGS
 from xscale.data import alignment
-from xscale.data.collate import Context, MicroBatch
-from xscale.data.encode import Example, TextEncoder
+from xscale.data.calibration import Calibration
+from xscale.data.collate import Context, Piece, Reads
+from xscale.data.encode import Example, Sequences, TextEncoder, offsets
 from xscale.data.index import find_sources
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder, build_encoder
+from xscale.models.build import build_encoder
+from xscale.models.encoder import Encoder
 from xscale.objectives import alignlm
 from xscale.objectives.base import Parts
 
@@ -88,76 +92,15 @@ def parts(text_encoder: TextEncoder) -> Parts:
     return Parts(encoder, heads)
 
 
-def tensors(batch: MicroBatch) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-
-
-def gradients(loss: Tensor, *modules: nn.Module) -> dict[str, Tensor | None]:
-    named = {f"{i}.{name}": p for i, module in enumerate(modules) for name, p in module.named_parameters()}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return dict(zip(named, found, strict=True))
-
-
-def assert_same_gradients(real: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> None:
-    scale = max(float(g.abs().max()) for g in expected.values() if g is not None)
-    for name, g in expected.items():
-        mine = real[name]
-        if g is None:
-            assert mine is None or not mine.any(), name
-            continue
-        assert mine is not None, name
-        torch.testing.assert_close(mine, g, rtol=1e-6, atol=1e-10 * scale, msg=lambda m, name=name: f"{name}: {m}")
-
-
 # 1. The paper, slowly
 
 
-def row_of(batch: MicroBatch, row: int, text: TextEncoder) -> tuple[list[int], list[int], dict[int, int]]:
-    """Ids of a sequence as the model sees them, as they were, and its targets."""
-    m = batch.arrays["input_ids"].shape[1]
-    length = int(batch.arrays["attention_mask"][row].sum())
-    seen = batch.arrays["input_ids"][row, :length].tolist()
-    labels = dict(zip(batch.arrays["rows"].tolist(), batch.arrays["labels"].tolist(), strict=True))
-    targets = {i: labels[row * m + i] for i in range(length) if row * m + i in labels}
-    return seen, [targets.get(i, token) for i, token in enumerate(seen)], targets
+def words_of_pair(pair: Pair, text: TextEncoder) -> list[list[tuple[int, int]]]:
+    """Tokens of both texts and their words; words are tokenised one by one."""
+    return [[(token, w) for w, word in enumerate(t.split()) for token in text.encode([word])[0]] for t in pair[:2]]
 
 
-def words_of(original: list[int], pair: Pair, text: TextEncoder) -> tuple[bool, list[tuple[int, int] | None]]:
-    """Whether a sequence's sides are swapped, and for each token its (side of the pair, word); None: special.
-
-    Words are tokenised one by one. A sequence may hold only the beginnings of the texts.
-    """
-    sides = [[(token, w) for w, word in enumerate(t.split()) for token in text.encode([word])[0]] for t in pair[:2]]
-    first = original.index(text.sep_id) - 1
-    second = len(original) - first - 3
-    for swap in (False, True):
-        a, b = sides[::-1] if swap else sides
-        ids = [text.cls_id, *(t for t, _ in a[:first]), text.sep_id, *(t for t, _ in b[:second]), text.sep_id]
-        if ids == original:
-            of_a, of_b = [(int(swap), w) for _, w in a[:first]], [(1 - int(swap), w) for _, w in b[:second]]
-            return swap, [None, *of_a, None, *of_b, None]
-    raise AssertionError("the sequence is not made of its pair")
-
-
-def dense_A(words: list[tuple[int, int] | None], links: str, expand: str) -> Tensor:
-    linked = {tuple(map(int, link.split("-"))) for link in links.split()}
-    m = len(words)
-    A = torch.zeros(m, m, dtype=torch.float64)
-    for i in range(m):
-        for j in range(m):
-            a, b = words[i], words[j]
-            if a is None or b is None or (a[0], b[0]) == (1, 1) or (a[0], b[0]) == (0, 0):
-                continue
-            link = (a[1], b[1]) if a[0] == 0 else (b[1], a[1])
-            first_pieces = words[i - 1] != a and words[j - 1] != b
-            if link in linked and (expand == "all" or first_pieces):
-                A[i, j] = 1
-    return A
-
-
-def paper(
-    parts: Parts, batch: MicroBatch, pairs: list[Pair], text: TextEncoder, options: alignlm.Options
-) -> dict[str, Any]:
+def paper(parts: Parts, piece: Piece, pairs: list[Pair], text: TextEncoder, options: alignlm.Options) -> dict[str, Any]:
     """Sums over masked tokens of L_mp and L_bp, and what is counted beside them."""
     lm, heads = parts.encoder.lm, parts.heads
     transform, decoder = lm.cls.predictions.transform, lm.cls.predictions.decoder
@@ -170,9 +113,9 @@ def paper(
 
     found: dict[str, Any] = {"mono": torch.zeros((), dtype=torch.float64), "bi": torch.zeros((), dtype=torch.float64)}
     found |= dict.fromkeys(("swaps", "masked", "linked", "right", "bilingual_right", "multi"), 0)
-    for row, pair in enumerate(pairs):
-        seen, original, targets = row_of(batch, row, text)
-        swap, words = words_of(original, pair, text)
+    for pair, seen, targets, original in zip(pairs, *sequences_of(piece), originals(piece), strict=True):
+        words = words_of(original, words_of_pair(pair, text), text)
+        swap = words[1] is not None and words[1][0] == 1
         A = dense_A(words, pair[2], options.expand)
         H = lm.bert(input_ids=torch.tensor([seen])).last_hidden_state[0]
         H_star = A.T @ H
@@ -209,45 +152,41 @@ CASES = {
 def test_loss_and_gradients_are_the_papers(text_encoder: TextEncoder, parts: Parts, case: str, seed: int) -> None:
     options, max_length = CASES[case]
     pairs = random_pairs(10, seed)
-    batch = alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, max_length))
-    expected = paper(parts, batch, pairs, text_encoder, options)
-    assert batch.targets == {"mono": expected["masked"], "bi": expected["linked"]}
+    piece = alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, max_length))
+    expected = paper(parts, piece, pairs, text_encoder, options)
+    assert piece.targets == {"mono": expected["masked"], "bi": expected["linked"]}
     assert 0 < expected["multi"] < expected["linked"] < expected["masked"], "the case tests too little"
     assert bool(expected["swaps"]) == options.shuffle_sides and expected["swaps"] < len(pairs)
-    assert bool(batch.too_long) == (max_length < 128)
+    assert bool(piece.too_long) == (max_length < 128)
 
-    sums = alignlm.loss(parts, tensors(batch), options)
-    assert list(sums.terms) == list(batch.targets)
-    for term, value in sums.terms.items():
-        torch.testing.assert_close(value, expected[term], rtol=1e-6, atol=0)
-    counts = {name: (int(value), term) for name, (value, term) in sums.metrics.items()}
-    assert counts == {
+    found = sums("alignlm", parts, piece, options)
+    assert list(found.terms) == list(piece.targets)
+    for term, value in found.terms.items():
+        torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
+    assert found.metrics == {
         "accuracy": (expected["right"], "mono"),
         "bilingual_accuracy": (expected["bilingual_right"], "bi"),
-        "bilingual_coverage": (expected["linked"], "mono"),
     }
+    assert alignlm.OBJECTIVE.ratios == {"bilingual_coverage": ("bi", "mono")}
     factors = alignlm.OBJECTIVE.terms(options)
     assert factors == {"mono": 1.0, "bi": options.bilingual_weight}
 
     def whole(terms: dict[str, Tensor]) -> Tensor:
-        return sum(factors[term] * terms[term] / n for term, n in batch.targets.items())
+        return sum(factors[term] * terms[term] / n for term, n in piece.targets.items())
 
     modules = (parts.encoder, parts.heads)
-    assert_same_gradients(gradients(whole(sums.terms), *modules), gradients(whole(expected), *modules))
+    assert_same_gradients(gradients(whole(found.terms), *modules), gradients(whole(expected), *modules))
 
 
 def test_the_two_predictions_can_be_told_apart(text_encoder: TextEncoder, parts: Parts) -> None:
     """L_mp does not reach W2, W3; L_bp does not reach W1. Both reach `linear`, W and the encoder."""
-    batch = alignlm.collate(examples_of(text_encoder, random_pairs(6)), alignlm.Options(), context(text_encoder))
-    sums = alignlm.loss(parts, tensors(batch), alignlm.Options())
+    piece = alignlm.collate(examples_of(text_encoder, random_pairs(6)), alignlm.Options(), context(text_encoder))
+    found = sums("alignlm", parts, piece, alignlm.Options())
     dense = parts.encoder.head.dense.weight
     weights = [parts.heads.W2.weight, parts.heads.W3.weight, dense, parts.heads.linear.weight]
     reached = {
-        term: [
-            g is not None and bool(g.any())
-            for g in torch.autograd.grad(value, weights, allow_unused=True, retain_graph=True)
-        ]
-        for term, value in sums.terms.items()
+        term: [bool(g.any()) for g in torch.autograd.grad(value, weights, retain_graph=True)]
+        for term, value in found.terms.items()
     }
     assert reached == {"mono": [False, False, True, True], "bi": [True, True, False, True]}
 
@@ -259,27 +198,26 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     config = CONFIGS[kind]
     lm = AutoModelForMaskedLM.from_config(config).double().eval()
     noise(lm)
-    encoder = Encoder(lm)
-    heads = alignlm.Heads(encoder, alignlm.Options()).double()
-    ids = torch.randint(5, 97, (2, 7))
-    rows, labels = torch.tensor([1, 4, 9]), torch.randint(5, 97, (3,))
-    links = np.array([[4, 9]])
-    index = alignment.gather_index(links, rows.numpy(), ids.numel())
-    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "rows": rows, "labels": labels}
-    batch |= {name: torch.from_numpy(array) for name, array in index.items()}
-    sums = alignlm.loss(Parts(encoder, heads), batch, alignlm.Options())
-    logits = lm(input_ids=ids, attention_mask=batch["attention_mask"]).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits[rows], labels, reduction="sum")
-    torch.testing.assert_close(sums.terms["mono"], expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(
-        sums.terms["mono"], encoder.masked_lm(encoder.hidden(batch).flatten(0, 1)[rows], labels)[0]
-    )
+    heads = alignlm.Heads(Encoder(lm), alignlm.Options()).double()
+    ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
+    places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
+    linked, partners = alignment.linked_states(np.array([[4, 9]]), places, ids.numel())
+    identities = np.zeros(2, dtype=np.uint64)
+    sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), np.zeros(14, dtype=int), None, identities)
+    named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
+    reads = {"masked": Reads(places), "linked": partners}
+    piece = Piece(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
+    found = sums("alignlm", Parts(Encoder(lm), heads), piece, alignlm.Options())
+    logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.flatten(0, 1)
+    fp32_rotations = 1e-6 if kind == "modernbert" else 1e-12  # Hugging Face turns queries and keys in fp32
+    expected = F.cross_entropy(logits[places], labels, reduction="sum")
+    torch.testing.assert_close(found.terms["mono"], expected, rtol=fp32_rotations, atol=0)
     crossed = F.cross_entropy(logits[[9, 4]], labels[1:], reduction="sum")
-    torch.testing.assert_close(sums.terms["bi"], crossed, rtol=1e-12, atol=0)
+    torch.testing.assert_close(found.terms["bi"], crossed, rtol=fp32_rotations, atol=0)
     assert all(p.requires_grad for p in heads.parameters())
 
 
-# 2. Micro-batches that are cut differently, or empty
+# 2. Pieces that are cut differently, or empty
 
 
 def test_the_sums_do_not_depend_on_the_cut(text_encoder: TextEncoder, parts: Parts) -> None:
@@ -289,12 +227,11 @@ def test_the_sums_do_not_depend_on_the_cut(text_encoder: TextEncoder, parts: Par
     def whole(size: int) -> dict[str, float]:
         totals: dict[str, float] = {}
         for start in range(0, len(samples), size):
-            batch = alignlm.collate(samples[start : start + size], options, context(text_encoder, 40))
-            with torch.no_grad():
-                sums = alignlm.loss(parts, tensors(batch), options)
-            values = {**sums.terms, **{f"count {t}": torch.tensor(float(n)) for t, n in batch.targets.items()}}
-            for name, value in values.items():
-                totals[name] = totals.get(name, 0.0) + float(value)
+            piece = alignlm.collate(samples[start : start + size], options, context(text_encoder, 40))
+            terms = sums("alignlm", parts, piece, options).terms
+            values = {name: value.item() for name, value in terms.items()}
+            for name, value in {**values, **{f"count {t}": n for t, n in piece.targets.items()}}.items():
+                totals[name] = totals.get(name, 0.0) + value
         return totals
 
     assert whole(2) == pytest.approx(whole(9), rel=1e-9)
@@ -308,26 +245,30 @@ EMPTY = {
 }
 
 
-def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, parts: Parts) -> None:
-    """Zero loss, zero targets and zero gradients, for exactly the parameters that a busy one has gradients for."""
-    touched = {}
-    for name, pairs in EMPTY.items():
-        options = alignlm.Options(mask_prob=0.9)
-        batch = alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
-        sums = alignlm.loss(parts, tensors(batch), options)
-        found = gradients(sum(sums.terms.values()), parts.encoder, parts.heads)
-        touched[name] = {p for p, g in found.items() if g is not None}
-        assert list(batch.targets) == ["mono", "bi"]
+@pytest.mark.parametrize("normalize", ["sum", "mean"])
+def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, parts: Parts, normalize: Any) -> None:
+    """Zero loss, zero targets and zero gradients, for every parameter, where there is no sample."""
+    options = alignlm.Options(mask_prob=0.9, normalize=normalize)
+    pieces = {
+        name: alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
+        for name, pairs in EMPTY.items()
+    }
+    every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) for n, _ in m.named_parameters()}
+    for name, piece in pieces.items():
+        found = sums("alignlm", parts, piece, options)
+        touched = gradients(sum(found.terms.values()), parts.encoder, parts.heads)
+        assert touched.keys() == every and list(piece.targets) == ["mono", "bi"]
+        for fields in ("reads", "labels", "arrays"):
+            assert getattr(piece, fields).keys() == getattr(pieces["links"], fields).keys()
         if name in ("no sample", "all dropped"):
-            assert batch.targets == {"mono": 0, "bi": 0} and (batch.tokens, batch.sequences) == (0, 0)
-            assert batch.too_long == len(pairs)
-            assert not any(v.item() for v in sums.terms.values())
-            assert not any(g.any() for g in found.values() if g is not None)
-            assert not any(v.item() for v, _ in sums.metrics.values())
+            assert piece.targets == {"mono": 0, "bi": 0} and (piece.samples, len(piece.sequences.ids)) == (0, 0)
+            assert piece.too_long == len(EMPTY[name])
+            assert not any(v.item() for v in found.terms.values())
+            assert not any(g.any() for g in touched.values())
+            assert not any(v for v, _ in found.metrics.values())
         else:
-            assert batch.targets["mono"] > 0 and bool(batch.targets["bi"]) == (name == "links")
-            assert bool(sums.terms["bi"]) == (name == "links")
-    assert all(names == touched["links"] for names in touched.values())
+            assert piece.targets["mono"] > 0 and bool(piece.targets["bi"]) == (name == "links")
+            assert bool(found.terms["bi"]) == (name == "links")
 
 
 # 3. The index
@@ -335,7 +276,7 @@ def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, par
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_the_index_is_masked_tokens_and_rows_of_A(data: st.DataObject) -> None:
+def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     places = data.draw(st.integers(2, 12))
     half = data.draw(st.integers(1, places - 1))
     cells = [(i, j) for i in range(half) for j in range(half, places)]
@@ -344,14 +285,12 @@ def test_the_index_is_masked_tokens_and_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    index = alignment.gather_index(links, masked, places)
-    assert index["linked"].tolist() == [k for k, i in enumerate(masked) if A[i].any()]
-    expected = [[i] for i in masked.tolist()] + [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()]
-    rows = [index["gather_columns"][a:b].tolist() for a, b in pairwise(index["gather_offsets"])]
-    assert rows == expected
-    transposed = [index["gather_t_rows"][a:b].tolist() for a, b in pairwise(index["gather_t_offsets"])]
-    assert transposed == [[r for r, row in enumerate(expected) if place in row] for place in range(places)]
-    assert all(index[name].dtype == np.int32 for name in index if name != "linked")
+    linked, reads = alignment.linked_states(links, masked, places)
+    assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
+    ends = np.cumsum([0, *reads.counts]).tolist()
+    rows = [reads.places[a:b].tolist() for a, b in pairwise(ends)]
+    assert rows == [np.flatnonzero(A[i]).tolist() for i in masked if A[i].any()] and len(reads) == len(linked)
+    assert ends[-1] == len(reads.places)
 
 
 def test_words_without_tokens_keep_their_number(text_encoder: TextEncoder) -> None:
@@ -391,8 +330,8 @@ def test_links_that_do_not_fit_name_the_record(text_encoder: TextEncoder, links:
 def test_links_between_words_that_were_cut_are_no_error(text_encoder: TextEncoder) -> None:
     long = " ".join(ROOT_WORDS[:12])
     (sample,) = examples_of(text_encoder, [(long, long, "11-11 0-0")])
-    batch = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(text_encoder, 16))
-    assert batch.too_long == 1 and batch.targets["bi"] == 2 * len(text_encoder.encode(["david"])[0])
+    piece = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(text_encoder, 16))
+    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(text_encoder.encode(["david"])[0])
 
 
 def test_options_are_checked() -> None:
@@ -410,25 +349,29 @@ def test_gold_links_of_the_demo_corpus(demo: Path, text_encoder: TextEncoder) ->
     stream = StreamCollate(objective.collate, options, objective.words(options))
     dataset = StepDataset([source], {"alignlm": stream}, context(text_encoder), 5)
     specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
-    arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "micro_batch": 20, "world": 1, "rank": 0}
-    step = dataset[Mixture(specs, [source], [0.3], **arguments).next_step()]
+    arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
+    plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
-    seen = 0
-    for batch in step.micros:
-        m = batch.arrays["input_ids"].shape[1]
-        original = batch.arrays["input_ids"].flatten()
-        original[batch.arrays["rows"]] = batch.arrays["labels"]
-        bags = list(pairwise(batch.arrays["gather_offsets"]))[len(batch.arrays["rows"]) :]
-        for place, (a, b) in zip(batch.arrays["rows"][batch.arrays["linked"]], bags, strict=True):
-            record = records[batch.keys[place // m]]
+    seen, found = 0, dataset.pieces("alignlm", plan)
+    for piece, keys in found:
+        original = piece.sequences.ids.copy()
+        masked, partners, of_token = piece.reads["masked"].places, piece.reads["linked"], piece.sequences.numbers
+        original[masked] = piece.labels["mono"]
+        linked = [place for place in masked.tolist() if original[place] in piece.labels["bi"]]
+        ends = np.cumsum([0, *partners.counts]).tolist()
+        at = iter(linked)
+        for label, (a, b) in zip(piece.labels["bi"].tolist(), pairwise(ends), strict=True):
+            sequence = of_token[partners.places[a]]
+            place = next(p for p in at if original[p] == label and of_token[p] == sequence)
+            record = records[keys[sequence]]
             texts = [side.split() for side in record.texts]
             token = text_encoder.backend.id_to_token(int(original[place])).removeprefix("##")
-            partners = [text_encoder.backend.id_to_token(int(original[c])) for c in batch.arrays["gather_columns"][a:b]]
-            links = [tuple(map(int, link.split("-"))) for link in record.links.split()]
+            theirs = [text_encoder.backend.id_to_token(int(original[c])) for c in partners.places[a:b]]
+            links = links_of(record.links)
             translations = [(texts[0][i], texts[1][j]) for i, j in links]
             fits = [y for x, y in translations if token in x] + [x for x, y in translations if token in y]
-            assert all(any(partner.removeprefix("##") in word for word in fits) for partner in partners)
-            assert {c // m for c in batch.arrays["gather_columns"][a:b].tolist()} == {place // m}
+            assert all(any(partner.removeprefix("##") in word for word in fits) for partner in theirs)
+            assert set(of_token[partners.places[a:b]]) == {sequence}
             seen += 1
-        assert batch.targets["bi"] > 0.8 * batch.targets["mono"] > 0
-    assert seen > 100
+        assert piece.targets["bi"] > 0.8 * piece.targets["mono"] > 0
+    assert seen > 100 and len(found) > 1

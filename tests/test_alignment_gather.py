@@ -65,85 +65,82 @@ def assert_close(real: Tensor, A: Tensor, values: Tensor) -> None:
 
 # 1. What it computes
 
-CASES: dict[str, tuple[Rows, int, int, int]] = {
-    "all kinds of rows": (random_rows(30, 50), 50, 64, 13),
-    "odd width": (random_rows(9, 20, 1), 20, 37, 4),
-    "width 1": (random_rows(5, 8, 2), 8, 1, 2),
-    "no links": ([[], [], []], 4, 8, 1),
-    "the first half empty": (random_rows(5, 8, 3), 8, 8, 0),
-    "the second half empty": (random_rows(5, 8, 4), 8, 8, 5),
-    "no rows": ([], 6, 8, 0),
-    "one place": ([[0], [0, 0, 0]], 1, 8, 1),
-    "as AlignLM makes them": ([[1], [3], [4], [0, 2], [4]], 6, 8, 3),
+CASES: dict[str, tuple[Rows, int, int]] = {
+    "all kinds of rows": (random_rows(30, 50), 50, 64),
+    "odd width": (random_rows(9, 20, 1), 20, 37),
+    "width 1": (random_rows(5, 8, 2), 8, 1),
+    "no links": ([[], [], []], 4, 8),
+    "no rows": ([], 6, 8),
+    "one place": ([[0], [0, 0, 0]], 1, 8),
+    "as a row of sequences has them": ([[1], [3], [4], [0, 2], [4]], 6, 8),
 }
-"""Rows, places, width, split."""
+"""Rows, places, width."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_the_dense_product_and_so_is_its_gradient(case: str, dtype: torch.dtype) -> None:
-    rows, places, width, split = CASES[case]
+    rows, places, width = CASES[case]
     torch.manual_seed(0)
     hidden = torch.randn(places, width).to(dtype).requires_grad_()
     index, A = index_of(rows, places), dense(rows, places)
-    halves = alignment_gather(hidden, split, *index)
-    assert [half.shape for half in halves] == [(split, width), (len(rows) - split, width)]
-    assert all(half.dtype == dtype for half in halves)
-    assert_close(torch.cat(halves).detach(), A, hidden.detach())
-    upstream = [torch.randn(half.shape).to(dtype) for half in halves]
-    (gradient,) = torch.autograd.grad(halves, hidden, upstream)
+    out = alignment_gather(hidden, *index)
+    assert out.shape == (len(rows), width) and out.dtype == dtype
+    assert_close(out.detach(), A, hidden.detach())
+    upstream = torch.randn(out.shape).to(dtype)
+    (gradient,) = torch.autograd.grad(out, hidden, upstream)
     assert gradient.dtype == dtype
-    assert_close(gradient, A.T, torch.cat(upstream))
+    assert_close(gradient, A.T, upstream)
 
 
 def test_it_is_its_line_of_torch() -> None:
-    rows, places, width, split = CASES["all kinds of rows"]
+    rows, places, width = CASES["all kinds of rows"]
     hidden = torch.randn(places, width, dtype=torch.float64)
     offsets, columns, *rest = index_of(rows, places)
-    line = torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)]).tensor_split([split])
-    for half, expected in zip(alignment_gather(hidden, split, offsets, columns, *rest), line, strict=True):
-        torch.testing.assert_close(half, expected, rtol=1e-14, atol=1e-14)
+    line = torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])
+    torch.testing.assert_close(alignment_gather(hidden, offsets, columns, *rest), line, rtol=1e-14, atol=1e-14)
 
 
 def test_strides_do_not_matter() -> None:
-    rows, places, width, split = CASES["all kinds of rows"]
-    index = index_of(rows, places)
+    rows, places, width = CASES["all kinds of rows"]
+    index, A = index_of(rows, places), dense(rows, places)
     wide = torch.randn(places, 2 * width, dtype=torch.float64)
     for hidden in (wide[:, ::2], wide[:, 3 : width + 3], wide.T[:width].T, wide[:1, :width].expand(places, width)):
-        assert_close(torch.cat(alignment_gather(hidden, split, *index)), dense(rows, places), hidden)
+        assert_close(alignment_gather(hidden, *index), A, hidden)
     hidden = wide[:, :width].clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(sum(half.sum() for half in alignment_gather(hidden, split, *index)), hidden)
-    assert_close(gradient, dense(rows, places).T, torch.ones(len(rows), width))
+    (gradient,) = torch.autograd.grad(alignment_gather(hidden, *index).sum(), hidden)
+    assert_close(gradient, A.T, torch.ones(len(rows), width))
 
 
 def test_derivatives_are_the_numerical_ones() -> None:
     rows, places = random_rows(5, 7), 7
     index = index_of(rows, places)
     hidden = torch.randn(places, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda h: alignment_gather(h, 2, *index), hidden)
-    assert torch.autograd.gradgradcheck(lambda h: [x.square() for x in alignment_gather(h, 2, *index)], hidden)
+    assert torch.autograd.gradcheck(lambda h: alignment_gather(h, *index), hidden)
+    assert torch.autograd.gradgradcheck(lambda h: alignment_gather(h, *index).square(), hidden)
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_half_without_a_gradient_counts_as_zero(half: int) -> None:
-    rows, places, width, split = CASES["as AlignLM makes them"]
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_a_part_without_a_gradient_counts_as_zero(part: int) -> None:
+    """As a row's states are split among losses."""
+    rows, places, width = CASES["all kinds of rows"]
+    sizes = [7, 0, len(rows) - 7]
     hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
-    out = alignment_gather(hidden, split, *index_of(rows, places))[half]
+    out = alignment_gather(hidden, *index_of(rows, places)).split(sizes)[part]
     (gradient,) = torch.autograd.grad(out.sum(), hidden)
-    A = dense(rows, places).tensor_split([split])[half]
-    assert_close(gradient, A.T, torch.ones(len(A), width))
+    assert_close(gradient, dense(rows, places).split(sizes)[part].T, torch.ones(sizes[part], width))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_reruns_give_the_same_bits(dtype: torch.dtype) -> None:
-    rows, places, split = random_rows(400, 300), 300, 150
+    rows, places = random_rows(400, 300), 300
     index = index_of(rows, places)
     hidden = torch.randn(places, 65).to(dtype).requires_grad_()
     weight = torch.randn(len(rows), 65).to(dtype)
     runs, threads = [], torch.get_num_threads()
     for number in (1, 2, 2):
         torch.set_num_threads(number)
-        out = torch.cat(alignment_gather(hidden, split, *index))
+        out = alignment_gather(hidden, *index)
         runs.append((out, *torch.autograd.grad(out, hidden, weight)))
     torch.set_num_threads(threads)
     assert all(torch.equal(real, first) for run in runs for real, first in zip(run, runs[0], strict=True))
@@ -153,13 +150,10 @@ def test_reruns_give_the_same_bits(dtype: torch.dtype) -> None:
 
 
 def test_it_is_one_operator() -> None:
-    rows, places, width, split = CASES["as AlignLM makes them"]
-    index = index_of(rows, places)
-    hidden = torch.randn(places, width, requires_grad=True)
-    second = torch.randn(2, width, requires_grad=True)
     operator: Any = torch.ops.xscale.alignment_gather
-    for values in ((hidden, hidden.detach()[:0]), (hidden[:-2], second)):
-        torch.library.opcheck(operator, (*values, *index, split))
+    for rows, places, width in CASES.values():
+        hidden = torch.randn(places, width, requires_grad=True)
+        torch.library.opcheck(operator, (hidden, *index_of(rows, places)))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -171,17 +165,17 @@ def test_it_compiles_whole(dynamic: bool) -> None:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    def step(hidden: Tensor, index: list[Tensor], split: int) -> Tensor:
-        first, second = alignment_gather(hidden, split, *index)
+    def step(hidden: Tensor, index: list[Tensor]) -> Tensor:
+        first, second = alignment_gather(hidden, *index).tensor_split([3])
         return first.square().sum() + second.exp().sum()
 
     for whole in (backend, "aot_eager"):
         compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=whole)
-        for name in ("all kinds of rows", "as AlignLM makes them"):
-            rows, places, width, split = CASES[name]
+        for name in ("all kinds of rows", "as a row of sequences has them"):
+            rows, places, width = CASES[name]
             hidden = torch.randn(places, width, dtype=torch.float64, requires_grad=True)
             index = index_of(rows, places)
-            losses = [function(hidden, index, split) for function in (compiled, step)]
+            losses = [function(hidden, index) for function in (compiled, step)]
             torch.testing.assert_close(*losses)
             torch.testing.assert_close(*(torch.autograd.grad(loss, hidden)[0] for loss in losses))
     assert any("xscale.alignment_gather" in target for target in seen)
@@ -192,7 +186,7 @@ def test_a_cpu_needs_no_triton() -> None:
         "import sys; sys.modules['triton'] = None\n"
         "import torch; from xscale.ops.alignment_gather import alignment_gather as gather\n"
         "i = torch.arange(3, dtype=torch.int32); h = torch.randn(2, 8, requires_grad=True)\n"
-        "gather(h, 1, i, i[:2], i, i[:2])[1].sum().backward(); assert h.grad[:, 0].tolist() == [0, 1]"
+        "gather(h, i, i[:2], i, i[:2])[1].sum().backward(); assert h.grad[:, 0].tolist() == [0, 1]"
     )
     run_python(code)
 
@@ -207,7 +201,7 @@ def test_the_interpreted_kernel_is_the_dense_product() -> None:
 def interpret() -> None:
     torch.manual_seed(0)
     cases = [CASES[name] for name in CASES if name != "all kinds of rows"]
-    cases += [(random_rows(9, 72, 5, most=3), 72, 768, 4), (random_rows(6, 30, 6), 30, 771, 6)]
+    cases += [(random_rows(9, 72, 5, most=3), 72, 768), (random_rows(6, 30, 6), 30, 771)]
     original = Tensor.new_empty
 
     def new_empty(like: Tensor, *shape: int, **where: Any) -> Tensor:
@@ -215,27 +209,24 @@ def interpret() -> None:
         return original(like, *shape, **where) if where else fenced(torch.zeros(shape, dtype=like.dtype))
 
     with mock.patch.object(Tensor, "new_empty", new_empty):
-        for rows, places, width, split in cases:
+        for rows, places, width in cases:
             A = dense(rows, places)
             index = [fenced(array) for array in index_of(rows, places)]
             back = index[2:] + index[:2]
             for dtype in DTYPES:
                 hidden = fenced(torch.randn(places, width).to(dtype))
-                halves = _gather_sum_cuda(hidden, hidden[:0], *index, split)
-                assert_close(torch.cat(halves), A, hidden)
-                upstream = [fenced(torch.randn(half.shape).to(dtype)) for half in halves]
-                gradient, nothing = _gather_sum_cuda(*upstream, *back, places)
-                assert_close(gradient, A.T, torch.cat(upstream))
-                assert nothing.shape == (0, width)
-        strided, other = torch.randn(37, 2 * places, dtype=torch.float64).T[::2].split([places - 3, 3])
-        halves = _gather_sum_cuda(strided, other, *index, split)
-        assert_close(torch.cat(halves), A, torch.cat([strided, other]))
+                out = _gather_sum_cuda(hidden, *index)
+                assert_close(out, A, hidden)
+                upstream = fenced(torch.randn(out.shape).to(dtype))
+                assert_close(_gather_sum_cuda(upstream, *back), A.T, upstream)
+        strided = torch.randn(771, 2 * places, dtype=torch.float64).T[::2]
+        assert_close(_gather_sum_cuda(strided, *index), A, strided)
     places = 2**31 // 768 + 9
     memory = mmap.mmap(-1, places * 768 * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # no reserve
     hidden = torch.frombuffer(memory, dtype=torch.float16).view(places, 768)
     hidden[-1] = torch.arange(768)
     rows = [[], [places - 1], [1, places - 1]]
-    far, _ = kernel.gather_sum(hidden, hidden[:0], *csr(rows), 3)
+    far = kernel.gather_sum(hidden, *csr(rows))
     assert far.tolist() == [[0] * 768, list(range(768)), list(range(768))]
 
 
@@ -249,7 +240,7 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, width: in
     """All loads and stores of hidden states do, and nothing is spilled, added atomically or shared; places in tensors
     are computed in 64 bits."""
     hidden, index = torch.zeros(9, width, dtype=dtype), csr([[], [3], [1, 8]])
-    program = compiled(kernel, "sum_rows", arch, lambda: kernel.gather_sum(hidden, hidden[:0], *index, 1))
+    program = compiled(kernel, "sum_rows", arch, lambda: kernel.gather_sum(hidden, *index))
     assert not re.search(r"muli .*tensor<.*i32>", program.asm["ttir"])
     found = memory_instructions(program, tmp_path)
     assert set(found) == {"LDG.E", "LDG.E.128", "STG.E.128"}

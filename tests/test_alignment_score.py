@@ -14,7 +14,7 @@ from xscale.data.encode import TextEncoder
 from xscale.data.index import Source
 from xscale.data.lexicon import load_lexicon
 from xscale.eval.alignment import WordPairs, word_pairs
-from xscale.models.encoder import build_encoder
+from xscale.models.build import build_encoder
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:

@@ -8,23 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.test_alignlm import (
-    EMPTY,
-    Pair,
-    assert_same_gradients,
-    context,
-    examples_of,
-    gradients,
-    noise,
-    random_pairs,
-    tensors,
-    tiny,
-)
+from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from tests.test_alignlm import EMPTY, Pair, context, examples_of, noise, random_pairs, tiny
 from xscale.data.encode import TextEncoder, fit_pairs
+from xscale.data.row import Tokens, make_row
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder, build_encoder
+from xscale.models.build import build_encoder
+from xscale.models.encoder import Encoder
 from xscale.objectives import contextual
 from xscale.objectives.base import Parts
+from xscale.step import to_device
 
 
 @pytest.fixture(scope="module")
@@ -82,23 +75,23 @@ def test_loss_and_gradients_are_the_papers(
     options = contextual.Options(anchor=anchor, anchor_weight=0.7)
     pairs = random_pairs(10, seed=max_length)
     samples = examples_of(text_encoder, pairs)
-    batch = contextual.collate(samples, options, context(text_encoder, max_length))
+    piece = contextual.collate(samples, options, context(text_encoder, max_length))
     kept = [tuple(map(len, e.ids)) for e in fit_pairs([s[0] for s in samples], max_length, "truncate")[0]]
     expected = paper(parts.encoder, initial, pairs, kept, text_encoder, ("en", "xx").index(anchor))
-    assert batch.targets == {"align": expected["links"], "anchor": expected["tokens"]}
-    assert batch.sequences == 10 and batch.tokens == sum(map(sum, kept)) + 40
-    assert bool(batch.too_long) == (max_length < 128) and expected["links"] > 10
-    sums = contextual.loss(parts, tensors(batch), options)
-    assert list(sums.terms) == list(batch.targets)
-    for term, value in sums.terms.items():
-        torch.testing.assert_close(value, expected[term], rtol=1e-6, atol=0)
+    assert piece.targets == {"align": expected["links"], "anchor": expected["tokens"]}
+    assert piece.samples == 10 and len(piece.sequences.ids) == sum(map(sum, kept)) + 40
+    assert bool(piece.too_long) == (max_length < 128) and expected["links"] > 10
+    found = sums("contextual", parts, piece, options)
+    assert list(found.terms) == list(piece.targets) and not found.metrics
+    for term, value in found.terms.items():
+        torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
     factors = contextual.OBJECTIVE.terms(options)
     assert factors == {"align": 1.0, "anchor": 0.7}
 
     def whole(terms: dict[str, Tensor]) -> Tensor:
-        return sum(factors[term] * terms[term] / n for term, n in batch.targets.items())
+        return sum(factors[term] * terms[term] / n for term, n in piece.targets.items())
 
-    assert_same_gradients(gradients(whole(sums.terms), parts.encoder), gradients(whole(expected), parts.encoder))
+    assert_same_gradients(gradients(whole(found.terms), parts.encoder), gradients(whole(expected), parts.encoder))
 
 
 def test_pairs_may_have_either_order_of_languages(text_encoder: TextEncoder, parts: Parts) -> None:
@@ -108,9 +101,9 @@ def test_pairs_may_have_either_order_of_languages(text_encoder: TextEncoder, par
     values = []
     for langs, made in ((("en", "xx"), pairs), (("xx", "en"), turned)):
         samples = examples_of(text_encoder, made, langs)
-        batch = contextual.collate(samples, contextual.Options(), context(text_encoder))
-        sums = contextual.loss(parts, tensors(batch), contextual.Options())
-        values.append({term: value.item() / batch.targets[term] for term, value in sums.terms.items()})
+        piece = contextual.collate(samples, contextual.Options(), context(text_encoder))
+        terms = sums("contextual", parts, piece, contextual.Options()).terms
+        values.append({term: value.item() / piece.targets[term] for term, value in terms.items()})
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
@@ -128,22 +121,26 @@ def test_links_that_do_not_fit_name_the_record(text_encoder: TextEncoder, links:
 
 
 def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, parts: Parts) -> None:
-    touched = {}
-    for name, pairs in EMPTY.items():
-        options = contextual.Options()
-        batch = contextual.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
-        sums = contextual.loss(parts, tensors(batch), options)
-        found = gradients(sum(sums.terms.values()), parts.encoder)
-        touched[name] = {p for p, g in found.items() if g is not None}
-        assert list(batch.targets) == ["align", "anchor"]
+    """All of them: the word head, too, which has no part in the loss."""
+    options = contextual.Options()
+    pieces = {
+        name: contextual.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
+        for name, pairs in EMPTY.items()
+    }
+    for name, piece in pieces.items():
+        found = sums("contextual", parts, piece, options)
+        touched = gradients(sum(found.terms.values()), parts.encoder)
+        assert touched.keys() == dict(parts.encoder.named_parameters(prefix="0")).keys()
+        assert not any(g.any() for parameter, g in touched.items() if parameter.startswith("0.lm.cls"))
+        assert list(piece.targets) == ["align", "anchor"]
+        assert piece.reads.keys() == pieces["links"].reads.keys() and piece.beside is not None
         if name in ("no sample", "all dropped"):
-            assert batch.targets == {"align": 0, "anchor": 0} and (batch.tokens, batch.sequences) == (0, 0)
-            assert batch.too_long == len(pairs)
-            assert not any(v.item() for v in sums.terms.values())
-            assert not any(g.any() for g in found.values() if g is not None)
+            assert piece.targets == {"align": 0, "anchor": 0} and (piece.samples, len(piece.sequences.ids)) == (0, 0)
+            assert piece.too_long == len(EMPTY[name])
+            assert not any(v.item() for v in found.terms.values())
+            assert not any(g.any() for g in touched.values())
         else:
-            assert batch.targets["anchor"] > 0 and bool(batch.targets["align"]) == (name == "links")
-    assert all(names == touched["links"] for names in touched.values())
+            assert piece.targets["anchor"] > 0 and bool(piece.targets["align"]) == (name == "links")
 
 
 # The frozen copy
@@ -156,20 +153,24 @@ def fresh(text: TextEncoder, dropout: float) -> Encoder:
     )  # fmt: skip
 
 
+def beside(text: TextEncoder) -> tuple[Tokens, Tensor, dict[str, Tensor]]:
+    """What the copy reads of three pairs."""
+    piece = contextual.collate(examples_of(text, random_pairs(3)), contextual.Options(), context(text))
+    inputs = to_device(make_row({"s": piece}, LONGEST, FILLER).inputs, CPU)
+    return *inputs.beside["s"], inputs.arrays["s"]
+
+
 def test_before_the_first_step_nothing_has_moved(text_encoder: TextEncoder) -> None:
     """R = 0 at the start; training the encoder, or updating, leaves the copy where it was."""
     encoder = fresh(text_encoder, 0.0)
     companion = contextual.OBJECTIVE.companion(encoder, None, contextual.Options())
-    batch = contextual.collate(examples_of(text_encoder, random_pairs(3)), contextual.Options(), context(text_encoder))
+    piece = contextual.collate(examples_of(text_encoder, random_pairs(3)), contextual.Options(), context(text_encoder))
 
     def anchor() -> float:
-        return (
-            contextual.loss(Parts(encoder, None, companion), tensors(batch), contextual.Options())
-            .terms["anchor"]
-            .item()
-        )
+        return sums("contextual", Parts(encoder, None, companion), piece, contextual.Options()).terms["anchor"].item()
 
-    assert anchor() == 0
+    # The sentences stand in rows of other lengths, where a kernel may round otherwise.
+    assert anchor() == pytest.approx(0, abs=1e-8)
     noise(encoder)
     moved = anchor()
     assert moved > 0
@@ -180,9 +181,9 @@ def test_before_the_first_step_nothing_has_moved(text_encoder: TextEncoder) -> N
 def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(text_encoder: TextEncoder) -> None:
     encoder = fresh(text_encoder, 0.5).train()
     companion = contextual.Frozen(encoder)
-    batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+    read = beside(text_encoder)
     state = torch.get_rng_state()
-    first, again = (companion.hidden(encoder, batch) for _ in range(2))
+    first, again = (companion.read(encoder, *read) for _ in range(2))
     assert torch.equal(first, again) and torch.equal(state, torch.get_rng_state())
     assert not first.requires_grad and not any(p.requires_grad for p in companion.initial.parameters())
     assert not isinstance(companion, torch.nn.Module), "DeepSpeed would cast it"
@@ -191,12 +192,12 @@ def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(text_en
 def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(text_encoder: TextEncoder) -> None:
     encoder = fresh(text_encoder, 0.0)
     companion = contextual.Frozen(encoder)
-    batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4, dtype=torch.long)}
-    exact = companion.hidden(encoder, batch)
+    read = tokens, places, _ = beside(text_encoder)
+    exact = companion.read(encoder, *read)
     encoder.bfloat16()
-    rounded = companion.hidden(encoder, batch)
-    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder.hidden(batch))
-    assert torch.equal(companion.hidden(encoder.float(), batch), exact), "the fp32 weights were rounded"
+    rounded = companion.read(encoder, *read)
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(tokens)[places])
+    assert torch.equal(companion.read(encoder.float(), *read), exact), "the fp32 weights were rounded"
     assert {w.dtype for w in companion.state_dict().values() if w.is_floating_point()} == {torch.float32}
 
 
@@ -208,11 +209,11 @@ def test_the_copy_survives_a_checkpoint(text_encoder: TextEncoder) -> None:
     noise(encoder)
     file.seek(0)
     resumed = contextual.Frozen(encoder)
-    batch = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-    resumed.hidden(encoder.bfloat16(), batch)
+    read = beside(text_encoder)
+    resumed.read(encoder.bfloat16(), *read)
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])
     encoder.float()
-    assert torch.equal(resumed.hidden(encoder, batch), saved.hidden(encoder, batch))
+    assert torch.equal(resumed.read(encoder, *read), saved.read(encoder, *read))
 
 
 def test_options_are_checked() -> None:

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForMaskedLM, BertConfig
 
+from tests.plain import sequences_of
+from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from xscale import rng
 from xscale.config import load_recipe
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context
 from xscale.data.encode import Example, TextEncoder
 from xscale.data.lexicon import Lexicon
 from xscale.errors import UserError
@@ -80,16 +82,14 @@ def model(text_encoder: TextEncoder) -> Any:
     return AutoModelForMaskedLM.from_config(config).double().eval()
 
 
-def expected_arrays(
+def expected_sequences(
     samples: list[list[Example]], options: dict_mlm.Options, context: Context
-) -> tuple[list[list[int]], list[dict[int, int]], int, int]:
-    """By loops: each sequence's inputs, its labels by place, and how many targets there are and use a dictionary.
+) -> tuple[list[list[int]], list[dict[int, int]], int]:
+    """By loops: each sequence's inputs, its labels by place, and how many targets use a dictionary.
 
     MLM's own choices are taken from MLM, which tests/test_encode_masking.py covers.
     """
     table, encoder = translations(context.lexicons), context.encoder
-    batch = mlm.collate(samples, mlm.MaskedOptions(options.mask_prob), context)
-    width = batch.arrays["input_ids"].shape[1]
     firsts, room = [], 0  # the first sentence of each sequence gives its identity and, here, its language
     for sample in samples:
         room = 0
@@ -98,34 +98,22 @@ def expected_arrays(
                 firsts.append(example)
                 room = context.max_length - 1
             room -= len(example.ids[0]) + 1
-    lengths = batch.arrays["attention_mask"].sum(1).tolist()
-    inputs = [row[:n].tolist() for row, n in zip(batch.arrays["input_ids"], lengths, strict=True)]
-    labels: list[dict[int, int]] = [{} for _ in inputs]
+    inputs, labels = sequences_of(mlm.collate(samples, mlm.MaskedOptions(options.mask_prob), context))
     used = 0
-    for row, label in zip(batch.arrays["rows"].tolist(), batch.arrays["labels"].tolist(), strict=True):
-        sequence, place = divmod(row, width)
-        first = firsts[sequence]
-        known = sorted(table[first.langs[0]].get(label, ()))
-        labels[sequence][place] = label
-        if known and rng.uniform(first.identity ^ rng.key("dict_mlm", "use"), np.uint64(place)) < options.dict_share:
+    for first, shown, said in zip(firsts, inputs, labels, strict=True):
+        for place, label in said.items():
+            known = sorted(table[first.langs[0]].get(label, ()))
+            use = rng.uniform(first.identity ^ rng.key("dict_mlm", "use"), np.uint64(place)) < options.dict_share
+            if not known or not use:
+                continue
             used += 1
             drawn = float(rng.uniform(first.identity ^ rng.key("dict_mlm", "draw"), np.uint64(place)))
             translation = known[int(drawn * len(known))]
             if options.synonym == "input":
-                inputs[sequence][place] = translation
+                shown[place] = translation
             else:
-                inputs[sequence][place], labels[sequence][place] = encoder.mask_id, translation
-    return inputs, labels, len(batch.arrays["rows"]), used
-
-
-def sequences_of(batch: MicroBatch) -> tuple[list[list[int]], list[dict[int, int]]]:
-    width = batch.arrays["input_ids"].shape[1]
-    lengths = batch.arrays["attention_mask"].sum(1).tolist()
-    inputs = [row[:n].tolist() for row, n in zip(batch.arrays["input_ids"], lengths, strict=True)]
-    labels: list[dict[int, int]] = [{} for _ in inputs]
-    for row, label in zip(batch.arrays["rows"].tolist(), batch.arrays["labels"].tolist(), strict=True):
-        labels[row // width][row % width] = label
-    return inputs, labels
+                shown[place], said[place] = encoder.mask_id, translation
+    return inputs, labels, used
 
 
 CASES = [
@@ -137,13 +125,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_arrays_by_loops(options: dict_mlm.Options, context: Context, text_encoder: TextEncoder) -> None:
+def test_sequences_by_loops(options: dict_mlm.Options, context: Context, text_encoder: TextEncoder) -> None:
     samples = random_samples(text_encoder, 60, 1)
-    inputs, labels, targets, used = expected_arrays(samples, options, context)
-    batch = dict_mlm.collate(samples, options, context)
-    assert sequences_of(batch) == (inputs, labels)
-    assert batch.targets == {"mlm": targets} and int(batch.arrays["translated"].sum()) == used > 30
-    assert set(batch.arrays) == {"input_ids", "attention_mask", "rows", "labels", "translated"}
+    inputs, labels, used = expected_sequences(samples, options, context)
+    piece = dict_mlm.collate(samples, options, context)
+    assert sequences_of(piece) == (inputs, labels) and used > 30
+    assert piece.targets == {"mlm": sum(map(len, labels)), "translated": used}
+    assert not piece.arrays and not piece.types and piece.beside is None
 
 
 @pytest.mark.parametrize("synonym", ["input", "label"])
@@ -151,28 +139,32 @@ def test_the_rules(synonym: str, context: Context, text_encoder: TextEncoder) ->
     """Half of the targets that have a translation use it; all others are as in MLM."""
     table = translations(context.lexicons)
     samples = random_samples(text_encoder, 1500, 2)
-    plain = mlm.collate(samples, mlm.MaskedOptions(0.3, language_embeddings=True), context).arrays
-    batch = dict_mlm.collate(samples, dict_mlm.Options(0.3, language_embeddings=True, synonym=synonym), context).arrays
-    assert batch["rows"].tolist() == plain["rows"].tolist()
-    untouched = np.ones(plain["input_ids"].size, dtype=bool)
-    untouched[plain["rows"]] = False
-    assert (batch["input_ids"].flat[untouched] == plain["input_ids"].flat[untouched]).all()
+    plain = mlm.collate(samples, mlm.MaskedOptions(0.3, language_embeddings=True), context)
+    piece = dict_mlm.collate(samples, dict_mlm.Options(0.3, language_embeddings=True, synonym=synonym), context)
+    places = plain.reads["masked"].places
+    assert piece.reads["masked"].places.tolist() == places.tolist() and piece.types and plain.types
+    assert piece.sequences.languages.tolist() == plain.sequences.languages.tolist()
+    untouched = np.ones(len(plain.sequences.ids), dtype=bool)
+    untouched[places] = False
+    assert (piece.sequences.ids[untouched] == plain.sequences.ids[untouched]).all()
     names = list(LANGUAGES)
     with_entry = used = masked = kept = without = 0
-    for i, row in enumerate(plain["rows"].tolist()):
-        was, shown, label = int(plain["labels"][i]), int(batch["input_ids"].flat[row]), int(batch["labels"][i])
-        known = table[names[plain["token_type_ids"].flat[row]]].get(was, set())
+    for i, place in enumerate(places.tolist()):
+        was, label = (int(p.labels["mlm"][i]) for p in (plain, piece))
+        shown = int(piece.sequences.ids[place])
+        known = table[names[plain.sequences.languages[place]]].get(was, set())
         with_entry += bool(known)
-        if batch["translated"][i]:
+        shown_or_said, other = (shown, label) if synonym == "input" else (label, shown)
+        if shown_or_said in known and other == (was if synonym == "input" else text_encoder.mask_id):
             used += 1
-            shown_or_said, other = (shown, label) if synonym == "input" else (label, shown)
-            assert shown_or_said in known and other == (was if synonym == "input" else text_encoder.mask_id)
             continue
-        assert label == was and shown == plain["input_ids"].flat[row], "not as in MLM"
+        assert label == was and shown == plain.sequences.ids[place], "not as in MLM"
         if not known:
             without += 1
             masked += shown == text_encoder.mask_id
             kept += shown == was
+    # MLM's random token may be a translation by chance.
+    assert piece.targets["translated"] <= used < piece.targets["translated"] + 0.01 * with_entry
     assert abs(used / with_entry - 0.5) < 0.03 and with_entry > 1500
     assert abs(masked / without - 0.8) < 0.03 and abs(kept / without - 0.1) < 0.03, "no entry: masked as in MLM"
 
@@ -181,10 +173,10 @@ def test_translations_are_equally_likely(context: Context, text_encoder: TextEnc
     table = translations(context.lexicons)["en"]
     token = max(table, key=lambda t: len(table[t]))
     samples = [[Example(("en",), ([token] * 40,), None, np.uint64(i * 7919))] for i in range(400)]
-    batch = dict_mlm.collate(samples, dict_mlm.Options(0.5, dict_share=1.0, synonym="label"), context)
-    counts = np.unique(batch.arrays["labels"], return_counts=True)
+    labels = dict_mlm.collate(samples, dict_mlm.Options(0.5, dict_share=1.0, synonym="label"), context).labels["mlm"]
+    counts = np.unique(labels, return_counts=True)
     assert counts[0].tolist() == sorted(table[token]) and len(table[token]) >= 3
-    mean = len(batch.arrays["labels"]) / len(table[token])
+    mean = len(labels) / len(table[token])
     assert (np.abs(counts[1] - mean) < 5 * mean**0.5).all()
 
 
@@ -193,8 +185,8 @@ def test_other_languages_words_are_not_translated(context: Context, text_encoder
     table = translations(context.lexicons)
     token = next(t for t in table["fr"] if t not in table["de"])
     sample = [Example(("de",), ([token] * 60,), None, np.uint64(3))]
-    batch = dict_mlm.collate([sample], dict_mlm.Options(0.5, dict_share=1.0), context)
-    assert len(batch.arrays["rows"]) > 10 and not batch.arrays["translated"].any()
+    targets = dict_mlm.collate([sample], dict_mlm.Options(0.5, dict_share=1.0), context).targets
+    assert targets["mlm"] > 10 and targets["translated"] == 0
 
 
 @pytest.mark.parametrize("options", CASES[::2])
@@ -211,9 +203,10 @@ def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tex
 
 def test_no_share_is_mlm(context: Context, text_encoder: TextEncoder) -> None:
     samples = random_samples(text_encoder, 20, 4)
-    plain = mlm.collate(samples, mlm.MaskedOptions(), context).arrays
-    batch = dict_mlm.collate(samples, dict_mlm.Options(dict_share=0.0), context).arrays
-    assert all((batch[name] == array).all() for name, array in plain.items()) and not batch["translated"].any()
+    plain = mlm.collate(samples, mlm.MaskedOptions(), context)
+    piece = dict_mlm.collate(samples, dict_mlm.Options(dict_share=0.0), context)
+    assert sequences_of(piece) == sequences_of(plain)
+    assert piece.targets == plain.targets | {"translated": 0} and piece.samples == plain.samples
 
 
 # 2. Loss
@@ -230,43 +223,34 @@ def plain_loss(model: Any, inputs: list[list[int]], labels: list[dict[int, int]]
     return total
 
 
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
-
-
 @pytest.mark.parametrize("options", CASES)
 def test_loss_and_gradients(options: Any, context: Context, text_encoder: TextEncoder, model: Any) -> None:
     samples = random_samples(text_encoder, 8, 5)
-    inputs, labels, _, used = expected_arrays(samples, options, context)
+    inputs, labels, used = expected_sequences(samples, options, context)
     expected = plain_loss(model, inputs, labels)
-    expected_gradients = gradients(model, expected)
-    sums = dict_mlm.loss(Parts(Encoder(model)), tensors(dict_mlm.collate(samples, options, context)), options)
-    torch.testing.assert_close(sums.terms["mlm"], expected, rtol=1e-6, atol=0)
-    found = gradients(model, sums.terms["mlm"])
-    for name, gradient in expected_gradients.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-12)
-    assert sums.metrics["dictionary_share"][0] == used > 0 and sums.metrics["dictionary_share"][1] == "mlm"
-    assert set(sums.metrics) == {"accuracy", "dictionary_share"} and set(sums.terms) == {"mlm"}
+    piece = dict_mlm.collate(samples, options, context)
+    found = sums("dict_mlm", Parts(Encoder(model)), piece, options)
+    assert set(found.terms) == {"mlm"} and set(found.metrics) == {"accuracy"}
+    torch.testing.assert_close(found.terms["mlm"], expected, rtol=1e-9, atol=0)
+    assert_same_gradients(gradients(found.terms["mlm"], model), gradients(expected, model))
+    assert (
+        dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")} and piece.targets["translated"] == used
+    )
 
 
-def test_idle_micro_batch(context: Context, text_encoder: TextEncoder, model: Any) -> None:
-    """No target, no loss, but the same arrays and the same parameters as any other."""
-    options = dict_mlm.Options()
+def test_a_piece_of_nothing(context: Context, text_encoder: TextEncoder, model: Any) -> None:
+    """No target, no loss, but the same fields and the same parameters as any other."""
+    options, parts = dict_mlm.Options(), Parts(Encoder(model))
     busy = dict_mlm.collate(random_samples(text_encoder, 4, 6), options, context)
     idle = dict_mlm.collate([], options, context)
-    assert set(idle.arrays) == set(busy.arrays) and idle.targets == {"mlm": 0} and idle.tokens == 0
-    touched = []
-    for batch in (busy, idle):
-        sums = dict_mlm.loss(Parts(Encoder(model)), tensors(batch), options)
-        touched.append(gradients(model, sums.terms["mlm"]))
-    assert sums.terms["mlm"] == 0 and sums.metrics["dictionary_share"][0] == 0
-    assert touched[0].keys() == touched[1].keys() and not any(g.any() for g in touched[1].values())
+    for name in ("reads", "labels", "targets", "arrays"):
+        assert getattr(idle, name).keys() == getattr(busy, name).keys()
+    assert idle.targets == {"mlm": 0, "translated": 0} and (idle.samples, len(idle.sequences.ids)) == (0, 0)
+    found = [sums("dict_mlm", parts, piece, options).terms["mlm"] for piece in (busy, idle)]
+    touched = [gradients(loss, model) for loss in found]
+    assert found[0] > 0 and found[1] == 0
+    assert touched[0].keys() == touched[1].keys() == dict(model.named_parameters(prefix="0")).keys()
+    assert not any(g.any() for g in touched[1].values())
 
 
 # 3. Trouble

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
-from xscale.data import collate as arrays
+from tests.plain import originals, sequences_of
 from xscale.data import masking
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.calibration import Calibration
+from xscale.data.collate import Context, Piece
 from xscale.data.encode import Example, Sequences, TextEncoder, fit_pairs, join_segments, offsets, pack_sentences
 from xscale.data.index import find_sources
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
@@ -57,19 +58,10 @@ def context(encoder: TextEncoder, max_length: int = 128, overlong: str = "drop")
     return Context(encoder, max_length, overlong, LANGUAGES)
 
 
-def rows_of(batch: MicroBatch, encoder: TextEncoder) -> list[dict[str, Any]]:
-    """Each sequence without padding, with the original ids put back, by loops."""
-    shape = batch.arrays["input_ids"].shape
-    labels = dict(zip(batch.arrays["rows"].tolist(), batch.arrays["labels"].tolist(), strict=True))
-    found = []
-    for row in range(shape[0]):
-        length = int(batch.arrays["attention_mask"][row].sum())
-        ids = batch.arrays["input_ids"][row, :length].tolist()
-        targets = {i: labels[row * shape[1] + i] for i in range(length) if row * shape[1] + i in labels}
-        found.append(
-            {"ids": ids, "targets": targets, "original": [targets.get(i, token) for i, token in enumerate(ids)]}
-        )
-    return found
+def found_in(piece: Piece) -> list[dict[str, Any]]:
+    """Each sequence, with the original ids put back."""
+    columns = zip(*sequences_of(piece), originals(piece), strict=True)
+    return [{"ids": ids, "targets": targets, "original": original} for ids, targets, original in columns]
 
 
 # 1. Token ids
@@ -156,7 +148,7 @@ def test_positions_languages_and_words_by_loops(text_encoder, pairs, reset: bool
         assert joined.words[here].tolist() == words
         assert joined.lengths[number] == len(ids)
         assert joined.offsets[here].tolist() == list(range(len(ids)))
-        assert set(joined.rows[here].tolist()) == {number}
+        assert set(joined.numbers[here].tolist()) == {number} and joined.starts[number] == at
         assert joined.identities[number] == sequence[0][0].identity
         at += len(ids)
     assert at == len(joined.ids)
@@ -213,15 +205,18 @@ def test_packing_keeps_sentences_whole(sizes: list[int], max_length: int, overlo
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 def test_too_long_is_counted(text_encoder, overlong: str) -> None:
-    """Also where nothing of a micro-batch is left."""
+    """Also where nothing of a piece is left."""
     for sizes, long in (([(5, 5), (90, 90), (3, 200)], 2), ([(90, 90), (100, 100)], 2)):
-        batch = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(text_encoder, 64, overlong))
-        assert batch.too_long == long
-        assert batch.sequences == (len(sizes) if overlong == "truncate" else len(sizes) - long)
+        piece = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(text_encoder, 64, overlong))
+        assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
+        assert (
+            piece.samples
+            == len(piece.sequences.lengths)
+            == (len(sizes) if overlong == "truncate" else len(sizes) - long)
+        )
     for lengths, long in (([5, 200], 1), ([200], 1)):
-        batch = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(text_encoder, 64, overlong))
-        assert batch.too_long == long
-    assert batch.arrays["input_ids"].shape[1] <= 64
+        piece = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(text_encoder, 64, overlong))
+        assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
 
 
 # 3. Masking
@@ -323,49 +318,58 @@ def test_masks_do_not_depend_on_the_batch(text_encoder, pairs) -> None:
         (mlm.collate, [[a, b, c] for a, b, c in zip(*[iter(examples)] * 3, strict=True)]),
     ):
         for options in (tlm.Options(), tlm.Options(whole_word=True), tlm.Options(shuffle_sides=True)):
-            whole = rows_of(objective(samples, options, context(text_encoder)), text_encoder)
+            whole = found_in(objective(samples, options, context(text_encoder)))
             shuffled = np.random.default_rng(0).permutation(len(samples))
             for size in (1, 7, len(samples)):
                 alone = {}
                 for start in range(0, len(samples), size):
                     batch = shuffled[start : start + size].tolist()
                     made = objective([samples[i] for i in batch], options, context(text_encoder))
-                    alone |= dict(zip(batch, rows_of(made, text_encoder), strict=True))
+                    alone |= dict(zip(batch, found_in(made), strict=True))
                 assert [alone[i] for i in range(len(samples))] == whole
 
 
-def step_rows(demo: Path, encoder: TextEncoder, world: int, micro_batch: int, steps: int, seed: int = 3) -> list[Any]:
-    """Everything that the steps hold, over all ranks: {stream: sorted rows} for each step."""
+def step_rows(demo: Path, encoder: TextEncoder, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
+    """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (2,), 25, packed=False)]
-    tokens_per_byte = [source_statistics(source, encoder) for source in sources]
+    calibration = Calibration([source_statistics(source, encoder) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
         "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words="tokenizer"),
     }
     dataset = StepDataset(sources, collates, context(encoder, 64), seed)
-    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "micro_batch": micro_batch, "world": world}
-    ranks = [Mixture(specs, sources, tokens_per_byte, rank=rank, **arguments) for rank in range(world)]
+    arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
+    ranks = [Mixture(specs, sources, calibration, rank=rank, **arguments) for rank in range(world)]
     result = []
     for _ in range(steps):
         found: dict[str, list] = {"mlm": [], "tlm": [], "keys": []}
         for rank in ranks:
-            batch = dataset[rank.next_step()]
-            for micro in batch.micros:
-                rows = rows_of(micro, encoder) if micro.sequences else []
-                found[micro.stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
-                found["keys"] += micro.keys
-                assert micro.targets == {"mlm": len(micro.arrays["labels"])}
-                assert micro.tokens == sum(len(row["ids"]) for row in rows)
+            plan = rank.next_step()
+            pieces = {stream: dataset.pieces(stream, plan) for stream in collates}
+            for stream, of_rows in pieces.items():
+                for piece, keys in of_rows:
+                    rows = found_in(piece)
+                    found[stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
+                    found["keys"] += keys
+                    assert piece.targets == {"mlm": sum(len(row["targets"]) for row in rows)}
+            batch = dataset[plan]
+            for number, row in enumerate(batch.rows):  # what a step gets is these pieces
+                expected = sorted(seq["ids"] for of_rows in pieces.values() for seq in found_in(of_rows[number][0]))
+                starts = row.inputs.tokens.starts.tolist()
+                ids = [row.inputs.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
+                assert sorted(ids) == expected or not expected
+                assert row.keys == {stream: of_rows[number][1] for stream, of_rows in pieces.items()}
+                assert row.work.tokens == sum(map(len, expected)) and row.samples >= 0
         result.append({name: sorted(values) for name, values in found.items()})
     return result
 
 
 def test_a_step_is_the_same_at_every_world_size(demo: Path, text_encoder) -> None:
-    """Down to the masks; ranks without a sample get an idle micro-batch."""
-    expected = step_rows(demo, text_encoder, 1, 1000, 3)
-    for world, micro_batch in ((2, 4), (3, 32), (7, 2)):
-        assert step_rows(demo, text_encoder, world, micro_batch, 3) == expected
+    """Down to the masks; there are ranks without a sample."""
+    expected = step_rows(demo, text_encoder, 1, 10_000, 3)
+    for world, max_tokens in ((2, 128), (3, 10_000), (40, 64)):
+        assert step_rows(demo, text_encoder, world, max_tokens, 3) == expected
 
 
 def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
@@ -377,74 +381,73 @@ def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
         return found
 
     two_epochs = {
-        key: times for key, times in masks(step_rows(demo, text_encoder, 1, 64, 48)).items() if len(times) == 2
+        key: times for key, times in masks(step_rows(demo, text_encoder, 1, 4096, 48)).items() if len(times) == 2
     }
     assert len(two_epochs) > 550
     assert sum(first == second for first, second in two_epochs.values()) < 0.1 * len(two_epochs)
-    other = masks(step_rows(demo, text_encoder, 1, 64, 24, seed=4))
+    other = masks(step_rows(demo, text_encoder, 1, 4096, 24, seed=4))
     shared = [(times[0], other[key][0]) for key, times in two_epochs.items() if key in other]
     assert len(shared) > 500 and sum(a == b for a, b in shared) < 0.1 * len(shared)
 
 
-# 5. Arrays
+# 5. Pieces
 
 
 @pytest.mark.parametrize("options", [{}, TLM, {"whole_word": True}, {"shuffle_sides": True, **TLM}])
-def test_arrays_of_tlm(text_encoder, hugging_face, pairs, options: dict[str, bool]) -> None:
+def test_pieces_of_tlm(text_encoder, hugging_face, pairs, options: dict[str, bool]) -> None:
     examples = examples_of(text_encoder, pairs, words=True)
-    batch = tlm.collate([[e] for e in examples], tlm.Options(**options), context(text_encoder))
-    longest = batch.arrays["input_ids"].shape[1]
+    piece = tlm.collate([[e] for e in examples], tlm.Options(**options), context(text_encoder))
+    cuts = np.cumsum(piece.sequences.lengths)[:-1]
+    positions, languages = (np.split(getattr(piece.sequences, name), cuts) for name in ("positions", "languages"))
     swaps = 0
-    for number, (row, pair) in enumerate(zip(rows_of(batch, text_encoder), pairs, strict=True)):
+    for number, (row, pair) in enumerate(zip(found_in(piece), pairs, strict=True)):
         straight, swapped = hugging_face(*pair)["input_ids"], hugging_face(*pair[::-1])["input_ids"]
         swap = row["original"] == swapped
         assert row["original"] in (straight, swapped)
         swaps += swap
         length, sides = len(straight), pair[::-1] if swap else pair
         first = len(hugging_face(sides[0])["input_ids"])
-        assert (batch.arrays["input_ids"][number, length:] == text_encoder.pad_id).all()
-        assert batch.arrays["attention_mask"][number].tolist() == [1] * length + [0] * (longest - length)
-        if "reset_positions" in options:
-            expected = [*range(first), *range(length - first)]
-            assert batch.arrays["position_ids"][number, :length].tolist() == expected
-            languages = [0] * first + [1] * (length - first)
-            found = batch.arrays["token_type_ids"][number, :length].tolist()
-            assert found == ([1 - x for x in languages] if swap else languages)
-    assert longest == max(len(hugging_face(*pair)["input_ids"]) for pair in pairs)
+        reset = [*range(first), *range(length - first)]
+        assert positions[number].tolist() == (reset if "reset_positions" in options else list(range(length)))
+        expected = [0] * first + [1] * (length - first)
+        assert languages[number].tolist() == ([1 - x for x in expected] if swap else expected)
     assert within(swaps, len(pairs), 0.5) if "shuffle_sides" in options else swaps == 0
-    assert ("position_ids" in batch.arrays) == ("token_type_ids" in batch.arrays) == ("reset_positions" in options)
-    assert batch.targets == {"mlm": len(batch.arrays["labels"])} and batch.sequences == len(pairs)
-    assert not np.isin(batch.arrays["labels"], hugging_face.all_special_ids).any()
+    assert piece.types == ("language_embeddings" in options)
+    labels = piece.labels["mlm"]
+    assert piece.targets == {"mlm": len(labels)} and piece.samples == len(pairs)
+    assert piece.reads.keys() == {"masked"} and not piece.arrays and piece.beside is None
+    assert not np.isin(labels, hugging_face.all_special_ids).any()
 
 
-def test_arrays_of_mlm(text_encoder, hugging_face, pairs) -> None:
+def test_pieces_of_mlm(text_encoder, hugging_face, pairs) -> None:
     samples = [
         list(group) for group in zip(*[iter(examples_of(text_encoder, [(en,) for en, _ in pairs]))] * 10, strict=True)
     ]
-    batch = mlm.collate(samples, mlm.MaskedOptions(), context(text_encoder, 48))
-    rows = rows_of(batch, text_encoder)
+    piece = mlm.collate(samples, mlm.MaskedOptions(), context(text_encoder, 48))
+    rows = found_in(piece)
     ids = [hugging_face(en, add_special_tokens=False)["input_ids"] for en, _ in pairs]
     in_turn = [token for row in rows for token in row["original"] if token not in (text_encoder.cls_id,)]
     assert in_turn == [token for sentence in ids for token in [*sentence, text_encoder.sep_id]]
     assert all(row["original"][0] == text_encoder.cls_id and row["original"][-1] == text_encoder.sep_id for row in rows)
     assert max(len(row["original"]) for row in rows) <= 48 < sum(map(len, ids)) / len(samples) * 1.5
-    assert set(batch.arrays) == {"input_ids", "attention_mask", "rows", "labels"}
+    assert piece.reads.keys() == {"masked"} and not piece.types and not piece.arrays and piece.beside is None
 
 
-def test_idle_micro_batch_has_no_target(text_encoder) -> None:
-    for batch in (
-        arrays.idle(context(text_encoder)),
+def test_a_piece_of_nothing_has_no_target(text_encoder) -> None:
+    for piece in (
         tlm.collate([], tlm.Options(), context(text_encoder)),
         mlm.collate([], mlm.MaskedOptions(), context(text_encoder)),
+        mlm.collate([], mlm.MaskedOptions(whole_word=True), context(text_encoder)),
     ):
-        assert batch.targets == {"mlm": 0} and batch.tokens == batch.sequences == 0
-        assert batch.arrays["input_ids"].shape == batch.arrays["attention_mask"].shape
-        assert len(batch.arrays["rows"]) == len(batch.arrays["labels"]) == 0
+        assert piece.targets == {"mlm": 0} and piece.samples == piece.too_long == 0
+        assert piece.reads.keys() == {"masked"} and piece.labels.keys() == {"mlm"}
+        assert len(piece.sequences.ids) == len(piece.sequences.lengths) == 0
+        assert len(piece.reads["masked"]) == len(piece.labels["mlm"]) == 0
 
 
 def test_estimated_lengths_fill_sequences(demo: Path, text_encoder) -> None:
     """Packed samples are cut by bytes; the estimate must leave hardly any sample split or half empty."""
-    steps = step_rows(demo, text_encoder, 1, 64, 30)
+    steps = step_rows(demo, text_encoder, 1, 4096, 30)
     lengths = [len(original) for step in steps for original, *_ in step["mlm"]]
     assert len(lengths) < 1.1 * 30 * 9
     assert np.mean(lengths) > 0.7 * 64 and max(lengths) <= 64

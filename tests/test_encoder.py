@@ -1,85 +1,347 @@
-"""Heads on selected rows against the Hugging Face model's own logits."""
+"""Flat forward passes and heads against transformers' own padded forward pass."""
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    AlbertConfig,
     AutoModelForMaskedLM,
     BertConfig,
+    CamembertConfig,
+    DebertaV2Config,
     DistilBertConfig,
+    ElectraConfig,
+    FunnelConfig,
     ModernBertConfig,
+    MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
     XLMRobertaConfig,
 )
+from transformers.models.modernbert import modeling_modernbert
 
+from xscale.data.row import Tokens
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder, build_encoder, decay_groups
+from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, positions
+from xscale.models.encoder import HEADS, Encoder
+from xscale.models.flat import FLAT, first_position
 from xscale.ops.masked_ce import masked_cross_entropy
 
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-CONFIGS = {
+ROBERTA = SHAPE | {"pad_token_id": 1, "max_position_embeddings": 64}
+MODERN = SHAPE | dict.fromkeys(("bos_token_id", "cls_token_id"), 1) | dict.fromkeys(("eos_token_id", "sep_token_id"), 2)
+RELATIVE = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+CONFIGS: dict[str, PreTrainedConfig] = {
     "bert": BertConfig(**SHAPE),
-    "xlm-roberta": XLMRobertaConfig(**SHAPE, pad_token_id=1, max_position_embeddings=64),
-    "roberta": RobertaConfig(**SHAPE, pad_token_id=1, max_position_embeddings=64),
+    "xlm-roberta": XLMRobertaConfig(**ROBERTA),
+    "roberta": RobertaConfig(**ROBERTA),
+    "camembert": CamembertConfig(**ROBERTA),
+    "modernbert": ModernBertConfig(**MODERN | {"num_hidden_layers": 4}, pad_token_id=0, local_attention=8),
     "distilbert": DistilBertConfig(vocab_size=97, dim=32, n_layers=2, n_heads=2, hidden_dim=48),
-    "modernbert": ModernBertConfig(
-        **SHAPE, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
-    ),
+    "electra": ElectraConfig(**SHAPE, embedding_size=32),
+    "deberta-v2": DebertaV2Config(**SHAPE, **RELATIVE),
+    "mpnet": MPNetConfig(**ROBERTA),
+    "albert": AlbertConfig(**SHAPE, embedding_size=32),
 }
+LENGTHS = [[23, 23, 9, 7, 4, 0, 1, 0], [1], [6, 6, 6], [30, 17, 2]]
 
 
-def batch(lengths: list[int], pad_id: int) -> dict[str, torch.Tensor]:
-    ids = torch.full((len(lengths), max(lengths)), pad_id)
-    for row, n in enumerate(lengths):
-        ids[row, :n] = torch.randint(5, 97, (n,))
-    return {"input_ids": ids, "attention_mask": (ids != pad_id).long()}
+@pytest.fixture(autouse=True)
+def exact_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers rounds what it rotates to fp32, also in fp64."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, ...]:
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        return tuple(x * cos + modeling_modernbert.rotate_half(x) * sin for x in (q, k))
+
+    monkeypatch.setattr(modeling_modernbert, "apply_rotary_pos_emb", rotate)
+
+
+def make(kind: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0, **fields: Any) -> Encoder:
+    """No weight stays at a special value."""
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[kind])
+    config.update(dropout_fields(kind, dropout) | fields)
+    encoder = Encoder(AutoModelForMaskedLM.from_config(config)).to(dtype).train(dropout > 0)
+    with torch.no_grad():
+        for p in encoder.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return encoder
+
+
+def row_of(lengths: list[int], own: bool = False, longest: int = 31) -> Tokens:
+    """own: token types, and positions that are counted from 0 again."""
+    r, N = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
+    lengths_B = torch.tensor(lengths, dtype=torch.int32)
+    types = torch.randint(2, (N,), generator=r) if own else None
+    counted = torch.cat([torch.arange(n) % (5 if own else n) for n in lengths if n])
+    starts = F.pad(lengths_B.cumsum(0), (1, 0)).int()
+    return Tokens(torch.randint(5, 97, (N,), generator=r), counted, types, starts, lengths_B, longest)
+
+
+def padded_inputs(encoder: Encoder, row: Tokens) -> dict[str, Tensor]:
+    """What transformers takes for the sequences that are not empty [B, L]."""
+    lengths, config = [n for n in row.lengths.tolist() if n], encoder.lm.config
+    first = first_position(config)
+
+    def pad(values_N: Tensor, fill: int) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values_N.split(lengths), batch_first=True, padding_value=fill)
+
+    inputs = {"input_ids": pad(row.input_ids, config.pad_token_id or 0)}
+    inputs["attention_mask"] = pad(torch.ones_like(row.input_ids), 0)
+    inputs["position_ids"] = pad(row.positions + first, first)
+    return inputs if row.types is None else inputs | {"token_type_ids": pad(row.types, 0)}
+
+
+def same_states_and_gradients(encoder: Encoder, row: Tokens) -> None:
+    inputs, model = padded_inputs(encoder, row), encoder.lm.base_model
+    expected = model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    found = encoder(row)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    weights, parameters = torch.randn_like(expected), dict(model.named_parameters())
+    ours, theirs = (
+        torch.autograd.grad((x * weights).sum(), list(parameters.values()), allow_unused=True)
+        for x in (found, expected)
+    )
+    for name, g, other in zip(parameters, ours, theirs, strict=True):
+        assert (g is None) == (other is None), name
+        if other is not None:
+            assert (g - other).abs().max() <= 1e-9 * max(1, float(other.abs().max())), name
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list[int]) -> None:
+    """ModernBERT's sequences are longer than its window."""
+    same_states_and_gradients(make(kind), row_of(lengths))
+
+
+@pytest.mark.parametrize("kind", sorted(FLAT))
+def test_own_positions_and_types_are_the_models(kind: str) -> None:
+    row = row_of(LENGTHS[0], own=True)
+    if kind == "modernbert":
+        row = row._replace(types=None)
+    same_states_and_gradients(make(kind, **{"type_vocab_size": 2} if row.types is not None else {}), row)
+
+
+def test_partitioned_weights_are_reached_by_module_calls() -> None:
+    encoder, row = make("bert"), row_of(LENGTHS[0])
+    whole, seen = encoder(row), []
+    for name, part in encoder.lm.named_modules():
+        if name.endswith(("query", "key", "value")):
+            part.weight.ds_id = 0  # type: ignore[union-attr]
+            part.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(encoder(row), whole, rtol=0, atol=1e-12)
+    assert len(seen) == 6
+
+
+def test_rotations_are_exact_in_a_model_of_16_bits() -> None:
+    """Its own frequencies were rounded."""
+    exact, narrow = make("modernbert", torch.float32), make("modernbert", torch.float32).bfloat16()
+    row = row_of([300], longest=300)
+    states = exact(row)
+    assert (narrow(row) - states).abs().mean() < 0.02 * states.abs().mean()
+
+
+def test_other_ropes_are_padded() -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+    both = {"full_attention": rope, "sliding_attention": dict(rope)}
+    encoder = make("modernbert", rope_parameters=both)
+    same_states_and_gradients(encoder, row_of(LENGTHS[0]))
+    with pytest.raises(UserError, match="modernbert model has no flat forward pass"):
+        encoder.compile_forward()
+
+
+# Heads
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_selected_rows_equal_dense_logits(kind: str) -> None:
     """Loss and every gradient equal those of logits at all positions with labels -100, for each model type."""
-    torch.manual_seed(0)
-    config: PreTrainedConfig = CONFIGS[kind]
-    model = AutoModelForMaskedLM.from_config(config).double().eval()
-    arrays = batch([9, 4, 7], config.pad_token_id)
-    rows = torch.tensor([1, 3, 8, 10, 12, 20])
-    labels = torch.randint(5, 97, (len(rows),))
-    dense_labels = torch.full((3 * 9,), -100)
-    dense_labels[rows] = labels
-    logits = model(**arrays).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), dense_labels, reduction="sum")
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    right = (logits.flatten(0, 1)[rows].argmax(-1) == labels).sum()
-    model.zero_grad()
+    encoder, row = make(kind), row_of([9, 7, 4])
+    places, labels = torch.tensor([1, 3, 8, 10, 12, 19]), torch.randint(5, 97, (6,))
+    inputs = padded_inputs(encoder, row)
+    logits = encoder.lm(**inputs).logits[inputs["attention_mask"].bool()][places]
+    losses = F.cross_entropy(logits, labels, reduction="none")
+    losses.sum().backward()
+    gradients = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+    encoder.zero_grad()
 
-    encoder = Encoder(model)
-    loss, correct = encoder.masked_lm(encoder.hidden(arrays).flatten(0, 1)[rows], labels)
+    loss, losses_M, right_M = encoder.vocabulary_loss(encoder.features(encoder(row)[places]), labels)
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    assert correct == right
-    for name, p in model.named_parameters():
+    torch.testing.assert_close(loss, losses.sum(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(losses_M, losses.detach(), rtol=1e-9, atol=0)
+    assert torch.equal(right_M, logits.argmax(-1) == labels)
+    for name, p in encoder.named_parameters():
         if name in gradients:
-            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-8, atol=1e-11)
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta"])
-def test_positions_counted_from_zero_are_the_models_own(kind: str) -> None:
-    """position_ids 0, 1, 2 ... give what the model gives by itself, also where its first position is not 0."""
-    config = CONFIGS[kind]
-    encoder = Encoder(AutoModelForMaskedLM.from_config(config).eval())
-    arrays = batch([8, 8], config.pad_token_id)
-    own = encoder.hidden(arrays)
-    given = encoder.hidden(arrays | {"position_ids": torch.arange(8).expand(2, 8)})
-    torch.testing.assert_close(own, given)
+def test_a_narrow_table_has_a_head_of_its_width() -> None:
+    electra = make("electra", embedding_size=16)
+    assert electra.features(torch.randn(3, 32).double()).shape == (3, 16) and electra.embeddings.shape == (97, 16)
 
 
-def test_unknown_model_type_is_refused() -> None:
-    from transformers import ElectraConfig
+def test_unknown_models_are_refused() -> None:
+    assert CONFIGS.keys() == HEADS.keys()
+    funnel = FunnelConfig(vocab_size=97, block_sizes=[1], d_model=32, n_head=2, d_head=16, d_inner=48)
+    with pytest.raises(UserError, match="'funnel' is not supported; supported are bert, roberta"):
+        Encoder(AutoModelForMaskedLM.from_config(funnel))
+    with pytest.raises(UserError, match="bert model is a decoder"):
+        Encoder(AutoModelForMaskedLM.from_config(BertConfig(**SHAPE, is_decoder=True)))
+    relative = BertConfig(**SHAPE, position_embedding_type="relative_key")
+    with pytest.raises(UserError, match="position_embedding_type 'relative_key'"):
+        Encoder(AutoModelForMaskedLM.from_config(relative))
 
-    with pytest.raises(UserError, match="electra"):
-        Encoder(AutoModelForMaskedLM.from_config(ElectraConfig(**SHAPE, embedding_size=32)))
+
+# Copies and files
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_copies_give_the_same_states(kind: str) -> None:
+    """Of the encoder, and of its model without the head."""
+    encoder, row = make(kind), row_of(LENGTHS[0])
+    states = encoder(row)
+    for copied in (copy.deepcopy(encoder), Encoder(copy.deepcopy(encoder.lm.base_model))):  # type: ignore[arg-type]
+        with torch.no_grad():
+            assert torch.equal(copied(row), states)
+            next(copied.parameters()).add_(1)
+    assert torch.equal(encoder(row), states)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_saved_models_are_transformers_own(kind: str, tmp_path: Path) -> None:
+    encoder, row = make(kind, torch.float32), row_of(LENGTHS[0])
+    encoder.lm.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    assert "xscale" not in (tmp_path / "config.json").read_text()
+    assert all(torch.equal(w, loaded.state_dict()[name]) for name, w in encoder.lm.state_dict().items())
+    assert torch.equal(Encoder(loaded)(row), encoder(row))
+
+
+# Dropout, activation checkpointing, compilation
+
+
+def loss_and_gradients(encoder: Encoder, row: Tokens) -> list[Tensor]:
+    torch.manual_seed(5)
+    loss = encoder(row).pow(3).sum()
+    return [loss, *torch.autograd.grad(loss, list(encoder.lm.base_model.parameters()), allow_unused=True)]
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_dropout_is_repeated_by_the_seed_and_off_in_evaluation(kind: str) -> None:
+    encoder, row = make(kind, torch.float32, dropout=0.3), row_of(LENGTHS[0])
+    states = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        states.append(encoder(row))
+    assert torch.equal(states[0], states[2]) and not torch.allclose(states[0], states[1])
+    encoder.eval()
+    assert torch.equal(encoder(row), encoder(row))
+
+
+def saved_bytes(encoder: Encoder, row: Tokens) -> int:
+    """Bytes that the forward pass keeps for the backward pass beside the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        encoder(row)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "distilbert"])
+def test_checkpointed_activations_give_the_same_gradients(kind: str) -> None:
+    """Bit for bit, with dropout; half as much is kept."""
+    plain, row = make(kind, torch.float32, dropout=0.3), row_of(LENGTHS[0])
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.checkpoint_activations()
+    for expected, found in zip(*(loss_and_gradients(e, row) for e in (plain, checkpointed)), strict=True):
+        assert (expected is None and found is None) or torch.equal(expected, found)
+    assert saved_bytes(checkpointed, row) < saved_bytes(plain, row) / 2
+    assert plain.state_dict().keys() == checkpointed.state_dict().keys()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_one_program_serves_all_rows_of_the_constant_shape(kind: str, checkpointed: bool) -> None:
+    """Whatever their lengths; rows of another shape and evaluation run eagerly. Traced, without generated code."""
+    eager = make(kind, torch.float64).train()
+    compiled = copy.deepcopy(eager)
+    if checkpointed:
+        compiled.checkpoint_activations()
+    compiled.compile_forward("aot_eager")
+    compiled.compiled_shape = (40, 5)
+    assert eager.state_dict().keys() == compiled.state_dict().keys()
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for lengths in ([20, 10, 5, 5, 0], [8, 8, 8, 8, 8], [31, 3, 3, 2, 1], [20, 10], [20, 10, 5, 5]):
+        row = row_of(lengths)
+        for expected, found in zip(*(loss_and_gradients(e, row) for e in (eager, compiled)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        compiled(row_of([8] * 5))
+    compiled.eval()(row_of([8] * 5))
+    assert counters["stats"]["unique_graphs"] == 1 and counters["aot_autograd"]["total"] == 1
+    assert not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_compiled_and_checkpointed_dropout_is_drawn_again() -> None:
+    plain = make("bert", torch.float32, dropout=0.3)
+    checkpointed = copy.deepcopy(plain)
+    checkpointed.checkpoint_activations()
+    found = []
+    for encoder in (plain, checkpointed):
+        encoder.compile_forward("aot_eager")
+        encoder.compiled_shape = (40, 3)
+        found.append(loss_and_gradients(encoder, row_of([20, 15, 5])))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()
+
+
+@dataclass
+class Count(TorchDispatchMode):
+    """Operators that do more than give another view."""
+
+    number: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_few_operators_are_dispatched(kind: str) -> None:
+    """Forward and backward of a layer with dropout."""
+    found = []
+    for layers in (3, 6):
+        config = copy.deepcopy(CONFIGS[kind])
+        fields = config.to_dict() | dropout_fields(kind, 0.1) | {"num_hidden_layers": layers, "layer_types": None}
+        encoder = Encoder(AutoModelForMaskedLM.from_config(type(config).from_dict(fields))).train()
+        with Count() as count:
+            encoder(row_of(LENGTHS[0])).sum().backward()
+        found.append(count.number)
+    assert (found[1] - found[0]) / 3 <= 50
+
+
+# Building
 
 
 def build(**changes: object) -> Encoder:
@@ -119,6 +381,22 @@ def test_weights_are_a_function_of_the_seed() -> None:
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_have_their_shape(preset: str) -> None:
+    """On the meta device: nothing is drawn."""
+    with torch.device("meta"):
+        encoder = build(preset=preset, max_length=600, dropout=0.2, pad_id=3)
+    config = encoder.lm.config
+    assert {name: getattr(config, name) for name in PRESETS[preset]} == PRESETS[preset]
+    assert positions(config) >= 600 and config.pad_token_id == 3 and config.vocab_size == 97
+    assert {getattr(config, name) for name in dropout_fields(config.model_type, 0.2)} == {0.2}
+
+
+def test_models_without_token_types_have_no_language_embeddings() -> None:
+    with pytest.raises(UserError, match="a modernbert model has no token types"):
+        build(preset="modern-small", language_embeddings=True)
+
+
 def test_every_parameter_is_in_one_decay_group() -> None:
     encoder = build()
     decayed, others = decay_groups(encoder, 0.1)
@@ -130,15 +408,15 @@ def test_every_parameter_is_in_one_decay_group() -> None:
 def test_no_target_gives_zero_loss_and_zero_gradients() -> None:
     rows = torch.empty(0, 8, requires_grad=True)
     weight = torch.randn(5, 8, requires_grad=True)
-    loss, correct = masked_cross_entropy(rows, weight, None, torch.empty(0, dtype=torch.long))
+    loss, losses, right = masked_cross_entropy(rows, weight, None, torch.empty(0, dtype=torch.long))
     loss.backward()
-    assert loss == 0 and correct == 0 and torch.equal(weight.grad, torch.zeros_like(weight))
+    assert loss == 0 and not len(losses) and not len(right) and torch.equal(weight.grad, torch.zeros_like(weight))
 
 
 def test_loss_is_fp32_of_half_precision_rows() -> None:
     rows, weight = torch.randn(7, 16).bfloat16(), torch.randn(50, 16).bfloat16()
     labels = torch.randint(50, (7,))
-    loss, _ = masked_cross_entropy(rows, weight, None, labels)
+    loss, *_ = masked_cross_entropy(rows, weight, None, labels)
     logits = (rows @ weight.T).float()
     expected = (torch.logsumexp(logits, -1) - logits[torch.arange(7), labels]).sum()
     assert loss.dtype == torch.float32

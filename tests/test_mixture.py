@@ -1,4 +1,4 @@
-"""What a step consumes: the same at every world size and micro-batch, resumable, every record once an epoch."""
+"""What a step consumes: the same at every world size and row length, resumable, every record once an epoch."""
 
 import itertools
 import json
@@ -12,17 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xscale.data.calibration import Calibration, Estimate
 from xscale.data.index import find_sources
-from xscale.data.mixture import (
-    PACK_FILL,
-    Mixture,
-    StepPlan,
-    StreamSpec,
-    initial_state,
-    micro_steps,
-    pack,
-    source_weights,
-)
+from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, initial_state, pack, source_weights
 
 LENGTH = 64
 Place = tuple[int, int, int, int]  # source, epoch, shard, record
@@ -51,50 +43,54 @@ STREAMS = [
     StreamSpec("tlm", (2, 3), 13, packed=False),
     StreamSpec("again", (2,), 3, packed=False),
 ]
+ESTIMATES = {"again": Estimate(ratio=2.0, beyond=0.0)}
 
 
 def mixture(
     rank: int = 0,
     world: int = 1,
-    micro_batch: int = 1000,
+    max_tokens: int = 10_000,
     *,
     sources: list[Any] = SOURCES,
     streams: list[StreamSpec] = STREAMS,
+    estimates: dict[str, Estimate] = ESTIMATES,
     seed: int = 5,
     alpha: float = 0.7,
+    rows: int = 1,
     state: dict[str, Any] | None = None,
 ) -> Mixture:
     return Mixture(
         streams,
         sources,
-        [1.0] * len(sources),
+        Calibration([1.0] * len(sources), estimates),
         seed=seed,
         alpha=alpha,
         max_length=LENGTH,
-        micro_batch=micro_batch,
+        max_tokens=max_tokens,
         rank=rank,
         world=world,
+        rows=rows,
         state=state,
     )
 
 
 def plain(plan: StepPlan) -> dict[str, list[list[tuple[int, Place]]]]:
-    """stream -> micro-batches -> (number of the sample, place) of each record."""
+    """stream -> rows -> (number of the sample, place) of each record."""
 
-    def rows(draw: Any) -> list[tuple[int, Place]]:
+    def records(draw: Any) -> list[tuple[int, Place]]:
         columns = (draw.sample, draw.source, draw.epoch, draw.shard, draw.record)
         return [(sample, tuple(place)) for sample, *place in zip(*(c.tolist() for c in columns), strict=True)]
 
-    return {name: [rows(draw) for draw in draws] for name, draws in plan.micros.items()}
+    return {name: [records(row[name]) for row in plan.rows] for name in plan.rows[0]}
 
 
 def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Place]]]:
     """The step's global batch: stream -> sample -> its records in order, over the plans of all ranks."""
     batch: dict[str, dict[int, list[Place]]] = defaultdict(dict)
     for plan in plans:
-        for name, micros in plain(plan).items():
-            for micro in micros:
-                for sample, group in itertools.groupby(micro, key=lambda row: row[0]):
+        for name, rows in plain(plan).items():
+            for row in rows:
+                for sample, group in itertools.groupby(row, key=lambda record: record[0]):
                     assert sample not in batch[name], "a sample is torn apart or given twice"
                     batch[name][sample] = [place for _, place in group]
     return dict(batch)
@@ -110,24 +106,28 @@ def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Pl
     return found
 
 
-# 1. Ranks and micro-batches
+# 1. Ranks and rows
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 16])
-@pytest.mark.parametrize("micro_batch", [1, 3, 8])
-def test_global_batch_does_not_depend_on_the_cut(world: int, micro_batch: int) -> None:
+@pytest.mark.parametrize("max_tokens", [64, 200, 10_000])
+def test_global_batch_does_not_depend_on_the_cut(world: int, max_tokens: int) -> None:
+    """Nor does its order within a row: samples come in the order of their numbers."""
     whole = mixture()
-    ranks = [mixture(rank, world, micro_batch) for rank in range(world)]
+    ranks = [mixture(rank, world, max_tokens) for rank in range(world)]
     for _ in range(12):
         expected, plans = whole.next_step(), [rank.next_step() for rank in ranks]
-        assert samples(plans) == samples([expected])
+        assert len(expected.rows) == 1 and samples(plans) == samples([expected])
         assert [plan.state for plan in plans] == [expected.state] * world
-        for stream in STREAMS:
-            micros = [plain(plan)[stream.name] for plan in plans]
-            assert len({len(of_rank) for of_rank in micros}) == 1, "ranks differ in their number of micro-batches"
-            assert len(micros[0]) == micro_steps(stream, micro_batch, world)
-            sizes = [len({sample for sample, _ in micro}) for of_rank in micros for micro in of_rank]
-            assert max(sizes) <= micro_batch and sum(sizes) == stream.samples
+        assert len({len(plan.rows) for plan in plans}) == 1, "ranks differ in their number of rows"
+        for row in (row for plan in plans for row in plan.rows):
+            numbers = {name: draw.sample.tolist() for name, draw in row.items()}
+            assert [*row] == [stream.name for stream in STREAMS] and all(n == sorted(n) for n in numbers.values())
+            if sum(len(set(n)) for n in numbers.values()) > 1:
+                # A record has a token a byte; "again" reads it twice, and drops what is over the length.
+                sizes = {name: draw.tokens for name, draw in row.items()}
+                sizes["again"] = np.where(sizes["again"] > LENGTH, 0, 2 * sizes["again"])
+                assert sum(size.sum() for size in sizes.values()) <= max_tokens
 
 
 def test_every_step_has_all_samples() -> None:
@@ -137,14 +137,46 @@ def test_every_step_has_all_samples() -> None:
         }
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_step_has_at_least_so_many_rows(rows: int) -> None:
+    """Compiled runs cut every step into as many rows as the longest has."""
+    assert len(mixture(1, 2, rows=rows).next_step().rows) == rows
+    assert len(mixture(1, 2, max_tokens=64, rows=rows).next_step().rows) > 5
+
+
 def test_ranks_get_like_lengths() -> None:
-    """No rank waits for another: in a micro-step the longest samples of the ranks are close."""
+    """No rank waits for another: their rows have equally many tokens."""
     sources = [FakeSource("en-de", [2000])]
     streams = [StreamSpec("tlm", (0,), 64, packed=False)]
-    ranks = [mixture(rank, 4, 4, sources=sources, streams=streams) for rank in range(4)]
-    for micros in zip(*(rank.next_step().micros["tlm"] for rank in ranks), strict=True):
-        tokens = [micro.tokens.sum() for micro in micros]
-        assert max(tokens) - min(tokens) <= 0.2 * max(tokens) + 4
+    ranks = [mixture(rank, 4, 200, sources=sources, streams=streams) for rank in range(4)]
+    for _ in range(5):
+        tokens = [row["tlm"].tokens.sum() for rank in ranks for row in rank.next_step().rows]
+        assert len(tokens) > 4 and max(tokens) - min(tokens) <= 0.05 * max(tokens)
+
+
+def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
+    streams = [StreamSpec("tlm", (2,), 12, packed=False), StreamSpec("ppa", (2,), 12, packed=False)]
+    shares, batches = [], []
+    for ratio in (1.0, 3.0):
+        arguments: Any = {"streams": streams, "estimates": {"ppa": Estimate(ratio=ratio)}}
+        cut = mixture(0, 4, **arguments).next_cut()
+        assert all(tokens.dtype == np.int64 for tokens in cut.tokens.values())
+        assert cut.tokens["ppa"].tolist() == (ratio * cut.draws["ppa"].tokens).tolist()
+        shares.append(np.bincount(cut.bins["ppa"], weights=cut.draws["ppa"].tokens))
+        batches.append(samples([mixture(rank, 4, **arguments).next_step() for rank in range(4)]))
+    assert batches[0] == batches[1] and shares[0].tolist() != shares[1].tolist()
+
+
+def test_records_are_promised_what_their_source_s_line_says() -> None:
+    """Packing still goes by tokens a byte, so that it is what it ever was."""
+    plain_lines, lines = Calibration([1.0] * 4, {}), Calibration([1.0] * 4, {}, [(0.5, 3.0)] * 4)
+    places: Any = {"seed": 5, "alpha": 0.7, "max_length": LENGTH, "max_tokens": 999, "rank": 0, "world": 1}
+    one, other = (Mixture(STREAMS, SOURCES, found, **places).next_step() for found in (plain_lines, lines))
+    assert samples([one]) == samples([other])
+    for name in ("mlm", "tlm"):
+        draw = next(row[name] for row in other.rows if len(row[name].sample))
+        sizes = [SOURCES[s].sizes[shard][r] for s, shard, r in zip(draw.source, draw.shard, draw.record, strict=True)]
+        assert draw.tokens.tolist() == [0.5 * size + 3 for size in sizes]
 
 
 # 2. State
@@ -161,7 +193,7 @@ def test_resume_continues_exactly(stop: int) -> None:
         resumed = again.next_step()
         assert (resumed.step, resumed.state) == (plan.step, plan.state)
         assert plain(resumed) == plain(plan)
-    ranks = [mixture(rank, 3, 2, state=state) for rank in range(3)]
+    ranks = [mixture(rank, 3, 100, state=state) for rank in range(3)]
     for plan in plans[stop:]:
         assert samples([rank.next_step() for rank in ranks]) == samples([plan])
 
@@ -309,22 +341,23 @@ def test_packed_samples_are_whole_runs() -> None:
     st.lists(st.integers(1, 9), min_size=1, max_size=2),
     st.booleans(),
     st.integers(1, 5),
-    st.integers(1, 4),
+    st.integers(64, 200),
 )
 def test_any_mixture_is_complete_and_cut_evenly(
-    counts: list[list[int]], wanted: list[int], packed: bool, world: int, micro_batch: int
+    counts: list[list[int]], wanted: list[int], packed: bool, world: int, max_tokens: int
 ) -> None:
     """Tiny sources, so that a step may take several epochs of one."""
     sources = [FakeSource(f"l{i}", c) for i, c in enumerate(counts)]
     streams = [StreamSpec(f"s{i}", tuple(range(len(counts))), n, packed) for i, n in enumerate(wanted)]
     arguments: Any = {"sources": sources, "streams": streams}
     whole = mixture(**arguments)
-    ranks = [mixture(rank, world, micro_batch, **arguments) for rank in range(world)]
+    ranks = [mixture(rank, world, max_tokens, **arguments) for rank in range(world)]
     seen: Counter = Counter()
     for _ in range(6):
         plans = [rank.next_step() for rank in ranks]
         batch = samples(plans)
         assert batch == samples([whole.next_step()])
+        assert len({len(plan.rows) for plan in plans}) == 1
         assert {name: sorted(found) for name, found in batch.items()} == {s.name: [*range(s.samples)] for s in streams}
         for name, found in batch.items():
             seen.update((name, place) for places in found.values() for place in places)

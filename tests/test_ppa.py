@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import random
 import socket
 import time
@@ -18,17 +19,23 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from tests import launch
-from xscale import engine, export, rng, train
+from tests.plain import ids_of, originals, part_of, sequences_of
+from tests.rows import CPU, FILLER, PlainEngine, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from xscale import export, rng, train
 from xscale.config import RECIPES, load_recipe
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece
 from xscale.data.encode import Example, TextEncoder
 from xscale.data.mixture import initial_state
+from xscale.data.row import make_row
 from xscale.distributed import Place
+from xscale.engine import build_engine
 from xscale.errors import UserError
 from xscale.job import Job
-from xscale.models.encoder import Encoder, build_encoder
+from xscale.models.build import build_encoder
+from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
+from xscale.step import StepModule, optimizer_step, to_device
 
 MAX_LENGTH = 32
 
@@ -53,13 +60,15 @@ def make_pairs(text: TextEncoder, n: int, seed: int = 0) -> list[Example]:
     return [Example(("en", "xx"), (sentence(), sentence()), None, identities[i], i) for i in range(n)]
 
 
-def collate(text: TextEncoder, pairs: list[Example], options: Any, objective: str = "ppa") -> MicroBatch:
+def collate(text: TextEncoder, pairs: list[Example], options: Any, objective: str = "ppa") -> Piece:
     context = Context(text, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
     return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
 
 
-def tensors(micro: MicroBatch) -> dict[str, Tensor]:
-    return engine.to_device(micro.arrays, torch.device("cpu"))
+def read(moco: ppa.Moco, encoder: Encoder, piece: Piece) -> Tensor:
+    """z of the key view of each pair."""
+    inputs = to_device(make_row({"s": piece}, MAX_LENGTH, FILLER).inputs, CPU)
+    return moco.read(encoder, *inputs.beside["s"], inputs.arrays["s"])
 
 
 def make_parts(text: TextEncoder, options: ppa.Options, dtype: torch.dtype = torch.float64, **changes: Any) -> Parts:
@@ -118,28 +127,10 @@ def plain_words(lm: Any, sequences: list[tuple[list[int], dict[int, int]]]) -> T
     return total
 
 
-def unpad(ids_BL: np.ndarray, mask_BL: np.ndarray) -> list[list[int]]:
-    return [row[: mask.sum()].tolist() for row, mask in zip(ids_BL, mask_BL, strict=True)]
-
-
-def masked_sequences(micro: MicroBatch) -> list[tuple[list[int], dict[int, int]]]:
-    arrays = micro.arrays
-    width = arrays["input_ids"].shape[1]
-    targets: list[dict[int, int]] = [{} for _ in arrays["input_ids"]]
-    for row, label in zip(arrays["rows"].tolist(), arrays["labels"].tolist(), strict=True):
-        targets[row // width][row % width] = label
-    return list(zip(unpad(arrays["input_ids"], arrays["attention_mask"]), targets, strict=True))
-
-
-def unmasked(sequence: tuple[list[int], dict[int, int]]) -> list[int]:
-    ids, targets = sequence
-    return [targets.get(place, token) for place, token in enumerate(ids)]
-
-
-def gradients(parts: Parts, loss: Tensor) -> dict[str, Tensor]:
-    named = dict(parts.encoder.named_parameters()) | (dict(parts.heads.named_parameters()) if parts.heads else {})
-    values = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: v for name, v in zip(named, values, strict=True) if v is not None}
+def queries_of(piece: Piece) -> list[list[int]]:
+    """The query views, which stand behind the sequences of words."""
+    n = len(piece.sequences.lengths)
+    return ids_of(part_of(piece.sequences, n - len(piece.reads["query"]), n))
 
 
 @pytest.mark.parametrize(
@@ -154,53 +145,53 @@ def gradients(parts: Parts, loss: Tensor) -> dict[str, Tensor]:
     ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm"],
 )
 def test_loss_and_gradients_are_the_equations(text_encoder: TextEncoder, options: ppa.Options) -> None:
-    """Ragged batches, both orders of sides: loss and every gradient to 1e-6, in fp64."""
+    """Both orders of sides: loss and every gradient to 1e-9, in fp64."""
     text, parts = text_encoder, make_parts(text_encoder, options)
     pairs = make_pairs(text, 9, seed=4)
-    micro = collate(text, pairs, options)
-    arrays = micro.arrays
-    views, words, swaps = [], masked_sequences(micro), set()
+    piece = collate(text, pairs, options)
+    views, swaps = [], set()
     cls, sep = [text.cls_id], [text.sep_id]
-    queries, keys = (unpad(arrays[f"{name}_input_ids"], arrays[f"{name}_attention_mask"]) for name in ("query", "key"))
+    assert piece.beside is not None
+    queries, keys, unmasked = queries_of(piece), ids_of(piece.beside.sequences), originals(piece)
+    words = list(zip(*sequences_of(piece), strict=True))
+    assert [ids for ids, targets in words if not targets][-9:] == queries, "the query view is not masked"
     for i, pair in enumerate(pairs):
         side = pair.ids.index(queries[i][1:-1])
         first, second = pair.ids[side], pair.ids[1 - side]
         swaps.add(side)
         assert queries[i] == cls + first + sep and keys[i] == cls + second + sep
         if options.replace_tlm_with_mlm:
-            assert [unmasked(words[2 * i]), unmasked(words[2 * i + 1])] == [cls + first + sep, cls + second + sep]
+            assert unmasked[2 * i : 2 * i + 2] == [cls + first + sep, cls + second + sep]
         else:
-            assert unmasked(words[i]) == cls + first + sep + second + sep
+            assert unmasked[i] == cls + first + sep + second + sep
         views.append((first, second))
-    assert swaps == {0, 1}
-    moco, word_loss = plain_moco(parts, text, views, options), plain_words(parts.encoder.lm, words)
+    assert swaps == {0, 1} and piece.arrays["number"].tolist() == list(range(9))
+    moco, word_loss = plain_moco(parts, text, views, options), plain_words(parts.encoder.lm, words[:-9])
     term = "mlm" if options.replace_tlm_with_mlm else "tlm"
     factors = ppa.terms(options)
     assert factors == {"moco": options.moco_weight, term: options.tlm_weight}
-    assert micro.targets == {"moco": 9, term: len(arrays["labels"])} and micro.sequences == 9
+    assert piece.targets == {"moco": 9, term: len(piece.labels[term])} and piece.samples == 9
 
-    sums = ppa.loss(parts, tensors(micro), options)
-    torch.testing.assert_close(sums.terms["moco"], moco, rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(sums.terms[term], word_loss, rtol=1e-6, atol=1e-12)
-    total = sum(factors[name] * value for name, value in sums.terms.items())
-    expected = gradients(parts, options.moco_weight * moco + options.tlm_weight * word_loss)
-    found = gradients(parts, total)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = gradient.abs().max().item()
-        torch.testing.assert_close(found[name], gradient, rtol=1e-6, atol=1e-6 * scale + 1e-12, msg=name)
+    found = sums("ppa", parts, piece, options)
+    torch.testing.assert_close(found.terms["moco"], moco, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(found.terms[term], word_loss, rtol=1e-9, atol=1e-12)
+    total = sum(factors[name] * value for name, value in found.terms.items())
+    modules = (parts.encoder, parts.heads)
+    expected = gradients(options.moco_weight * moco + options.tlm_weight * word_loss, *modules)
+    assert_same_gradients(gradients(total, *modules), expected)
 
 
-def test_micro_batches_do_not_matter(text_encoder: TextEncoder) -> None:
+def test_rows_do_not_matter(text_encoder: TextEncoder) -> None:
     """The sums over 3 + 1 + 5 pairs are those over 9: the queue stands still within a step."""
     options = ppa.Options(queue_size=23, projection=30)
     parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
 
     def total(*cuts: list[Example]) -> dict[str, float]:
-        losses = [ppa.loss(parts, tensors(collate(text_encoder, cut, options)), options) for cut in cuts]
-        sums = {name: sum(float(x.terms[name].detach()) for x in losses) for name in ("moco", "tlm")}
-        return sums | {name: sum(float(x.metrics[name][0]) for x in losses) for name in losses[0].metrics}
+        found = [sums("ppa", parts, collate(text_encoder, cut, options), options) for cut in cuts]
+        terms = {name: sum_of(float(x.terms[name].detach()) for x in found) for name in ("moco", "tlm")}
+        return terms | {name: sum_of(x.metrics[name][0] for x in found) for name in found[0].metrics}
 
+    sum_of = math.fsum
     assert total(pairs) == pytest.approx(total(pairs[:3], pairs[3:4], pairs[4:]), rel=1e-12)
 
 
@@ -208,74 +199,82 @@ def test_accuracy_and_age_of_known_keys(text_encoder: TextEncoder) -> None:
     """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
     options = ppa.Options(queue_size=9, projection=300, prefill=False)
     parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 4)
-    batch = tensors(collate(text_encoder, pairs, options))
-    zq = ppa.project(parts.encoder, parts.heads, batch, "query").detach()
+    piece = collate(text_encoder, pairs, options)
+    inputs = to_device(make_row({"s": piece}, MAX_LENGTH, FILLER).inputs, CPU)
+    places = inputs.gather[1][-4:].long()
+    zq = parts.heads(parts.encoder(inputs.tokens)[places]).detach()
     parts.companion.step = 6
     for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:
         if born == 1:
             parts.companion.queue = Queue(9, 300)
         parts.companion.queue.push(keys, born)
-        metrics = ppa.loss(parts, batch, options).metrics
-        assert float(metrics["contrastive_accuracy"][0]) == 4 - accuracy
-        assert float(metrics["queue_age"][0]) == pytest.approx(4 * age)
+        metrics = sums("ppa", parts, piece, options).metrics
+        assert metrics["contrastive_accuracy"] == (4 - accuracy, "moco")
+        assert metrics["queue_age"] == (pytest.approx(4 * age), "moco")
 
 
-def test_idle_micro_batch_touches_the_same_parameters(text_encoder: TextEncoder) -> None:
-    for options in (ppa.Options(queue_size=9), ppa.Options(queue_size=9, replace_tlm_with_mlm=True)):
-        parts = make_parts(text_encoder, options)
-        found = []
-        for pairs in (make_pairs(text_encoder, 3), []):
-            micro = collate(text_encoder, pairs, options)
-            sums = ppa.loss(parts, tensors(micro), options)
-            found.append(gradients(parts, sum(sums.terms.values())))
-        assert found[0].keys() == found[1].keys()
-        assert all(float(value.detach()) == 0 for value in sums.terms.values())
-        assert not any(gradient.any() for gradient in found[1].values())
-        assert set(micro.targets.values()) == {0} and micro.tokens == micro.sequences == 0
-        assert len(parts.companion._batch.take()) == 3, "an idle micro-batch has no keys"
+@pytest.mark.parametrize("changes", [{}, {"replace_tlm_with_mlm": True}, {"tlm_weight": 0.0}, {"moco_weight": 0.0}])
+def test_a_piece_of_nothing_touches_the_same_parameters(text_encoder: TextEncoder, changes: dict[str, Any]) -> None:
+    options = ppa.Options(queue_size=9, **changes)
+    parts = make_parts(text_encoder, options)
+    busy, idle = (collate(text_encoder, pairs, options) for pairs in (make_pairs(text_encoder, 3), []))
+    for name in ("reads", "labels", "targets", "arrays"):
+        assert getattr(idle, name).keys() == getattr(busy, name).keys()
+    assert (idle.beside is None) == (busy.beside is None)
+    assert set(idle.targets.values()) == {0} and idle.samples == len(idle.sequences.ids) == 0
+    found = [sums("ppa", parts, piece, options).terms for piece in (busy, idle)]
+    touched = [gradients(sum(terms.values()), parts.encoder, parts.heads) for terms in found]
+    every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) if m for n, _ in m.named_parameters()}
+    assert touched[0].keys() == touched[1].keys() == every
+    assert all(value > 0 for value in found[0].values()) and not any(value for value in found[1].values())
+    assert not any(gradient.any() for gradient in touched[1].values())
+    if parts.companion is not None:
+        assert len(parts.companion._batch.take()) == 3, "a piece of nothing has no keys"
 
 
 def test_overlong_pairs_are_dropped_from_both_terms(text_encoder: TextEncoder) -> None:
     options = ppa.Options(queue_size=9)
     pairs = make_pairs(text_encoder, 3)
     pairs[1] = replace(pairs[1], ids=([7] * 20, [8] * 20))
-    micro = collate(text_encoder, pairs, options)
-    assert micro.too_long == 1 and micro.targets["moco"] == 2
-    assert micro.arrays["number"].tolist() == [0, 2] and len(micro.arrays["input_ids"]) == 2
+    piece = collate(text_encoder, pairs, options)
+    assert piece.too_long == 1 and piece.targets["moco"] == 2 and piece.samples == 2
+    assert piece.arrays["number"].tolist() == [0, 2] and len(piece.sequences.lengths) == 4
+    assert piece.beside is not None and len(piece.beside.sequences.lengths) == 2
 
 
 # Table 5
 
 
 def test_without_moco_is_tlm_in_shuffled_order(text_encoder: TextEncoder) -> None:
-    """-MoCo: the arrays and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
+    """-MoCo: the piece and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
     options, like = ppa.Options(moco_weight=0.0), tlm.Options(shuffle_sides=True)
     parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
     assert parts.heads is None and ppa.companion(parts.encoder, None, options) is None
     ours, theirs = collate(text_encoder, pairs, options), collate(text_encoder, pairs, like, "tlm")
-    assert ours.arrays.keys() == theirs.arrays.keys() and ours.tokens == theirs.tokens
-    assert all(np.array_equal(ours.arrays[name], theirs.arrays[name]) for name in theirs.arrays)
+    assert sequences_of(ours) == sequences_of(theirs) and ours.beside is None and not ours.arrays
+    assert (ours.reads.keys(), ours.types) == (theirs.reads.keys(), theirs.types)
+    for name in ("positions", "languages", "identities"):
+        assert np.array_equal(getattr(ours.sequences, name), getattr(theirs.sequences, name))
     assert ours.targets == {"tlm": theirs.targets["mlm"]} and ppa.terms(options) == {"tlm": 1.0}
-    sums = ppa.loss(parts, tensors(ours), options)
-    assert sums.terms.keys() == {"tlm"} and sums.metrics.keys() == {"accuracy"}
-    expected = tlm.OBJECTIVE.loss(parts, tensors(theirs), like)
-    assert torch.equal(sums.terms["tlm"], expected.terms["mlm"])
+    found = sums("ppa", parts, ours, options)
+    assert found.terms.keys() == {"tlm"} and found.metrics.keys() == {"accuracy"}
+    assert torch.equal(found.terms["tlm"], sums("tlm", Parts(parts.encoder), theirs, like).terms["mlm"])
 
 
 def test_without_tlm_nothing_is_masked(text_encoder: TextEncoder) -> None:
     """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
     both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
     parts, pairs = make_parts(text_encoder, both), make_pairs(text_encoder, 9)
-    micro = collate(text_encoder, pairs, options)
-    views = {f"{view}_{name}" for view in ("query", "key") for name in ("input_ids", "attention_mask")}
-    assert micro.arrays.keys() == {*views, "number"}
-    assert micro.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
-    sums = ppa.loss(parts, tensors(micro), options)
-    assert sums.terms.keys() == {"moco"}
-    assert torch.equal(
-        sums.terms["moco"], ppa.loss(parts, tensors(collate(text_encoder, pairs, both)), both).terms["moco"]
-    )
-    assert not any(name.startswith("lm.cls") for name in gradients(parts, sums.terms["moco"]))
+    piece = collate(text_encoder, pairs, options)
+    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number"} and not piece.labels
+    assert piece.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
+    assert ids_of(piece.sequences) == queries_of(collate(text_encoder, pairs, both)), "only the views are read"
+    found = sums("ppa", parts, piece, options).terms
+    whole = sums("ppa", parts, collate(text_encoder, pairs, both), both).terms
+    assert found.keys() == {"moco"}
+    torch.testing.assert_close(found["moco"], whole["moco"], rtol=1e-12, atol=0)
+    touched = gradients(found["moco"], parts.encoder, parts.heads)
+    assert not any(gradient.any() for name, gradient in touched.items() if "lm.cls" in name)
 
 
 def test_mlm_in_place_of_tlm_masks_sides_independently(text_encoder: TextEncoder) -> None:
@@ -283,9 +282,9 @@ def test_mlm_in_place_of_tlm_masks_sides_independently(text_encoder: TextEncoder
     options = ppa.Options(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
     same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(text_encoder, 4)]
     context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1})
-    sequences = masked_sequences(ppa.collate([[pair] for pair in same], options, context))
-    assert len(sequences) == 8
-    assert all(sequences[2 * i][1].keys() != sequences[2 * i + 1][1].keys() for i in range(4))
+    _, targets = sequences_of(ppa.collate([[pair] for pair in same], options, context))
+    assert len(targets) == 8
+    assert all(targets[2 * i].keys() != targets[2 * i + 1].keys() for i in range(4))
     assert ppa.terms(options) == {"mlm": 1.0}
 
 
@@ -315,7 +314,7 @@ def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
     assert queue.keys.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
 
 
-def test_global_order_from_shuffled_micro_batches() -> None:
+def test_global_order_from_shuffled_rows() -> None:
     vectors, batch = torch.arange(22.0).view(11, 2), GlobalBatch()
     order = torch.randperm(11)
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
@@ -328,23 +327,33 @@ def test_keys_enter_in_global_order(text_encoder: TextEncoder) -> None:
     options = ppa.Options(queue_size=23, projection=7, prefill=False)
     parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
     moco = parts.companion
-    whole = moco.keys(tensors(collate(text_encoder, pairs, options)), train=True, keep=False)
+    whole = read(moco, parts.encoder, collate(text_encoder, pairs, options))
+    assert torch.equal(moco._batch.take(), whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
-        ppa.loss(parts, tensors(collate(text_encoder, [pairs[i] for i in cut], options)), options)
+        read(moco, parts.encoder, collate(text_encoder, [pairs[i] for i in cut], options))
     start = moco.queue.next
     moco.update(applied=True)
     rows = [(start + i) % 23 for i in range(8)]
     torch.testing.assert_close(moco.queue.ring_KD[rows], whole, rtol=0, atol=1e-6)
     assert moco.queue.born_K[rows].tolist() == [1] * 8
-    assert not torch.equal(whole, moco.keys(tensors(collate(text_encoder, pairs, options)), train=True, keep=False))
+    assert (read(moco, parts.encoder, collate(text_encoder, pairs, options)) - whole).abs().max() > 1e-5
 
 
-def test_evaluation_keeps_no_keys(text_encoder: TextEncoder) -> None:
+def test_keys_are_read_once_a_row(text_encoder: TextEncoder) -> None:
+    """However many forward passes a row has, as where gradient norms are measured; and without gradient."""
+    options = ppa.Options(queue_size=9, projection=7)
+    parts = make_parts(text_encoder, options)
+    sums("ppa", parts, collate(text_encoder, make_pairs(text_encoder, 3), options), options)
+    (keys,) = (vectors for vectors, _ in parts.companion._batch._parts)
+    assert len(keys) == 3 and not keys.requires_grad
+
+
+def test_an_encoder_in_evaluation_has_keys_without_dropout(text_encoder: TextEncoder) -> None:
     options = ppa.Options(queue_size=9)
     parts = make_parts(text_encoder, options)
     parts.encoder.eval()
-    ppa.loss(parts, tensors(collate(text_encoder, make_pairs(text_encoder, 3), options)), options)
-    assert not parts.companion._batch and not parts.companion.momentum.masters.training
+    read(parts.companion, parts.encoder, collate(text_encoder, make_pairs(text_encoder, 3), options))
+    assert not parts.companion.momentum.masters.training
 
 
 # Momentum encoder
@@ -405,10 +414,10 @@ def test_key_encoder_has_the_querys_dropout(text_encoder: TextEncoder) -> None:
         (ppa.Options(queue_size=9, momentum_eval=True), True),
     ]:
         parts = make_parts(text_encoder, options, torch.float32, dropout=0.3)
-        batch, keys = tensors(collate(text_encoder, pairs, options)), []
+        piece, keys = collate(text_encoder, pairs, options), []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            keys.append(parts.companion.keys(batch, train=True, keep=False))
+            keys.append(read(parts.companion, parts.encoder, piece))
         assert torch.equal(keys[0], keys[1])
         assert torch.equal(keys[0], keys[2]) == expected
 
@@ -419,10 +428,10 @@ def test_saved_state_is_exact(text_encoder: TextEncoder) -> None:
         options = ppa.Options(queue_size=11, projection=7, momentum=0.9)
         parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
         parts.encoder.to(dtype), parts.heads.to(dtype)
-        batch = tensors(collate(text_encoder, pairs, options))
+        piece = collate(text_encoder, pairs, options)
 
-        def step(parts: Parts, batch: dict = batch, options: ppa.Options = options) -> None:
-            ppa.loss(parts, batch, options)
+        def step(parts: Parts, piece: Piece = piece) -> None:
+            read(parts.companion, parts.encoder, piece)
             parts.companion.update(applied=True)
 
         step(parts)
@@ -454,42 +463,9 @@ def same_state(a: Any, b: Any, tolerance: float = 0.0) -> None:
 # The optimizer step
 
 
-class PlainEngine:
-    """As much of DeepSpeed as engine.optimizer_step touches: SGD, summed over ranks, some steps skipped."""
-
-    def __init__(self, module: engine.StepModule, skip: set[int]):
-        self.module, self.skip, self.device = module, skip, torch.device("cpu")
-        self.steps = self.micro = self.skipped_steps = 0
-        self.micro_steps = 0
-        self.optimizer = None
-
-    def __call__(self, stream: str, batch: dict[str, Tensor]) -> Any:
-        return self.module(stream, batch)
-
-    def backward(self, loss: Tensor) -> None:
-        (loss / self.micro_steps).backward()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.micro += 1
-        if self.micro % self.micro_steps:
-            return
-        if self.steps in self.skip:
-            self.skipped_steps += 1
-        else:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None:
-                    if dist.is_initialized():
-                        dist.all_reduce(parameter.grad)
-                        parameter.grad /= dist.get_world_size()
-                    parameter -= 0.1 * parameter.grad
-        self.module.zero_grad()
-        self.steps += 1
-
-
 SETS = [
     "model.dropout=0.0", "streams.ppa.samples=7", "streams.ppa.queue_size=17", "streams.ppa.momentum=0.9",
-    "streams.ppa.projection=20", "train.micro_batch=2", "data.workers=0",
+    "streams.ppa.projection=20", "data.max_length=48", "train.max_tokens=64", "data.workers=0",
 ]  # fmt: skip
 
 
@@ -498,37 +474,39 @@ def make_job(demo: Path, *sets: str) -> Job:
     return launch.job_of([*recipe, "--set", *SETS, *sets])
 
 
+def prefill(engine: PlainEngine, job: Job, place: Place) -> None:
+    trainer: Any = SimpleNamespace(engine=engine, job=job, place=place, recipe=job.recipe, device="cpu")
+    train.Trainer.prefill(trainer)
+
+
 def run_steps(job: Job, place: Place, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
     """Prefill and some steps of the recipe; the companion's final state."""
-    runner = PlainEngine(engine.StepModule(job.encoder(), job.recipe), skip)
-    moco = runner.module.companions["ppa"]
-    train.Trainer.prefill(SimpleNamespace(engine=runner, job=job, place=place, recipe=job.recipe))  # type: ignore
-    for batch in job.batches(place, initial_state(job.specs), steps):
-        runner.micro_steps = len(batch.micros)
+    engine = PlainEngine(StepModule(job.encoder(), job.recipe), skip)
+    moco = engine.module.companions["ppa"]
+    prefill(engine, job, place)
+    for batch in job.batches(place, "cpu", initial_state(job.specs), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
-        engine.optimizer_step(
-            runner, job.recipe, batch.micros, totals, step=batch.step, rank=place.rank, world=place.world
-        )
+        optimizer_step(engine, job.recipe, batch.rows, totals, step=batch.step, rank=place.rank, world=place.world)
         if check:
-            check(batch, before, runner)
+            check(batch, before, engine)
     return moco.state_dict()
 
 
 def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
-    """4 micro-steps and one update; a skipped step enqueues its keys and leaves both encoders as they are."""
+    """Several rows and one update; a skipped step enqueues its keys and leaves both encoders as they are."""
     applied = []
 
-    def check(batch: Any, before: dict, runner: PlainEngine) -> None:
-        moco: Any = runner.module.companions["ppa"]
-        projection = runner.module.heads["ppa"]
-        query = [*runner.module.encoder.lm.base_model.parameters(), *projection.parameters()]
+    def check(batch: Any, before: dict, engine: PlainEngine) -> None:
+        moco: Any = engine.module.companions["ppa"]
+        projection = engine.module.heads["ppa"]
+        query = [*engine.module.encoder.lm.base_model.parameters(), *projection.parameters()]
         old = list(before["momentum"].values())
         skipped = batch.step in (1, 3)
         for k, was, q in zip(moco.momentum.masters.parameters(), old, query, strict=True):
             expected = was if skipped else (0.9 * was.double() + 0.1 * q.double()).float()
             torch.testing.assert_close(k, expected, rtol=0, atol=0 if skipped else 3e-7)
-        assert len(batch.micros) == 4 and moco.step == batch.step + 1
+        assert len(batch.rows) >= 3 and moco.step == batch.step + 1
         new = (moco.queue.born_K == batch.step + 1).sum()
         assert new == 7 and moco.queue.filled == 17
         assert moco.queue.next == (before["queue"]["next"] + 7) % 17
@@ -541,20 +519,21 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
 def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
     """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
     job, place = make_job(demo), Place(0, 1, 0, 1)
-    runner = PlainEngine(engine.StepModule(job.encoder(), job.recipe), set())
-    moco: Any = runner.module.companions["ppa"]
+    engine = PlainEngine(StepModule(job.encoder(), job.recipe))
+    moco: Any = engine.module.companions["ppa"]
     assert isinstance(moco, Prefilled) and moco.prefill_samples == 17
-    train.Trainer.prefill(SimpleNamespace(engine=runner, job=job, place=place, recipe=job.recipe))  # type: ignore
+    prefill(engine, job, place)
     spec = replace(job.specs[0], name="ppa.prefill")
     filling, stream = (
-        [key for batch in job.batches(place, initial_state([s]), 3, [s]) for key in batch.keys()[s.name]]
+        [key for batch in job.batches(place, "cpu", initial_state([s]), 3, [s]) for key in batch.keys()[s.name]]
         for s in (spec, job.specs[0])
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
     expected = []
-    for batch in job.batches(place, initial_state([spec]), 3, [spec]):
-        for micro in batch.micros:
-            moco.prefill(tensors(micro))
+    for batch in job.batches(place, "cpu", initial_state([spec]), 3, [spec]):
+        for row in batch.rows:
+            inputs = to_device(row.inputs, CPU)
+            moco.read(engine.module.encoder, *inputs.beside["ppa.prefill"], inputs.arrays["ppa.prefill"])
         expected += moco._batch.take().tolist()
     order = [(moco.queue.next + i) % 17 for i in range(17)]
     torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)
@@ -566,7 +545,7 @@ def test_no_prefill_where_not_wanted(demo: Path) -> None:
     """The queue starts empty, the first loss is log 1."""
     job = make_job(demo, "streams.ppa.prefill=false")
 
-    def check(batch: Any, before: dict, runner: PlainEngine) -> None:
+    def check(batch: Any, before: dict, engine: PlainEngine) -> None:
         assert before["queue"]["filled"] == min(7 * batch.step, 17)
 
     run_steps(job, Place(0, 1, 0, 1), 3, set(), check)
@@ -576,7 +555,7 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
     """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
     build(text_encoder).lm.save_pretrained(tmp_path)
     job = make_job(demo, f"model.init={tmp_path}")
-    assert all(module.training for module in engine.StepModule(job.encoder(), job.recipe).modules())
+    assert all(module.training for module in StepModule(job.encoder(), job.recipe).modules())
 
 
 # What users may get wrong
@@ -598,7 +577,7 @@ def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:
 def test_zero_stage_3_is_refused(demo: Path) -> None:
     job = make_job(demo)
     with pytest.raises(UserError, match="ZeRO stage 3"):
-        engine.build_engine(engine.StepModule(job.encoder(), job.recipe), {"zero_optimization": {"stage": 3}})
+        build_engine(StepModule(job.encoder(), job.recipe), {"zero_optimization": {"stage": 3}})
 
 
 def test_recipes_are_the_papers() -> None:

@@ -4,18 +4,21 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM
 
 from tests import launch
 from xscale import export, train
-from xscale.data.mixture import initial_state
+from xscale.data.collate import Piece
+from xscale.data.row import make_row
 from xscale.distributed import Place
-from xscale.engine import StepModule
 from xscale.objectives import OBJECTIVES
+from xscale.step import RowPass, StepModule
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +30,7 @@ streams:
   tlm: {objective: tlm, samples: 21, weight: 0.5, reset_positions: true, language_embeddings: true}
 """
 SETS = [
-    "train.micro_batch=4",
+    "train.max_tokens=200",
     f"train.lr={LR}",
     f"train.warmup={WARMUP}",
     f"train.weight_decay={DECAY}",
@@ -57,7 +60,7 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
 
 
 def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: Path) -> None:
-    """The recipe `mixed`, 2 ranks, ZeRO-2, micro-batches: weights, queue and momentum encoder after 10 steps equal
+    """The recipe `mixed`, 2 ranks, ZeRO-2, several rows: weights, queue and momentum encoder after 10 steps equal
     those of one process that sums whole streams' losses (each tested against its paper elsewhere) and calls AdamW."""
     out = tmp_path / "run"
     small = {"mlm": 5, "tlm": 9, "alignlm": 7, "ppa": 11, "align_mlm": 3}
@@ -72,36 +75,36 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
     launch.run(2, arguments, "deepspeed")
     measured = launch.metrics(out)
-    job = launch.job_of([*arguments, "train.micro_batch=1000", "data.workers=0"])
+    job = launch.job_of([*arguments, "data.workers=0"])
     module = StepModule(job.encoder(), job.recipe)
     place = Place(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    train.Trainer.prefill(SimpleNamespace(engine=fake, job=job, place=place, recipe=job.recipe))  # type: ignore
+    train.Trainer.prefill(SimpleNamespace(engine=fake, job=job, place=place, recipe=job.recipe, device="cpu"))  # type: ignore
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
-    for batch in job.batches(place, initial_state(job.specs), STEPS):
+    for step, pieces in enumerate(launch.pieces_of(job, STEPS)):
         optimizer.zero_grad()
         before = [torch.zeros_like(p) for p in module.parameters()]
-        for micro in batch.micros:
-            stream = job.recipe.streams[micro.stream]
-            losses = module(micro.stream, {name: torch.from_numpy(array) for name, array in micro.arrays.items()})
-            factors = OBJECTIVES[stream.objective].terms(stream.options)
-            shares = [factors[term] * value / micro.targets[term] for term, value in losses.terms.items()]
-            warm = {"tlm": min((batch.step + 1) / 4, 1), "alignlm": min((batch.step + 1) / 9, 1)}.get(micro.stream, 1)
-            (warm * stream.weight * sum(shares)).backward()
+        for name, piece in pieces.items():
+            row = make_row({name: piece}, job.recipe.data.max_length, job.text.sep_id)
+            terms = OBJECTIVES[job.recipe.streams[name].objective].terms(job.recipe.streams[name].options)
+            warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
+            weights = {(name, term): warm * factor / piece.targets[term] for term, factor in terms.items()}
+            loss, _ = RowPass(module, row, torch.device("cpu"), (name, step))(module, weights)
+            loss.backward()
             now = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
             norm = torch.cat([(b - a).flatten() for a, b in zip(before, now, strict=True)]).norm().item()
             before = now
-            name = f"grad_norm/{micro.stream}"
-            if batch.step in (4, 9):
-                assert measured[batch.step][name] == pytest.approx(norm, rel=1e-4), (batch.step, name)
+            key = f"grad_norm/{name}"
+            if step in (0, 4, 9):
+                assert measured[step][key] == pytest.approx(norm, rel=1e-4), (step, key)
             else:
-                assert name not in measured[batch.step]
+                assert key not in measured[step]
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_decay(batch.step)
+            group["lr"] = warmup_decay(step)
         optimizer.step()
         for companion in module.companions.values():
             companion.update(applied=True)
@@ -123,31 +126,37 @@ def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR)
     weights = {name: stream.weight for name, stream in job.recipe.streams.items()}
-    state = initial_state(job.specs)
     losses = []
-    for batch in job.batches(Place(0, 1, 0, 1), state, STEPS):
+    for step, pieces in enumerate(launch.pieces_of(job, STEPS)):
         optimizer.zero_grad()
         total = torch.zeros(())
         for stream, weight in weights.items():
-            micros = [micro for micro in batch.micros if micro.stream == stream]
-            count = sum(len(micro.arrays["labels"]) for micro in micros)
-            total = total + weight * sum(dense_loss(model, micro.arrays) for micro in micros) / count
+            total = total + weight * dense_loss(model, pieces[stream])
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         for group in optimizer.param_groups:
-            group["lr"] = warmup_decay(batch.step)
+            group["lr"] = warmup_decay(step)
         optimizer.step()
         losses.append(total.item())
     return losses
 
 
-def dense_loss(model: torch.nn.Module, arrays: dict) -> Tensor:
-    """Logits at every position, labels -100 where nothing is predicted."""
-    inputs = {k: torch.from_numpy(v) for k, v in arrays.items() if k not in ("rows", "labels")}
-    labels = torch.full((inputs["input_ids"].numel(),), -100)
-    labels[torch.from_numpy(arrays["rows"])] = torch.from_numpy(arrays["labels"])
-    logits = model(**inputs).logits
-    return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum", ignore_index=-100)
+def dense_loss(model: torch.nn.Module, piece: Piece) -> Tensor:
+    """Padded sequences, logits at every position, labels -100 where nothing is predicted; a mean over targets."""
+    sequences = piece.sequences
+    labels = np.full(len(sequences.ids), -100)
+    labels[piece.reads["masked"].places] = piece.labels["mlm"]
+    columns = (sequences.ids, np.ones_like(labels), sequences.positions, sequences.languages, labels)
+    cuts = np.cumsum(sequences.lengths)[:-1]
+    fills = (0, 0, 0, 0, -100)
+    ids, mask, positions, types, labels_BL = (
+        pad_sequence([torch.from_numpy(part) for part in np.split(column, cuts)], True, fill)
+        for column, fill in zip(columns, fills, strict=True)
+    )
+    logits = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=types * piece.types
+    ).logits
+    return F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten())
 
 
 def warmup_decay(step: int) -> float:

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from tests import launch
+from xscale.ds_config import Hardware
 
 pytestmark = pytest.mark.slow
 
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
 SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "align_mlm": 3}
-"""Not divisible by the ranks: some have idle micro-batches."""
+"""Not divisible by the ranks: rows have other numbers of samples, some none of a stream."""
 EXACT = ["--set", "model.dropout=0.0", *(f"streams.{name}.samples={n}" for name, n in SAMPLES.items())]
 
 
@@ -108,17 +109,17 @@ def test_signal_saves_and_stops(demo: Path, reference: Path, tmp_path: Path, num
 
 
 def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
-    """1, 2 and 4 ranks, micro-batches of 3 to 20: the same losses and gradient norms to 1e-5, the same records."""
+    """1, 2 and 4 ranks, rows of 200 to 100,000 tokens: the same losses and gradient norms to 1e-5, the same records."""
     curves, traces = {}, {}
-    for world, micro_batch in [(1, 20), (2, 4), (4, 3), (2, 16)]:
-        out = tmp_path / f"{world}-{micro_batch}"
-        more = ["--steps", "12", "--trace", *EXACT, f"train.micro_batch={micro_batch}"]
+    for world, max_tokens in [(1, 100_000), (2, 200), (4, 400), (2, 4096)]:
+        out = tmp_path / f"{world}-{max_tokens}"
+        more = ["--steps", "12", "--trace", *EXACT, f"train.max_tokens={max_tokens}"]
         launch.run(world, arguments(demo, out, *more))
-        curves[world, micro_batch] = launch.metrics(out)
-        traces[world, micro_batch] = {step: sorted(keys) for step, keys in launch.trace(out).items()}
-    expected = curves[1, 20]
+        curves[world, max_tokens] = launch.metrics(out)
+        traces[world, max_tokens] = {step: sorted(keys) for step, keys in launch.trace(out).items()}
+    expected = curves[1, 100_000]
     for cut, curve in curves.items():
-        assert traces[cut] == traces[1, 20], cut
+        assert traces[cut] == traces[1, 100_000], cut
         for ours, theirs in zip(curve, expected, strict=True):
             for name in ("loss", "grad_norm", *(name for name in theirs if name.startswith("loss/"))):
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (cut, ours["step"], name)
@@ -151,7 +152,9 @@ def listed(demo: Path, out: Path, recipes: list[str], *sets: str) -> tuple[Path,
 
 def test_each_objective_alone_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
     for world in (1, 2, 4):
-        script, arguments = listed(demo, tmp_path / str(world), list(ALONE), "model.dropout=0.0", "train.micro_batch=4")
+        script, arguments = listed(
+            demo, tmp_path / str(world), list(ALONE), "model.dropout=0.0", "train.max_tokens=150"
+        )
         launch.run(world, arguments, script=str(script))
     for recipe in ALONE:
         expected = launch.metrics(tmp_path / "1" / recipe)
@@ -192,21 +195,30 @@ def test_zero_stage_3_trains_as_stage_2_and_resumes(demo: Path, tmp_path: Path) 
     ]
     sets += ["model.dropout=0.0", f"data.lexicons=[{next((demo / 'lexicon').glob('*.txt'))}]"]
 
+    def ds_config(stage: int) -> str:
+        """The shipped file, without an overflow: what a skipped step had read is gone (tests/test_fp16.py)."""
+        config = json.loads((launch.ROOT / "ds_configs" / f"zero{stage}_fp16.json").read_text())
+        config["fp16"]["initial_scale_power"] = 8
+        path = tmp_path / f"zero{stage}.json"
+        path.write_text(json.dumps(config))
+        return str(path)
+
     def train(stage: int, steps: int = 8) -> list[dict[str, Any]]:
-        args = ["--ds_config", f"ds_configs/zero{stage}_fp16.json", "--recipe", "alignlm", "--data", str(demo)]
+        args = ["--ds_config", ds_config(stage), "--recipe", "alignlm", "--data", str(demo)]
         launch.run(2, [*args, "--out", str(tmp_path / str(stage)), "--steps", str(steps), "--set", *sets])
         return launch.metrics(tmp_path / str(stage))
 
     expected, whole = train(2), train(3)
     for ours, theirs in zip(whole, expected, strict=True):
         names = {name for name in theirs if name.startswith(("loss", "alignment", "lr")) or name == "grad_norm"}
-        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-5)
+        near = 2e-3 if Hardware.here().fp16 else 1e-5
+        assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=near)
     assert "alignment/en-xx" in whole[2]
     shutil.rmtree(tmp_path / "3" / "checkpoints" / "step_00000008")
     assert [entry["loss"] for entry in train(3)] == [entry["loss"] for entry in whole]
     lr = [entry["lr"] for entry in train(3, 12)[8:]]
     assert lr[0] - lr[1] == pytest.approx(lr[1] - lr[2]) and lr[1] > lr[2] > 0
-    again = ["--ds_config", "ds_configs/zero3_fp16.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "16"]
+    again = ["--ds_config", ds_config(3), "--recipe", "alignlm", "--data", str(demo), "--steps", "16"]
     code, output = launch.try_run(1, [*again, "--out", str(tmp_path / "3"), "--set", *sets])
     assert code and "saved by 2 ranks" in output and "stage 3" in output
 

@@ -45,13 +45,15 @@ def save(
     engine: Any,
     folder: Path,
     step: int,
-    identity: dict[str, Any],
-    state: dict[str, Any],
+    kept: dict[str, Any],
     write_more: Callable[[Path], None],
     place: Place,
     control: Control,
 ) -> Path | None:
-    """Save step `step` on all ranks. Returns its directory, or None (older ones untouched) without disk space."""
+    """Save step `step` on all ranks. kept: what else the manifest says, such as the stream's state.
+
+    Returns its directory, or None (older ones untouched) without disk space.
+    """
     final = folder / f"step_{step:08d}"
     partial = final.with_name(final.name + INCOMPLETE)
     parameters = sum(p.numel() for p in engine.module.parameters())
@@ -73,8 +75,7 @@ def save(
         manifest = {
             "step": step,
             "world_size": place.world,
-            "identity": identity,
-            "state": state,
+            **kept,
             "files": {name: files[name] for name in names},
         }
         _write(partial / MANIFEST, json.dumps(manifest, indent=1))

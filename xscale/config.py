@@ -23,7 +23,7 @@ RECIPES = Path(__file__).parent / "recipes"
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory or hub name; null: random weights of `preset`."""
-    preset: Literal["tiny", "mini", "base", "xlmr-base"] = "tiny"
+    preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory; null: `tokenizer/` in the first --data directory or its parent."""
@@ -35,9 +35,11 @@ class ModelConfig:
 class StreamConfig:
     objective: str
     """A name of objectives.OBJECTIVES."""
-    samples: int
+    samples: int | None = None
     """Samples per optimizer step over all ranks. Of pairs, each is one pair; of monolingual text, sentences that follow
     one another in the order until they fill about data.max_length tokens, so that it reads several records."""
+    tokens: int | None = None
+    """Instead of `samples`: as many samples as have about so many tokens, by the samples measured before step 1."""
     weight: float = 1.0
     """Factor of the stream's loss in the step's loss."""
     warm_in: float = 0.0
@@ -79,15 +81,17 @@ class TrainConfig:
     """Share of a predicted token's target that is spread over the whole vocabulary."""
     z_loss: float = 0.0
     """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
-    micro_batch: int = 32
-    """Samples per rank in one forward and backward pass. Does not change the result."""
+    max_tokens: int | None = None
+    """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 4,096 on a CPU. Does not
+    change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
     activation_checkpointing: bool = False
     """Keep only the inputs of the encoder's layers for the backward pass and compute the rest again: less memory, about
     a third more time."""
     compile: bool = False
-    """Compile the encoder's layers with torch.compile. With dropout, other masks are drawn than without."""
+    """Compile the encoder as one program with torch.compile; rows are then filled up to one shape. With dropout, other
+    masks are drawn than without."""
     deterministic: bool = False
     """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
     is slower then. CPUs need none of this."""
@@ -145,7 +149,7 @@ NOT_IDENTITY = {
     "data": {"workers", "lexicons"},
     "train": {
         "steps",
-        "micro_batch",
+        "max_tokens",
         "activation_checkpointing",
         "compile",
         "deterministic",
@@ -154,6 +158,12 @@ NOT_IDENTITY = {
     },
 }
 """Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
+
+
+RENAMED = {
+    "train.micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
+}
+"""Fields of earlier versions, and what to write instead."""
 
 
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
@@ -240,6 +250,8 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
         problems.append(f"{where}.objective: {objective!r} is unknown; there are {', '.join(sorted(objectives))}")
         return None
     own = {f.name for f in dataclasses.fields(StreamConfig)} - {"options"}
+    if (fields.get("samples") is None) == (fields.get("tokens") is None):
+        problems.append(f"{where}: needs either samples or tokens, so many a step")
     common = _build(StreamConfig, {k: v for k, v in fields.items() if k in own}, where, problems)
     options = _build(objectives[objective], {k: v for k, v in fields.items() if k not in own}, where, problems)
     return common and dataclasses.replace(common, options=options)
@@ -256,7 +268,8 @@ def _build(cls: type, fields: Any, where: str, problems: list[str]) -> Any:
     values = {}
     for name, value in fields.items():
         if name not in known:
-            problems.append(f"{where}.{name}: unknown key; there are {', '.join(n for n in known if n != 'options')}")
+            there = ", ".join(n for n in known if n != "options")
+            problems.append(f"{where}.{name}: " + RENAMED.get(f"{where}.{name}", f"unknown key; there are {there}"))
         else:
             values[name] = _check_type(value, hints[name], f"{where}.{name}", problems)
     for name, f in known.items():
@@ -328,7 +341,10 @@ def _check_values(recipe: Recipe) -> list[str]:
         (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),
         (0 <= train.label_smoothing < 1, f"train.label_smoothing: {train.label_smoothing} must lie in [0, 1)"),
         (train.z_loss >= 0, f"train.z_loss: {train.z_loss} must not be negative"),
-        (train.micro_batch > 0, f"train.micro_batch: {train.micro_batch} must be positive"),
+        (
+            train.max_tokens is None or train.max_tokens >= data.max_length,
+            f"train.max_tokens: {train.max_tokens} must be at least data.max_length: {data.max_length}",
+        ),
         (train.measure_every >= 0, f"train.measure_every: {train.measure_every} must not be negative"),
         (data.max_length >= 8, f"data.max_length: {data.max_length} must be at least 8"),
         (0 <= data.alpha <= 1, f"data.alpha: {data.alpha} must lie between 0 and 1"),
@@ -338,7 +354,8 @@ def _check_values(recipe: Recipe) -> list[str]:
         (recipe.checkpoint.keep >= 2, f"checkpoint.keep: {recipe.checkpoint.keep} must be at least 2"),
     ]
     for name, stream in recipe.streams.items():
-        checks.append((stream.samples > 0, f"streams.{name}.samples: {stream.samples} must be positive"))
+        given = [(field, n) for field, n in (("samples", stream.samples), ("tokens", stream.tokens)) if n is not None]
+        checks += [(n > 0, f"streams.{name}.{field}: {n} must be positive") for field, n in given]
         checks.append((stream.weight > 0, f"streams.{name}.weight: {stream.weight} must be positive"))
         checks.append(
             (stream.warm_in >= 0, f"streams.{name}.warm_in: {stream.warm_in:g} must not be negative"),

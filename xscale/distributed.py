@@ -4,6 +4,7 @@ import logging
 import os
 import subprocess
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -136,6 +137,19 @@ class Control:
         values: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        """What rank 0 makes, on every rank. Its UserError is raised on all."""
+        made: tuple[Any, str] = (None, "")
+        if self.group is None or dist.get_rank() == 0:
+            try:
+                made = make(), ""
+            except UserError as error:
+                made = None, str(error)
+        value, problem = self.gather(made)[0]
+        if problem:
+            raise UserError(problem)
+        return value
 
     def barrier(self) -> None:
         self.sum([0])

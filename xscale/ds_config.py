@@ -26,6 +26,8 @@ SCHEDULES = {
 }
 """Parameters of DeepSpeed's schedulers that the recipe gives where ds_config does not."""
 
+ROWS = 'the recipe\'s streams say what a step holds, and train.max_tokens how it is cut into rows; write "auto" here'
+
 SECTIONS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer"),
@@ -107,12 +109,11 @@ def _misnamed(config: dict[str, Any]) -> list[str]:
 
 
 def resolve_ds_config(
-    config: dict[str, Any], path: Path, recipe: Recipe, micro_steps: int, world: int, hardware: Hardware
+    config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
 ) -> tuple[dict[str, Any], str, list[str]]:
     """DeepSpeed's config with every "auto" filled, the precision, and lines to print.
 
-    micro_steps: forward and backward passes of one rank in an optimizer step. Raises UserError naming every
-    contradiction.
+    Raises UserError naming every contradiction.
     """
     resolved = json.loads(json.dumps(config))
     train = recipe.train
@@ -125,11 +126,16 @@ def resolve_ds_config(
             problems.append(f"{where}{key} = {given} contradicts the recipe's {field} = {value}")
         section[key] = value
 
-    samples = sum(stream.samples for stream in recipe.streams.values())
-    nominal = train.micro_batch * micro_steps * world
-    own(resolved, "", "train_micro_batch_size_per_gpu", train.micro_batch, "train.micro_batch")
-    own(resolved, "", "gradient_accumulation_steps", micro_steps, "micro-batches of all streams in a step")
-    own(resolved, "", "train_batch_size", nominal, f"streams' samples ({samples} a step)", also=(samples,))
+    samples = sum(stream.samples or 0 for stream in recipe.streams.values())
+    for key, n in (
+        ("train_micro_batch_size_per_gpu", 1),
+        ("gradient_accumulation_steps", 1),
+        ("train_batch_size", world),
+    ):
+        given = resolved.get(key, AUTO)
+        if given != AUTO and not (key == "train_batch_size" and given == samples):
+            problems.append(f"{key} = {given}: {ROWS}")
+        resolved[key] = n  # nominal: what DeepSpeed counts is a step of one pass on each rank
     own(resolved, "", "gradient_clipping", train.max_grad_norm, "train.max_grad_norm")
 
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
@@ -173,11 +179,10 @@ def resolve_ds_config(
             f"ds_config {path}: {precision} at ZeRO stage 0, where DeepSpeed does not scale the loss; set "
             f"zero_optimization.stage to 1 or 2"
         )
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if stage >= 3 and offload and len(recipe.streams) > 1:
+    if stage >= 3 and train.compile:
         raise UserError(
-            f"ds_config {path}: ZeRO stage 3 with offload_optimizer, where DeepSpeed loses gradients of weights that "
-            f"not all streams use; train one stream, or take stage 2, or no offload_optimizer"
+            f"ds_config {path}: ZeRO stage 3 gathers weights layer by layer, which train.compile = true cannot follow; "
+            f"take stage 2, or train.compile=false"
         )
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)

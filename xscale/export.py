@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTra
 
 from xscale import checkpoint as checkpoints
 from xscale.errors import UserError
-from xscale.models.encoder import dropout_fields, positions
+from xscale.models.build import dropout_fields, positions
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,25 @@ from xscale import checkpoint as checkpoints
 from xscale import config, cost, export
 from xscale.config import Recipe
 from xscale.data import loader as loading
+from xscale.data import mixture as mixing
+from xscale.data.calibration import Calibration
 from xscale.data.collate import Context
 from xscale.data.encode import TextEncoder
 from xscale.data.index import Source, find_sources
 from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, micro_steps
+from xscale.data.mixture import Mixture, StreamSpec, initial_state
+from xscale.data.row import Shape
 from xscale.distributed import Place
-from xscale.engine import StepModule
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder, build_encoder, load_pretrained
+from xscale.models.build import build_encoder, load_pretrained
+from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
+from xscale.step import StepModule
+
+MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
+"""train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
+hold a row."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,37 @@ class Job:
     sources: list[Source]
     text: TextEncoder
     specs: list[StreamSpec]
-    tokens_per_byte: list[float]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
+    calibration: Calibration | None = None
+    """Without it nothing can be drawn: `calibrated` adds it."""
+
+    def calibrated(self, found: Calibration | None = None) -> "Job":
+        """With `found`, or what is measured here. Streams that say `tokens` get their samples. Raises UserError."""
+        if found is None:
+            train, data = self.recipe.train, self.recipe.data
+            found = loading.calibrate(
+                self.specs,
+                self.sources,
+                self.dataset(self.specs),
+                seed=train.seed,
+                alpha=data.alpha,
+                max_length=data.max_length,
+            )
+        specs = []
+        for spec in self.specs:
+            stream = self.recipe.streams[spec.name]
+            samples = stream.samples or max(1, round((stream.tokens or 0) / max(found.of(spec.name).tokens, 1.0)))
+            specs.append(replace(spec, samples=samples))
+            problem = OBJECTIVES[stream.objective].check(stream.options, samples)
+            if problem:
+                raise UserError(f"streams.{spec.name}.{problem}")
+        return replace(self, specs=specs, calibration=found)
+
+    def max_tokens(self, device: str) -> int:
+        return self.recipe.train.max_tokens or max(
+            MAX_TOKENS.get(device, MAX_TOKENS["cpu"]), self.recipe.data.max_length
+        )
 
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
@@ -47,9 +83,6 @@ class Job:
             "tokenizer": self.text.fingerprint,
             "lexicons": lexicons,
         }
-
-    def micro_steps(self, world: int) -> int:
-        return sum(micro_steps(spec, self.recipe.train.micro_batch, world) for spec in self.specs)
 
     def encoder(self) -> Encoder:
         model = self.recipe.model
@@ -70,23 +103,31 @@ class Job:
     def any_stream(self, option: str) -> bool:
         return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
 
-    def batches(
-        self, place: Place, state: dict[str, Any], steps: int, specs: list[StreamSpec] | None = None
-    ) -> Iterator[StepBatch]:
-        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own."""
-        recipe, specs = self.recipe, specs or self.specs
-        mixture = Mixture(
+    def mixture(
+        self, place: Place, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
+    ) -> Mixture:
+        assert self.calibration is not None
+        return Mixture(
             specs,
             self.sources,
-            self.tokens_per_byte,
-            seed=recipe.train.seed,
-            alpha=recipe.data.alpha,
-            max_length=recipe.data.max_length,
-            micro_batch=recipe.train.micro_batch,
+            self.calibration,
+            seed=self.recipe.train.seed,
+            alpha=self.recipe.data.alpha,
+            max_length=self.recipe.data.max_length,
+            max_tokens=self.max_tokens(device),
             rank=place.rank,
             world=place.world,
+            rows=rows,
             state=state,
         )
+
+    def fit(self, place: Place, device: str) -> tuple[int, Shape]:
+        """Rows of a step on a rank, and a shape that nearly all fit."""
+        mixture = self.mixture(place, device, self.specs, initial_state(self.specs))
+        return mixing.fit(mixture, self.recipe.data.max_length)
+
+    def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
+        recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages)}
         context = Context(
             self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
@@ -96,8 +137,23 @@ class Job:
             stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
             objective = OBJECTIVES[stream.objective]
             collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
-        dataset = StepDataset(self.sources, collates, context, recipe.train.seed)
-        return loading.step_batches(mixture, dataset, recipe.data.workers, steps)
+        return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
+
+    def batches(
+        self,
+        place: Place,
+        device: str,
+        state: dict[str, Any],
+        steps: int,
+        specs: list[StreamSpec] | None = None,
+        fitted: tuple[int, Shape] | None = None,
+    ) -> Iterator[StepBatch]:
+        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own.
+        fitted: least number of rows, and the shape that they are filled up to."""
+        specs = specs or self.specs
+        rows, shape = fitted or (1, None)
+        mixture = self.mixture(place, device, specs, state, rows)
+        return loading.step_batches(mixture, self.dataset(specs, shape), self.recipe.data.workers, steps)
 
 
 def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
@@ -106,15 +162,14 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     sources = find_sources(data)
     for source in sources:
         source.check_sizes()
-    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples) for n, s in recipe.streams.items()}
+    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
     text = TextEncoder(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, text)
-    tokens_per_byte = [loading.source_statistics(source, text) for source in sources]
     languages = sorted({language for source in sources for language in source.langs})
     lexicons = load_lexicons(recipe, text, sources, data[0])
     check_needs(recipe, text, specs, sources, lexicons)
-    return Job(recipe, sources, text, specs, tokens_per_byte, languages, lexicons)
+    return Job(recipe, sources, text, specs, languages, lexicons)
 
 
 def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
@@ -152,9 +207,6 @@ def check_needs(
     for spec in specs:
         stream = recipe.streams[spec.name]
         objective = OBJECTIVES[stream.objective]
-        problem = objective.check(stream.options, spec.samples)
-        if problem:
-            raise UserError(f"streams.{spec.name}.{problem}")
         if objective.words(stream.options) == "whitespace":
             check_words(spec.name, text, sources[spec.sources[0]])
         needs = objective.needs
@@ -230,8 +282,10 @@ def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place, 
             f"stream {spec.name}: {spec.samples} samples a step from {available:,} records of "
             f"{', '.join(job.sources[s].name for s in spec.sources)}"
         )
+    rows, shape = job.fit(place, device)
     print(
-        f"ranks: {place.world}, micro-steps per rank and step: {job.micro_steps(place.world)}, precision: {precision}"
+        f"ranks: {place.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"train.max_tokens {job.max_tokens(device):,}; precision: {precision}"
     )
     print(f"parameters: {parameters:,} (vocabulary {job.text.vocab_size:,})")
-    print(cost.estimate(module, job.recipe, ds_config, precision, place.world, device))
+    print(cost.estimate(module, job.recipe, ds_config, precision, place.world, device, shape.tokens))

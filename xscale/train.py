@@ -25,8 +25,10 @@ import yaml
 
 from xscale import checkpoint as checkpoints
 from xscale import cost, distributed, engine, rng, run_folder
+from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state, positions_report
+from xscale.data.row import Work
 from xscale.distributed import Control, Place
 from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import RankError, UserError
@@ -34,6 +36,7 @@ from xscale.eval import alignment
 from xscale.job import Job, describe, prepare
 from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
 from xscale.objectives import Prefilled
+from xscale.step import StepModule, StepSums, optimizer_step, to_device
 
 EXIT_USER_ERROR, EXIT_STOPPED = 2, 75
 DEMO = Path("data/demo")
@@ -87,7 +90,7 @@ class Trainer:
         self.args, self.job, self.place, self.control, self.stop = args, job, place, control, stop
         self.recipe = job.recipe
         self.folder = args.out / "checkpoints"
-        self.pending: list[tuple[dict[str, Any], dict[str, torch.Tensor]]] = []
+        self.pending: list[tuple[dict[str, Any], StepSums, dict[tuple[str, str], int]]] = []
         self.last_flush = time.monotonic()
 
     def run(self) -> int:
@@ -97,7 +100,6 @@ class Trainer:
             read_ds_config(args.ds_config),
             args.ds_config,
             recipe,
-            self.job.micro_steps(place.world),
             place.world,
             hardware,
         )
@@ -109,9 +111,12 @@ class Trainer:
             LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
             return 0
         self.saved = checkpoint.step if checkpoint else None
+        self.device = hardware.device
+        self.job = self.job.calibrated(self.calibration(checkpoint))
         self.write_config(ds_config)
         state = checkpoint.manifest["state"] if checkpoint else initial_state(self.job.specs)
-        batches = self.job.batches(place, state, recipe.train.steps - first)
+        fitted = self.job.fit(place, self.device) if recipe.train.compile else None
+        batches = self.job.batches(place, self.device, state, recipe.train.steps - first, fitted=fitted)
         stage = ds_config.get("zero_optimization", {}).get("stage", 0)
         if checkpoint is not None and checkpoint.manifest["world_size"] != place.world:
             if stage >= 3:
@@ -121,7 +126,8 @@ class Trainer:
                 )
             if stage > 0:
                 ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-        module = engine.StepModule(self.job.encoder(), recipe)
+        module = StepModule(self.job.encoder(), recipe)
+        module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
         parameters = sum(p.numel() for p in module.parameters())
         self.flops = cost.StepFlops(module.encoder)
         self.engine = engine.build_engine(module, ds_config)
@@ -170,11 +176,14 @@ class Trainer:
                     f"streams.{name}.queue_size {wanted:,} exceeds the {records:,} records that it draws from: a pair "
                     f"is contrasted with earlier keys of its own; a smaller queue_size avoids it"
                 )
-            for batch in self.job.batches(self.place, initial_state([spec]), 2 * -(-wanted // spec.samples), [spec]):
-                for number, micro in enumerate(batch.micros):
+            steps = 2 * -(-wanted // spec.samples)
+            for batch in self.job.batches(self.place, self.device, initial_state([spec]), steps, [spec]):
+                for number, row in enumerate(batch.rows):
                     place = (batch.step, number, self.place.rank)
                     torch.manual_seed(rng.torch_seed(self.recipe.train.seed, "prefill", name, *place))
-                    companion.prefill(engine.to_device(micro.arrays, self.engine.device))
+                    inputs = to_device(row.inputs, self.engine.device)
+                    (beside,), (arrays,) = inputs.beside.values(), inputs.arrays.values()
+                    companion.read(self.engine.module.encoder, *beside, arrays)
                 have = companion.finish_prefill()
                 if time.monotonic() - said > LINE_SECONDS:
                     said = time.monotonic()
@@ -184,6 +193,12 @@ class Trainer:
             if have < wanted:
                 LOG.warning(f"{name}: only {have:,} of {wanted:,}; more than half of what was read is over max_length")
 
+    def calibration(self, checkpoint: checkpoints.Checkpoint | None) -> Calibration:
+        """The checkpoint's, or rank 0's measurement."""
+        if checkpoint and "calibration" in checkpoint.manifest:
+            return Calibration.from_dict(checkpoint.manifest["calibration"])
+        return self.control.from_main(lambda: self.job.calibrated().calibration)
+
     def loop(self, batches: Iterator[StepBatch], first: int, state: dict[str, Any]) -> int:
         recipe, place = self.recipe, self.place
         too_long = 0
@@ -192,42 +207,49 @@ class Trainer:
             batch = next(batches)
             waited = time.monotonic() - started
             assert batch.step == step, (batch.step, step)
-            targets = batch.targets()
+            targets, here = batch.targets(), batch.work()
             flush = place.is_main and started - self.last_flush >= FLUSH_SECONDS
-            totals = [batch.total(name) for name in ("tokens", "sequences", "too_long")]
-            *counts, tokens, sequences, long, stopping, flushing = self.control.sum(
-                [*targets.values(), *totals, int(bool(self.stop)), int(flush)]
+            *numbers, samples, long, stopping, flushing = self.control.sum(
+                [
+                    *targets.values(),
+                    *here,
+                    batch.total("samples"),
+                    batch.total("too_long"),
+                    int(bool(self.stop)),
+                    int(flush),
+                ]
             )
             if stopping:
                 return self.stop_early(step, state)
-            global_targets = dict(zip(targets, counts, strict=True))
+            work = Work(*numbers[len(targets) :])
+            global_targets = dict(zip(targets, numbers, strict=False))
             lr, skipped = self.engine.get_lr()[0], self.engine.skipped_steps
-            measure = recipe.train.measure_every and (step + 1) % recipe.train.measure_every == 0
-            norms = engine.GradientNorms(self.engine) if measure and engine.keeps_whole_weights(self.engine) else None
-            sums = engine.optimizer_step(
+            # Also in the first step: what a measurement takes of memory shows at once.
+            measure = bool(recipe.train.measure_every) and (step == 0 or (step + 1) % recipe.train.measure_every == 0)
+            sums, norms = optimizer_step(
                 self.engine,
                 recipe,
-                batch.micros,
+                batch.rows,
                 global_targets,
                 step=step,
                 rank=place.rank,
                 world=place.world,
-                norms=norms,
+                measure=measure and engine.keeps_whole_weights(self.engine),
             )
             entry: dict[str, Any] = {"step": step + 1, "lr": lr, "skipped": self.engine.skipped_steps - skipped}
             entry |= {f"count/{stream}": count for (stream, _), count in reversed(global_targets.items())}
-            entry |= {"tokens": tokens, "samples": sequences, "too_long": long, "data_wait_s": waited}
+            entry |= {"tokens": work.tokens, "samples": samples, "too_long": long, "data_wait_s": waited}
             if self.engine.fp16_enabled():
                 entry["loss_scale"] = float(self.engine.optimizer.loss_scale)
             norm = self.engine.get_global_grad_norm()
             if norm is not None:
                 entry["grad_norm"] = norm
-            if norms:
-                entry |= norms.close()
+            entry |= norms
             if measure:
                 entry |= self.alignment_scores()
             entry["step_s"] = time.monotonic() - started
-            self.pending.append((entry, sums))
+            entry |= self.flops.metrics(work, entry["step_s"], place.world)
+            self.pending.append((entry, sums, global_targets))
             self.trace_step(step + 1, batch)
             state, too_long = batch.state, too_long + long
             last = step + 1 == recipe.train.steps
@@ -254,7 +276,7 @@ class Trainer:
             return
         started = time.monotonic()
         path = checkpoints.save(
-            self.engine, self.folder, step, self.job.identity(), state, self.write_more, self.place, self.control
+            self.engine, self.folder, step, self.manifest(state), self.write_more, self.place, self.control
         )
         if path is None:
             message = f"no disk space for a checkpoint in {self.folder}; free some"
@@ -266,6 +288,10 @@ class Trainer:
             checkpoints.clean(self.folder, self.recipe.checkpoint.keep)
         self.saved = step
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
+
+    def manifest(self, state: dict[str, Any]) -> dict[str, Any]:
+        assert self.job.calibration is not None
+        return {"identity": self.job.identity(), "state": state, "calibration": self.job.calibration.to_dict()}
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
@@ -281,18 +307,16 @@ class Trainer:
         self.last_flush = time.monotonic()
         if not self.pending:
             return
-        names = sorted(self.pending[0][1])
-        table = torch.stack([torch.stack([sums[name] for name in names]) for _, sums in self.pending])
+        table = torch.stack([sums.values_K for _, sums, _ in self.pending])
         dist.all_reduce(table)
-        for (entry, _), row in zip(self.pending, table.tolist(), strict=True):
-            values = dict(zip(names, row, strict=True))
+        for (entry, sums, targets), totals in zip(self.pending, table.tolist(), strict=True):
+            values = sums.shares(totals, self.recipe, targets)
             weights = {name: self.recipe.stream_weight(name, entry["step"] - 1) for name in self.recipe.streams}
             loss = sum(weight * values[f"loss/{name}"] for name, weight in weights.items())
             seconds = max(entry["step_s"], 1e-9)
             entry = {"step": entry.pop("step"), "loss": loss} | values | {"grad_norm": None} | entry
             entry = {name: float(v) if isinstance(v, torch.Tensor) else v for name, v in entry.items()}
             entry |= {"tokens_per_s": entry["tokens"] / seconds, "samples_per_s": entry["samples"] / seconds}
-            entry |= self.flops.metrics(entry, self.place.world)
             if self.reporter:
                 self.reporter.report(entry)
         self.pending.clear()
@@ -353,12 +377,11 @@ def train(args: argparse.Namespace, place: Place) -> int:
             read_ds_config(args.ds_config),
             args.ds_config,
             job.recipe,
-            job.micro_steps(place.world),
             place.world,
             hardware,
         )
         print(*notes, sep="\n")
-        describe(job, resolved, precision, place, hardware.device)
+        describe(job.calibrated(), resolved, precision, place, hardware.device)
         print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
         return 0
     distributed.start(place)

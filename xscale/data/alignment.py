@@ -1,10 +1,10 @@
 """Word links of sentence pairs, as links between places of tokens.
 
-The words of a micro-batch are numbered through: those of the first pair's first text, of its second, of the next
-pair's first, and so on, as `links` counts them (whitespace words). Text 2p + s is side s of pair p. A place is a
-token's index in the flattened, padded [B * L] rows of the micro-batch.
+The words of a piece are numbered through: those of the first pair's first text, of its second, of the next pair's
+first, and so on, as `links` counts them (whitespace words). Text 2p + s is side s of pair p. A place is a token's index
+among the piece's.
 
-Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N = B * L places,
+Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
 M masked tokens, R masked tokens with a link.
 """
 
@@ -15,7 +15,7 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data import collate
+from xscale.data.collate import Reads
 from xscale.data.encode import Example, Sequences, offsets
 from xscale.errors import UserError
 
@@ -104,7 +104,7 @@ def word_tokens(
     flat = np.array(list(chain.from_iterable(numbers)), dtype=np.int64)
     words = (np.repeat(first[texts], [len(n) for n in numbers]) + flat)[flat >= 0]
     assert sequences.words is not None
-    places = collate.places(sequences)[sequences.words >= 0]
+    places = np.flatnonzero(sequences.words >= 0)
     order = np.argsort(words, kind="stable")
     words, places = words[order], places[order]
     if keep != "all":
@@ -122,32 +122,15 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
     return np.stack([np.repeat(ours, n_theirs), theirs], axis=1)
 
 
-def gather_index(links: np.ndarray, masked: np.ndarray, places: int) -> dict[str, np.ndarray]:
-    """What both predictions of masked places are made of, as ops.alignment_gather reads it.
+def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Reads]:
+    """Which of the masked tokens [M] have a link [R], and the sum of the states that each is linked with: A^T H there.
 
-    A[i, j] = 1 where (i, j) or (j, i) is a link. `linked` [R]: which of the masked tokens [M] have any. Row m < M of
-    the index is masked token m alone; row M + r are the links of linked token r. `gather_offsets` [M + R + 1] and
-    `gather_columns`: the places of each row; `gather_t_offsets` [N + 1] and `gather_t_rows`: the rows of each place.
-    Every list is in ascending order.
+    A[i, j] = 1 where (i, j) or (j, i) is a link [tokens, tokens]; a state's places are in ascending order.
     """
-    row_of = np.full(places, -1, dtype=np.int64)
+    row_of = np.full(tokens, -1, dtype=np.int64)
     row_of[masked] = np.arange(len(masked))
     i, j = np.concatenate([links, links[:, ::-1]]).T
-    cells = np.sort((row_of[i] * places + j)[row_of[i] >= 0])
-    counts = np.bincount(cells // places, minlength=len(masked))
+    cells = np.sort((row_of[i] * tokens + j)[row_of[i] >= 0])
+    counts = np.bincount(cells // max(tokens, 1), minlength=len(masked))
     linked = np.flatnonzero(counts)
-    rows = np.arange(len(masked) + len(linked))
-    columns = np.concatenate([masked, cells % places])
-    counts = np.concatenate([np.ones_like(masked), counts[linked]])
-    by_place = np.argsort(columns, kind="stable")
-    return {
-        "linked": linked,
-        "gather_offsets": _offsets32(counts),
-        "gather_columns": columns.astype(np.int32),
-        "gather_t_offsets": _offsets32(np.bincount(columns, minlength=places)),
-        "gather_t_rows": np.repeat(rows, counts)[by_place].astype(np.int32),
-    }
-
-
-def _offsets32(counts: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return linked, Reads(cells % max(tokens, 1), counts[linked])

@@ -1,10 +1,10 @@
-"""Flat sequences to the arrays that a model reads.
+"""What a stream's samples become: sequences, and what its loss reads of their states.
 
-Shape letters: B sequences, L tokens of the longest, M predicted tokens.
+Shape letters: N tokens of the piece's sequences, M predicted tokens, S states that a loss reads, K places.
 """
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from xscale.data.masking import mask_tokens
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the equal parts of a stream's optimizer step a micro-batch is, over all ranks and micro-steps."""
+    """Which of the equal parts of an optimizer step a row is, over all ranks and rows."""
 
     step: int = 0
     part: int = 0
@@ -37,18 +37,45 @@ class Context:
     share: Share = Share()
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """One micro-step of one stream on one rank."""
+class Reads(NamedTuple):
+    """States that a loss reads, each the sum of the last hidden states at some places."""
 
-    arrays: dict[str, np.ndarray]
+    places: np.ndarray
+    """Indices of tokens in the piece [K]."""
+    counts: np.ndarray | None = None
+    """How many of the places each state sums [S]; None: one."""
+
+    def __len__(self) -> int:  # type: ignore[override]
+        return len(self.places if self.counts is None else self.counts)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One stream's part of a row. Made of no sample at all it has the same fields, empty."""
+
+    sequences: Sequences
+    """As the model sees them: masked."""
+    reads: dict[str, Reads]
+    """Name -> what the objective's loss gets as the state of this name."""
     targets: dict[str, int]
-    """Number of targets of each term of the objective's loss."""
-    tokens: int
-    sequences: int
+    """Number of targets of each term of the loss; and other counts of the stream, by name."""
+    samples: int
+    labels: dict[str, np.ndarray] = field(default_factory=dict)
+    """Term -> ids that it predicts from the vocabulary [M], in the order of the loss's predictions."""
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    """What else the loss gets, on the device."""
+    types: bool = False
+    """Whether tokens have an embedding of their language."""
+    beside: "Beside | None" = None
     too_long: int = 0
-    stream: str = ""
-    keys: list[str] = field(default_factory=list)
+
+
+class Beside(NamedTuple):
+    """What a companion's encoder reads, without gradient."""
+
+    sequences: Sequences
+    places: np.ndarray
+    """Indices of the tokens whose states it gives [S]."""
 
 
 def masked_lm(
@@ -56,59 +83,20 @@ def masked_lm(
     context: Context,
     *,
     mask_prob: float,
-    whole_word: bool,
-    position_ids: bool,
-    language_embeddings: bool,
-    too_long: int,
-) -> MicroBatch:
-    """The arrays of MLM and TLM.
-
-    input_ids, attention_mask [B, L]; rows [M], indices into the flattened [B * L] tokens; labels [M]; and
-    position_ids, token_type_ids (language numbers) [B, L] where asked for.
-    """
-    encoder = context.encoder
-    if not len(sequences.lengths):
-        return idle(context, too_long)
-    ids, targets = mask_tokens(sequences, encoder, mask_prob, whole_word)
-    arrays = {
-        "input_ids": pad(sequences, ids, encoder.pad_id),
-        "attention_mask": pad(sequences, np.ones_like(ids), 0),
-        "rows": places(sequences)[targets],
-        "labels": sequences.ids[targets],
-    }
-    if position_ids:
-        arrays["position_ids"] = pad(sequences, sequences.positions, 0)
-    if language_embeddings:
-        arrays["token_type_ids"] = pad(sequences, sequences.languages, 0)
-    return MicroBatch(arrays, {"mlm": len(targets)}, len(ids), len(sequences.lengths), too_long)
-
-
-def places(sequences: Sequences) -> np.ndarray:
-    """Index of each token in the flattened [B * L] rows [N]."""
-    return sequences.rows * int(sequences.lengths.max(initial=0)) + sequences.offsets
-
-
-def real_places(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """For each attention_mask [B, L], places [N]: where its tokens are in the flattened [B * L]."""
-    masks = {name: mask for name, mask in arrays.items() if name.endswith("attention_mask")}
-    return {name.replace("attention_mask", "places"): np.flatnonzero(mask) for name, mask in masks.items()}
-
-
-def pad(sequences: Sequences, values: np.ndarray, fill: int) -> np.ndarray:
-    """A value for each token [N], as rows of equal length [B, L]."""
-    shape = (len(sequences.lengths), int(sequences.lengths.max(initial=0)))
-    padded = np.full(shape[0] * shape[1], fill, dtype=np.int64)
-    padded[places(sequences)] = values
-    return padded.reshape(shape)
-
-
-def idle(context: Context, too_long: int = 0) -> MicroBatch:
-    """A micro-batch without targets: the rank has no sample left but takes part in the micro-step all the same."""
-    encoder = context.encoder
-    arrays = {
-        "input_ids": np.array([[encoder.cls_id, encoder.sep_id]]),
-        "attention_mask": np.ones((1, 2), dtype=np.int64),
-        "rows": np.empty(0, dtype=np.int64),
-        "labels": np.empty(0, dtype=np.int64),
-    }
-    return MicroBatch(arrays, {"mlm": 0}, 0, 0, too_long)
+    whole_word: bool = False,
+    language_embeddings: bool = False,
+    samples: int | None = None,
+    too_long: int = 0,
+) -> Piece:
+    """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. samples: default, the sequences."""
+    whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
+    ids, targets = mask_tokens(sequences, context.encoder, mask_prob, whole_word)
+    return Piece(
+        sequences=replace(sequences, ids=ids),
+        reads={"masked": Reads(targets)},
+        targets={"mlm": len(targets)},
+        samples=len(sequences.lengths) if samples is None else samples,
+        labels={"mlm": sequences.ids[targets]},
+        types=language_embeddings,
+        too_long=too_long,
+    )

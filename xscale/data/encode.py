@@ -1,6 +1,6 @@
 """Text to token ids, and token ids to flat sequences with their special tokens.
 
-Shape letters: B sequences of a micro-batch, N tokens of all of them in one flat row, M masked tokens.
+Shape letters: B sequences, N tokens of all of them behind one another, M masked tokens.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A micro-batch before padding."""
+    """Sequences of one stream behind one another, without padding."""
 
     ids: np.ndarray
     """Token ids [N]."""
@@ -54,9 +54,14 @@ class Sequences:
     """uint64 key of each sequence [B]."""
 
     @property
-    def rows(self) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
         """Sequence number of each token [N]."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Index of each sequence's first token [B]."""
+        return np.cumsum(self.lengths) - self.lengths
 
     @property
     def offsets(self) -> np.ndarray:
@@ -161,8 +166,8 @@ def join_segments(
             start = len(flat)
         segments.append(len(sequence))
     per_segment = np.array(segment_lengths, dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(segments)[:-1]]) if segments else np.empty(0)
-    lengths = np.add.reduceat(per_segment, starts.astype(np.int64)) if segments else np.empty(0, dtype=np.int64)
+    starts = np.cumsum([0, *segments[:-1]]) if segments else np.empty(0, dtype=np.int64)
+    lengths = np.add.reduceat(per_segment, starts) if segments else np.empty(0, dtype=np.int64)
     return Sequences(
         ids=np.array(flat, dtype=np.int64),
         lengths=lengths,
@@ -171,6 +176,15 @@ def join_segments(
         words=None if words is None else np.array(words, dtype=np.int64),
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
     )
+
+
+def behind(first: Sequences, second: Sequences) -> Sequences:
+    """The second's sequences behind the first's; without word numbers."""
+    joined = {
+        name: np.concatenate([getattr(first, name), getattr(second, name)])
+        for name in ("ids", "lengths", "positions", "languages", "identities")
+    }
+    return Sequences(**joined, words=None)
 
 
 def fit_pairs(examples: list[Example], max_length: int, overlong: str) -> tuple[list[Example], int]:

@@ -1,4 +1,4 @@
-"""Steps, made by worker processes: read, tokenise, collate.
+"""Steps, made by worker processes: read, tokenise, collate, lay out.
 
 The main process draws plans (cheap, numpy), workers turn each into a StepBatch, in order. A batch carries the
 mixture's state after it, so the state saved with step t is what step t consumed, whatever was prefetched.
@@ -11,25 +11,28 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.collate import Context, MicroBatch, Share
-from xscale.data.encode import Example, Words
+from xscale.data.calibration import Calibration, estimate, line
+from xscale.data.collate import Context, Piece, Share
+from xscale.data.encode import Example, TextEncoder, Words
 from xscale.data.index import Source
-from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec
+from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
+from xscale.data.row import Row, Shape, Work, make_row
 from xscale.errors import RankError, UserError
 
-Collate = Callable[[list[list[Example]], Any, Context], MicroBatch]
-"""(samples, options of the stream, context) -> micro-batch; a sample is a list of one or more examples."""
+Collate = Callable[[list[list[Example]], Any, Context], Piece]
+"""(samples, options of the stream, context) -> piece; a sample is a list of one or more examples."""
 
 
 @dataclass(frozen=True)
 class StreamCollate:
-    """How a stream's records become micro-batches."""
+    """How a stream's records become pieces of rows."""
 
     collate: Collate
     options: Any
@@ -42,77 +45,97 @@ class StepBatch:
     """One optimizer step of one rank."""
 
     step: int
-    micros: list[MicroBatch]
+    rows: list[Row]
     state: dict[str, Any]
 
     def total(self, field: str) -> int:
-        return sum(getattr(micro, field) for micro in self.micros)
+        return sum(getattr(row, field) for row in self.rows)
 
     def targets(self) -> dict[tuple[str, str], int]:
         """Targets on this rank of each (stream, term)."""
-        counts: dict[tuple[str, str], int] = {}
-        for micro in self.micros:
-            for term, n in micro.targets.items():
-                counts[micro.stream, term] = counts.get((micro.stream, term), 0) + n
-        return counts
+        return {key: sum(row.targets[key] for row in self.rows) for key in self.rows[0].targets}
+
+    def work(self) -> Work:
+        return Work(*map(sum, zip(*(row.work for row in self.rows), strict=True)))
 
     def keys(self) -> dict[str, list[str]]:
         """Keys of the records of each stream, in the order of consumption."""
-        keys: dict[str, list[str]] = {}
-        for micro in self.micros:
-            keys.setdefault(micro.stream, []).extend(micro.keys)
-        return keys
+        return {stream: [key for row in self.rows for key in row.keys[stream]] for stream in self.rows[0].keys}
 
 
 class StepDataset(Dataset):
     """Indexed by StepPlans. Pickles to a worker without open files."""
 
-    def __init__(self, sources: list[Source], streams: dict[str, StreamCollate], context: Context, seed: int):
-        self.sources, self.streams, self.context, self.seed = sources, streams, context, seed
+    def __init__(
+        self,
+        sources: list[Source],
+        streams: dict[str, StreamCollate],
+        context: Context,
+        seed: int,
+        shape: Shape | None = None,
+    ):
+        """shape: to which rows are filled up."""
+        self.sources, self.streams, self.context, self.seed, self.shape = sources, streams, context, seed, shape
         self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
 
     def __getitem__(self, plan: StepPlan) -> "StepBatch | Failure":
         try:
-            micros = [m for name in plan.micros for m in self._stream(name, plan)]
-            return StepBatch(plan.step, micros, plan.state)
+            pieces = {name: self.pieces(name, plan) for name in plan.rows[0]}
         except UserError as error:  # crosses the process boundary as a value: DataLoader would wrap it in a traceback
             return Failure(f"step {plan.step}: {error}")
+        rows = [
+            replace(
+                make_row(
+                    {name: found[row][0] for name, found in pieces.items()},
+                    self.context.max_length,
+                    self.context.encoder.sep_id,
+                    self.shape,
+                ),
+                keys={name: found[row][1] for name, found in pieces.items()},
+            )
+            for row in range(len(plan.rows))
+        ]
+        return StepBatch(plan.step, rows, plan.state)
 
-    def _stream(self, name: str, plan: StepPlan) -> Iterator[MicroBatch]:
-        stream, draws = self.streams[name], plan.micros[name]
-        places = [zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True) for d in draws]
-        records = [[self.sources[s].read(shard, record) for s, shard, record in place] for place in places]
-        texts = [text for micro in records for record in micro for text in record.texts]
+    def pieces(self, stream: str, plan: StepPlan) -> list[tuple[Piece, list[str]]]:
+        """What each row holds of a stream, and the keys of its records. All rows are tokenised at once."""
+        how, draws = self.streams[stream], [row[stream] for row in plan.rows]
+        examples = iter(self._examples(stream, draws))
+        found = []
+        for row, draw in enumerate(draws):
+            of_row = list(islice(examples, len(draw.sample)))
+            samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
+            share = Share(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
+            piece = how.collate(samples, how.options, replace(self.context, stream=stream, share=share))
+            found.append((piece, [example.key for example in of_row]))
+        return found
+
+    def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
+        words_of = self.streams[stream].words
+        places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
+        records = [self.sources[source].read(shard, record) for source, shard, record in places]
+        texts = [text for record in records for text in record.texts]
         words: list[list[int]] | None = None
-        if stream.words:
-            ids, words = self.context.encoder.encode_words(texts, stream.words)
+        if words_of:
+            ids, words = self.context.encoder.encode_words(texts, words_of)
         else:
             ids = self.context.encoder.encode(texts)
+        identities = np.concatenate([self.identities(stream, draw) for draw in draws])
+        numbers = [number for draw in draws for number in draw.sample.tolist()]
         at = 0
-        for step, (draw, micro) in enumerate(zip(draws, records, strict=True)):
-            identities = self.identities(name, draw)
-            samples: list[list[Example]] = []
-            last = -1
-            for record, identity, sample in zip(micro, identities, draw.sample.tolist(), strict=True):
-                end = at + len(record.texts)
-                example = Example(
-                    record.langs,
-                    tuple(ids[at:end]),
-                    tuple(words[at:end]) if words else None,
-                    identity,
-                    sample,
-                    record.key,
-                    record.links,
-                    tuple(len(text.split()) for text in record.texts) if stream.words == "whitespace" else None,
-                )
-                at = end
-                if sample != last:
-                    samples.append([])
-                    last = sample
-                samples[-1].append(example)
-            share = Share(plan.step, step * plan.world + plan.rank, len(draws) * plan.world)
-            batch = stream.collate(samples, stream.options, replace(self.context, stream=name, share=share))
-            yield replace(batch, stream=name, keys=[record.key for record in micro])
+        for record, identity, number in zip(records, identities, numbers, strict=True):
+            end = at + len(record.texts)
+            yield Example(
+                record.langs,
+                tuple(ids[at:end]),
+                tuple(words[at:end]) if words else None,
+                identity,
+                number,
+                record.key,
+                record.links,
+                tuple(len(text.split()) for text in record.texts) if words_of == "whitespace" else None,
+            )
+            at = end
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:
         """uint64 key of each record in its epoch of the stream [n_records]."""
@@ -180,6 +203,58 @@ def allow_open_files() -> None:
     """Each source keeps up to OPEN_SHARDS files open; the usual soft limit is 1,024 in all."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 2048, 512, 64, 8
+"""Of each stream, the first samples in its order: of whose records the bytes are looked up before step 1, how many of
+these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""
+
+
+def calibrate(
+    specs: list[StreamSpec], sources: list[Source], dataset: StepDataset, *, seed: int, alpha: float, max_length: int
+) -> Calibration:
+    """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine."""
+    encoder = dataset.context.encoder
+    lines = [tokens_of_lengths(source, encoder) for source in sources]
+    found = Calibration([source_statistics(source, encoder) for source in sources], {}, lines)
+    for spec in specs:
+        many = replace(spec, samples=CALIBRATION_DRAWN)
+        mixture = Mixture(
+            [many], sources, found, seed=seed, alpha=alpha, max_length=max_length,
+            max_tokens=1 << 40, rank=0, world=1, state=initial_state([many]),
+        )  # fmt: skip
+        draw = mixture.draw()[0][spec.name]
+        promised = np.bincount(draw.sample, weights=draw.tokens)
+        groups = like_samples(promised, max_length)
+        rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
+        lengths = [p.sequences.lengths for p, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
+        found.streams[spec.name] = estimate(promised, groups, lengths, max_length)
+    return found
+
+
+def like_samples(promised: np.ndarray, max_length: int) -> list[np.ndarray]:
+    """Groups of samples that are promised about the same, and single ones of those promised over max_length."""
+    shortest_first = np.argsort(promised, kind="stable")
+    within, beyond = np.split(shortest_first, [int((promised <= max_length).sum())])
+    some = within[:: CALIBRATION_DRAWN // CALIBRATION_READ]
+    alone = beyond[:: -(-len(beyond) // CALIBRATION_BEYOND) or 1]
+    groups = np.split(some, range(CALIBRATION_GROUP, len(some), CALIBRATION_GROUP)) if len(some) else []
+    return [*groups, *np.split(alone, len(alone))] if len(alone) else groups
+
+
+def tokens_of_lengths(source: Source, encoder: TextEncoder, shards: int = 8, sample: int = 32) -> tuple[float, float]:
+    """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
+    chosen = np.unique(np.linspace(0, len(source.counts) - 1, shards).round().astype(int))
+    places = [
+        (int(shard), int(record))
+        for shard in chosen
+        for record in np.unique(np.linspace(0, source.counts[shard] - 1, sample).round().astype(int))
+    ]
+    texts = [source.read(*place).texts for place in places]
+    ids = iter(encoder.encode([text for of_record in texts for text in of_record]))
+    tokens = np.array([sum(len(next(ids)) + 1 for _ in of_record) for of_record in texts], dtype=float)
+    lengths = np.concatenate([source.lengths(shard, np.array([record])) for shard, record in places]).astype(float)
+    return line(lengths, tokens)
 
 
 def source_statistics(source: Source, encoder: Any, sample: int = 512) -> float:

@@ -18,7 +18,7 @@ def mask_tokens(
     sequences: Sequences, encoder: TextEncoder, mask_prob: float, whole_word: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Masked token ids [N], and the sorted indices [M] of the tokens to predict."""
-    per_token = sequences.identities[sequences.rows]
+    per_token = sequences.identities[sequences.numbers]
     place = sequences.offsets.astype(np.uint64)
     maskable = ~encoder.is_special[sequences.ids]
     unit = place

@@ -3,7 +3,7 @@
 A stream draws `samples` samples a step from its sources. Languages (or language pairs) are chosen with
 p_i proportional to n_i^alpha (Conneau & Lample 2019), each source is then read in its epoch order. A sample is one
 record, or, in a packed stream, a run of records that fills about one sequence. The state is a position per source;
-it and the step number determine all that follows.
+it and the step number determine all that follows. Samples of all streams are then dealt out to ranks and rows (cut.py).
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from xscale import rng
+from xscale.data.calibration import Calibration
+from xscale.data.cut import cut
 from xscale.data.index import Source
 from xscale.data.order import EpochOrder
+from xscale.data.row import Shape
 
 PACK_FILL = 0.9
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
@@ -41,15 +44,11 @@ class Draw:
     shard: np.ndarray
     record: np.ndarray
     tokens: np.ndarray
-    """Estimated number of tokens, float."""
+    """As many as its bytes promise, float."""
 
-    def of_samples(self, samples: np.ndarray) -> "Draw":
-        """The records of `samples`, in the order of `samples`."""
-        first = np.searchsorted(self.sample, samples, side="left")
-        last = np.searchsorted(self.sample, samples, side="right")
-        pick = np.concatenate([np.arange(a, b) for a, b in zip(first, last, strict=True)] or [np.empty(0, int)])
-        pick = pick.astype(np.int64)
-        return Draw(*(getattr(self, name)[pick] for name in self.__dataclass_fields__))
+    def at(self, places: np.ndarray) -> "Draw":
+        """The records at these places of the arrays."""
+        return Draw(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -57,12 +56,25 @@ class StepPlan:
     """What one rank does in one optimizer step."""
 
     step: int
-    micros: dict[str, list[Draw]]
-    """For each stream its micro-batches; every rank has equally many, some of which may be empty."""
+    rows: list[dict[str, Draw]]
+    """Of each row what it holds of each stream; every rank has equally many rows, some of which may be empty."""
     state: dict[str, Any]
     """State of the mixture after this step."""
     rank: int
     world: int
+
+
+@dataclass(frozen=True)
+class StepCut:
+    """A step's global batch and how it is dealt out, by stream."""
+
+    draws: dict[str, Draw]
+    tokens: dict[str, np.ndarray]
+    """Estimated tokens in a row of each sample [samples]."""
+    bins: dict[str, np.ndarray]
+    """Bin of each sample [samples]; bin row * world + rank is a rank's row."""
+    rows: int
+    """Of each rank."""
 
 
 class Mixture:
@@ -72,19 +84,21 @@ class Mixture:
         self,
         streams: list[StreamSpec],
         sources: list[Source],
-        tokens_per_byte: list[float],
+        calibration: Calibration,
         *,
         seed: int,
         alpha: float,
         max_length: int,
-        micro_batch: int,
+        max_tokens: int,
         rank: int,
         world: int,
+        rows: int = 1,
         state: dict[str, Any] | None = None,
     ):
-        self.streams, self.sources, self.tokens_per_byte = streams, sources, tokens_per_byte
-        self.seed, self.max_length, self.micro_batch = seed, max_length, micro_batch
-        self.rank, self.world = rank, world
+        """rows: of a step, at least."""
+        self.streams, self.sources, self.calibration = streams, sources, calibration
+        self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
+        self.rank, self.world, self.rows = rank, world, rows
         self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
@@ -95,13 +109,41 @@ class Mixture:
 
     def next_step(self) -> StepPlan:
         step = self.state["step"]
-        micros = {}
-        positions: dict[str, list[list[int]]] = {}
-        for stream, weights in zip(self.streams, self.weights, strict=True):
-            draw, positions[stream.name] = self._draw(stream, weights, step)
-            micros[stream.name] = cut(draw, stream.samples, self.micro_batch, self.rank, self.world)
-        self.state = {"step": step + 1, "positions": positions}
-        return StepPlan(step, micros, self.state, self.rank, self.world)
+        cut = self.next_cut()
+        rows: list[dict[str, Draw]] = [{} for _ in range(cut.rows)]
+        for name, draw in cut.draws.items():
+            row, rank = np.divmod(cut.bins[name][draw.sample], self.world)
+            here = np.flatnonzero(rank == self.rank)
+            by_row = here[np.argsort(row[here], kind="stable")]
+            borders = np.searchsorted(row[by_row], np.arange(1, cut.rows))
+            for of_row, places in zip(rows, np.split(by_row, borders), strict=True):
+                of_row[name] = draw.at(places)
+        return StepPlan(step, rows, self.state, self.rank, self.world)
+
+    def next_cut(self) -> StepCut:
+        """The next step's global batch, dealt out."""
+        draws, positions = self.draw()
+        tokens = {}
+        for stream in self.streams:
+            draw = draws[stream.name]
+            promised = np.bincount(draw.sample, weights=draw.tokens, minlength=stream.samples)
+            tokens[stream.name] = self.calibration.of(stream.name).of(promised, self.max_length)
+        self.state = {"step": self.state["step"] + 1, "positions": positions}
+        return StepCut(draws, tokens, *self.deal(tokens, self.rows))
+
+    def deal(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
+        """StepCut's bins and rows, of at least `rows` rows a rank."""
+        bins, rows = cut(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
+        borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
+        return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
+
+    def draw(self) -> tuple[dict[str, Draw], dict[str, list[list[int]]]]:
+        """The global batch of the next step by stream, and the positions after it."""
+        drawn = {
+            stream.name: self._draw(stream, weights, self.state["step"])
+            for stream, weights in zip(self.streams, self.weights, strict=True)
+        }
+        return {name: draw for name, (draw, _) in drawn.items()}, {name: after for name, (_, after) in drawn.items()}
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Draw, list[list[int]]]:
         """The stream's global batch of a step, and its positions after it."""
@@ -129,15 +171,17 @@ class Mixture:
             stop = min(order.size, start + wanted * per_sample)
             per_sample *= 2 if stream.packed else 1
             shard, record = order.locate(start, stop)
-            tokens = self._tokens(source, shard, record)
+            lengths = self._lengths(source, shard, record)
             if stream.packed:
+                tokens = lengths * self.calibration.tokens_per_byte[source]
                 ends = pack(tokens, PACK_FILL * self.max_length, wanted, final=stop == order.size)
             else:
                 ends = np.arange(1, stop - start + 1)
             used = int(ends[-1]) if len(ends) else 0
             number = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=0))
             full = np.full(used, source), np.full(used, epoch)
-            parts.append(Draw(number, *full, shard[:used], record[:used], tokens[:used]))
+            promised = self.calibration.promised(source, lengths[:used])
+            parts.append(Draw(number, *full, shard[:used], record[:used], promised))
             taken += len(ends)
             position[1] = start + used
             if position[1] == order.size:
@@ -152,12 +196,55 @@ class Mixture:
             self._orders[stream, source] = cached
         return cached[1]
 
-    def _tokens(self, source: int, shard: np.ndarray, record: np.ndarray) -> np.ndarray:
-        tokens = np.empty(len(shard))
+    def _lengths(self, source: int, shard: np.ndarray, record: np.ndarray) -> np.ndarray:
+        """Bytes of each record."""
+        lengths = np.empty(len(shard))
         for s in np.unique(shard):
             at = shard == s
-            tokens[at] = self.sources[source].lengths(int(s), record[at])
-        return tokens * self.tokens_per_byte[source]
+            lengths[at] = self.sources[source].lengths(int(s), record[at])
+        return lengths
+
+
+FIT_SAMPLES = 2**15
+"""About so many samples of the first steps, of MIN_STEPS to MAX_STEPS of them, tell the shape of rows."""
+MIN_STEPS, MAX_STEPS = 4, 64
+SIGMAS = 2.6
+"""A normal number lies further above its mean in 5 of 1,000 cases."""
+ROUND = 16
+"""Compiled rows have a multiple of so many tokens."""
+
+
+def fit(mixture: Mixture, longest: int) -> tuple[int, Shape]:
+    """The rows of a step, and a shape of at most max_tokens that 99 of 100 of them fit, by the first steps of a mixture
+    that has made none. longest: data.max_length, of a sequence that fills a row up.
+
+    Rows differ as steps do, and from what was estimated; both are taken as normal. A row that exceeds the shape after
+    all is computed as it is, uncompiled.
+    """
+    start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
+    steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)
+    cuts = [mixture.next_cut() for _ in range(steps)]
+    mixture.state = start
+    rows = max(cut.rows for cut in cuts)
+    while True:
+        tokens, variance, sequences = np.hstack([expected(mixture, cut, rows) for cut in cuts])
+        room = tokens.mean() + SIGMAS * np.sqrt(tokens.var() + variance.mean())
+        room = ROUND * int(np.ceil(room / ROUND))
+        if room <= mixture.max_tokens or rows * mixture.world >= samples:
+            return rows, Shape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
+        rows += 1
+
+
+def expected(mixture: Mixture, step: StepCut, rows: int) -> np.ndarray:
+    """Tokens of each bin of a step that is cut into at least `rows`, their variance, and sequences [3, bins]."""
+    bins, rows = mixture.deal(step.tokens, rows)
+    found = np.zeros((3, rows * mixture.world))
+    for name, tokens in step.tokens.items():
+        estimate = mixture.calibration.of(name)
+        of_bin = np.bincount(bins[name], weights=tokens, minlength=found.shape[1])
+        samples = np.bincount(bins[name], minlength=found.shape[1])
+        found += of_bin, estimate.variance(of_bin), estimate.sequences * samples
+    return found
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
@@ -191,23 +278,6 @@ def pack(tokens: np.ndarray, room: float, wanted: int, final: bool) -> np.ndarra
     if final and len(tokens):
         ends.append(len(tokens))
     return np.array(ends, dtype=np.int64)
-
-
-def cut(draw: Draw, samples: int, micro_batch: int, rank: int, world: int) -> list[Draw]:
-    """One rank's micro-batches of a global batch.
-
-    Samples are sorted by length, longest first (the largest step comes first, a micro-batch holds equal lengths),
-    and dealt out in turn, so that all ranks work on equal lengths at the same time.
-    """
-    tokens = np.bincount(draw.sample, weights=draw.tokens, minlength=samples)
-    longest_first = np.argsort(-tokens, kind="stable")
-    block = micro_batch * world
-    return [draw.of_samples(longest_first[i + rank : i + block : world]) for i in range(0, samples, block)]
-
-
-def micro_steps(stream: StreamSpec, micro_batch: int, world: int) -> int:
-    """Micro-batches of the stream in one optimizer step, the same on every rank."""
-    return -(-stream.samples // (micro_batch * world))
 
 
 def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:

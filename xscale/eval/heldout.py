@@ -11,11 +11,13 @@ from xscale import rng
 from xscale.data.collate import Context
 from xscale.data.encode import Example
 from xscale.data.index import Source
+from xscale.data.row import make_row
 from xscale.eval.model import Exported, read_all
 from xscale.objectives import tlm
-from xscale.objectives.base import Parts
+from xscale.ops.alignment_gather import alignment_gather
+from xscale.step import to_device
 
-BATCH = 32
+BATCH, MAX_LENGTH = 32, 512
 
 
 def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
@@ -28,15 +30,17 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
     options = tlm.Options(language_embeddings=model.language_embeddings, reset_positions=model.reset_positions)
-    context = Context(model.text, 512, "drop", model.language_ids(source))
+    context = Context(model.text, MAX_LENGTH, "drop", model.language_ids(source))
     loss = correct = targets = 0.0
     with torch.inference_mode():
         for start in range(0, len(samples), BATCH):
-            micro = tlm.collate(samples[start : start + BATCH], options, context)
-            sums = tlm.OBJECTIVE.loss(Parts(model.encoder), model.to_device(micro.arrays), options)
-            loss += float(sums.terms["mlm"])
-            correct += float(sums.metrics["accuracy"][0])
-            targets += micro.targets["mlm"]
+            piece = tlm.collate(samples[start : start + BATCH], options, context)
+            inputs = to_device(make_row({"tlm": piece}, MAX_LENGTH, model.text.sep_id).inputs, model.device)
+            states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
+            _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
+            loss += float(losses_M.double().sum())
+            correct += float(right_M.sum())
+            targets += len(losses_M)
     counts = np.bincount(np.concatenate([np.array(side, dtype=np.int64) for side in ids]))
     p = counts[counts > 0] / counts.sum()
     return {

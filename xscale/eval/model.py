@@ -3,9 +3,7 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoModelForMaskedLM
 
 from xscale import export
@@ -45,9 +43,6 @@ class Exported:
         if absent and self.language_embeddings:
             raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
         return known | dict.fromkeys(absent, 0)
-
-    def to_device(self, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
 
 
 def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:

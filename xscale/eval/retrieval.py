@@ -1,11 +1,18 @@
 """Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour by cosine?"""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xscale.data.collate import Piece, Reads
+from xscale.data.encode import Example, join_segments
 from xscale.data.index import Source
+from xscale.data.row import make_row
 from xscale.eval.model import Exported, read_all
+from xscale.models.build import positions
+from xscale.ops.alignment_gather import alignment_gather
+from xscale.step import to_device
 
 BATCH = 64
 
@@ -29,27 +36,25 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 
 def embed(model: Exported, texts: list[str], language: int) -> Tensor:
     """Unit vectors [n_texts, H]: the mean over a sentence's tokens, without special tokens, of the last states."""
-    limit = model.encoder.lm.config.max_position_embeddings - 8
-    ids = [sentence[:limit] for sentence in model.text.encode(texts)]
+    limit = positions(model.encoder.lm.config)
+    ids = [sentence[: limit - 2] for sentence in model.text.encode(texts)]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    vectors: list[Tensor | None] = [None] * len(ids)
+    found = []
     for start in range(0, len(order), BATCH):
-        chosen = order[start : start + BATCH]
-        longest = max(len(ids[i]) for i in chosen) + 2
-        input_ids = torch.full((len(chosen), longest), model.text.pad_id)
-        words = torch.zeros(len(chosen), longest)
-        for row, i in enumerate(chosen):
-            n = len(ids[i])
-            input_ids[row, : n + 2] = torch.tensor([model.text.cls_id, *ids[i], model.text.sep_id])
-            words[row, 1 : n + 1] = 1
-        attention_mask = (input_ids != model.text.pad_id).long()
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask}
-        if model.language_embeddings:
-            batch["token_type_ids"] = torch.full_like(input_ids, language)
+        chosen = [ids[i] for i in order[start : start + BATCH]]
+        examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in chosen]
+        sequences = join_segments(model.text, [[(example, 0)] for example in examples], {"": language})
+        special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in chosen])
+        counts = np.array([len(sentence) for sentence in chosen])
+        piece = Piece(
+            sequences,
+            {"words": Reads(np.flatnonzero(~special), counts)},
+            {},
+            len(chosen),
+            types=model.language_embeddings,
+        )
+        inputs = to_device(make_row({"": piece}, limit, model.text.sep_id).inputs, model.device)
         with torch.inference_mode():
-            hidden = model.encoder.hidden({name: tensor.to(model.device) for name, tensor in batch.items()})
-        weights = words.to(model.device)[..., None]
-        pooled = F.normalize((hidden * weights).sum(1) / weights.sum(1).clamp(min=1), dim=-1)
-        for row, i in enumerate(chosen):
-            vectors[i] = pooled[row]
-    return torch.stack([vector for vector in vectors if vector is not None])
+            found.append(F.normalize(alignment_gather(model.encoder(inputs.tokens), *inputs.gather), dim=-1))
+    vectors = torch.cat(found)
+    return vectors[torch.tensor(order).argsort().to(vectors.device)]

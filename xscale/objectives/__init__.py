@@ -1,7 +1,7 @@
 """One paper, one file. This table is the whole plug-in system: a new objective is a new line here."""
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
-from xscale.objectives.base import Companion, LossSums, Objective, Parts, Prefilled
+from xscale.objectives.base import Companion, Losses, Objective, Parts, Prediction, Prefilled
 
 OBJECTIVES: dict[str, Objective] = {
     "align_mlm": align_mlm.OBJECTIVE,
@@ -13,4 +13,4 @@ OBJECTIVES: dict[str, Objective] = {
     "ppa": ppa.OBJECTIVE,
 }
 
-__all__ = ["OBJECTIVES", "Companion", "LossSums", "Objective", "Parts", "Prefilled"]
+__all__ = ["OBJECTIVES", "Companion", "Losses", "Objective", "Parts", "Prediction", "Prefilled"]

@@ -5,9 +5,9 @@
 E is the input word-embedding table, b_i the i-th entry of the dictionary B. By decision, an entry of several
 sub-words on a side stands for the mean of their rows (`subwords: single` keeps entries of one, as the authors), and
 |B| is all of data.lexicons at every step, or a fresh sample of `pairs_per_step`. A step's entries are dealt out to
-the ranks and micro-steps: each is used once a step. No language embeddings, as the paper argues (G.5).
+the ranks and rows: each is used once a step. No language embeddings, as the paper argues (G.5).
 
-Shape letters: N entries of a micro-batch, H hidden width.
+Shape letters: N entries of a row, H hidden width.
 """
 
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece
 from xscale.data.encode import Example
 from xscale.data.lexicon import entries
 from xscale.errors import UserError
 from xscale.objectives import mlm
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.base import Losses, Objective, Parts
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Options(mlm.MaskedOptions):
             raise UserError(f"pairs_per_step: {self.pairs_per_step} must be positive, or null for the whole dictionary")
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
-    """MLM's arrays, and of either side of this part's entries the token ids, end to end, and where each starts [N]."""
-    batch = mlm.collate(samples, options, context)
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+    """MLM's piece, and of either side of this part's entries the token ids, end to end, and where each starts [N]."""
+    piece = mlm.collate(samples, options, context)
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
@@ -56,11 +56,11 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     dictionary = {}
     for name, side in (("source", source), ("target", target)):
         dictionary[f"{name}_ids"], dictionary[f"{name}_starts"] = side.take(picked)
-    return replace(batch, arrays=batch.arrays | dictionary, targets=batch.targets | {"align": len(picked)})
+    return replace(piece, arrays=dictionary, targets=piece.targets | {"align": len(picked)})
 
 
 def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
-    """Which of `total` entries this micro-batch uses: its share of the step's."""
+    """Which of `total` entries this row uses: its share of the step's."""
     share = context.share
     if wanted is None or wanted >= total:
         return np.arange(share.part, total, share.parts)
@@ -69,12 +69,14 @@ def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray
     return np.sort(chosen)[share.part :: share.parts]
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    sums = mlm.loss(parts, batch, options)
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
     table = parts.encoder.lm.get_input_embeddings()
-    source_NH, target_NH = (word_vectors(table, batch[f"{s}_ids"], batch[f"{s}_starts"]) for s in ("source", "target"))
+    source_NH, target_NH = (
+        word_vectors(table, arrays[f"{s}_ids"], arrays[f"{s}_starts"]) for s in ("source", "target")
+    )
     cosine = F.cosine_similarity(source_NH, target_NH, dim=-1).sum()
-    return LossSums(sums.terms | {"align": -cosine}, sums.metrics | {"dictionary_cosine": (cosine.detach(), "align")})
+    metrics = {"dictionary_cosine": (cosine.detach(), "align")}
+    return replace(mlm.loss(parts, states, arrays, options), sums={"align": -cosine}, metrics=metrics)
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:

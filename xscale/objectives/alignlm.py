@@ -24,18 +24,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from xscale.data import alignment
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece, masked_lm
 from xscale.data.encode import Example, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import swapped
-from xscale.ops.alignment_gather import alignment_gather
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Heads(nn.Module):
         super().__init__()
         self.W2 = _identity(encoder.width)
         self.W3 = copy.deepcopy(encoder.head.dense)
-        self.linear = _identity(encoder.width)
+        self.linear = _identity(encoder.head.dense.out_features)
 
 
 def _identity(width: int) -> nn.Linear:
@@ -75,50 +73,37 @@ def _identity(width: int) -> nn.Linear:
     return layer
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
-    """Samples are single pairs. The arrays of TLM, and the rows of A at masked places (data/alignment.py)."""
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+    """Samples are single pairs. States: "masked" [M], H at masked tokens; "linked" [R], H* at those that have links."""
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.encoder, alignment.segments(pairs, layout), context.language_ids)
-    batch = arrays.masked_lm(
-        sequences,
-        context,
-        mask_prob=options.mask_prob,
-        whole_word=False,
-        position_ids=False,
-        language_embeddings=False,
-        too_long=too_long,
-    )
+    piece = masked_lm(sequences, context, mask_prob=options.mask_prob, too_long=too_long)
+    masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
     words = alignment.read_links(pairs)
     tokens = alignment.word_tokens(pairs, layout, sequences, words.first, options.expand)
-    links = alignment.token_links(words.links, tokens)
-    A = alignment.gather_index(links, batch.arrays["rows"], batch.arrays["input_ids"].size)
-    targets = {"mono": len(batch.arrays["rows"]), "bi": len(A["linked"])}
-    return replace(batch, arrays=batch.arrays | A, targets=targets)
+    linked, partners = alignment.linked_states(alignment.token_links(words.links, tokens), masked, len(sequences.ids))
+    arrays = {"links": np.asarray(partners.counts)} if options.normalize == "mean" else {}
+    return replace(
+        piece,
+        reads=piece.reads | {"linked": partners},
+        labels={"mono": labels, "bi": labels[linked]},
+        targets={"mono": len(masked), "bi": len(linked)},
+        arrays=arrays,
+    )
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    encoder, heads, labels, linked = parts.encoder, parts.heads, batch["labels"], batch["linked"]
-    W1, GELU, LN = encoder.head
-    H = encoder.hidden(batch).flatten(0, 1)
-    index = [batch[f"gather_{name}"] for name in ("offsets", "columns", "t_offsets", "t_rows")]
-    H_masked, H_star = alignment_gather(H, len(labels), *index)
-    mono = LN(heads.linear(GELU(W1(H_masked))))
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+    heads, (W1, GELU, LN) = parts.heads, parts.encoder.head
+    H, H_star = states["masked"], states["linked"]
+    mono = LN(heads.linear(GELU(W1(H))))
 
     if options.normalize == "mean":
-        H_star = H_star / batch["gather_offsets"][len(labels) :].diff()[:, None]
+        H_star = H_star / arrays["links"][:, None]
     H_tilde = heads.W2(H_star)
     bi = LN(heads.linear(GELU(heads.W3(H_tilde))))
-
-    L_mp, right = encoder.vocabulary_loss(mono, labels)
-    L_bp, bilingual_right = encoder.vocabulary_loss(bi, labels[linked])
-    metrics = {
-        "accuracy": (right, "mono"),
-        "bilingual_accuracy": (bilingual_right, "bi"),
-        "bilingual_coverage": (torch.full((), len(linked), device=H.device), "mono"),
-    }
-    return LossSums({"mono": L_mp, "bi": L_bp}, metrics)
+    return Losses([Prediction("mono", mono), Prediction("bi", bi, "bilingual_accuracy")])
 
 
 OBJECTIVE = Objective(
@@ -127,6 +112,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
+    ratios={"bilingual_coverage": ("bi", "mono")},
     words=lambda options: "whitespace",
     needs="links",
     heads=Heads,

@@ -1,32 +1,55 @@
-"""What an objective is: four functions and a class of options.
+"""What an objective is: a few functions and a class of options.
+
+In a worker, `collate` turns samples into the objective's piece of a row. On the device, `loss` turns the states that
+the piece reads into features, of which one call of the vocabulary head for all streams makes losses, or into sums of
+its own.
 
 A loss is always a sum over targets. The step divides it by the number of targets of the whole optimizer step (all
-ranks, all micro-steps), so a loss does not depend on how the global batch was cut up.
+ranks, all rows), so a loss does not depend on how the global batch was cut up.
+
+Shape letters: M predictions, H width of the head, S states.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from xscale.data.encode import Words
 from xscale.data.loader import Collate
+from xscale.data.row import Tokens
 from xscale.models.encoder import Encoder
 
 
-@dataclass(frozen=True)
-class LossSums:
-    """What one micro-batch adds to a step. Scalars on the device, never read in the hot loop."""
+class Prediction(NamedTuple):
+    """Rows for the one call of the vocabulary head."""
 
-    terms: dict[str, Tensor]
-    """Sum over the targets of each term."""
-    metrics: dict[str, tuple[Tensor, str]]
-    """Name -> (sum, the term by whose targets it is divided)."""
+    term: str
+    """By which the piece names their labels."""
+    features_MH: Tensor
+    accuracy: str = "accuracy"
+    """Name of the share predicted right, among the metrics."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a piece adds to a step, as tensors on the device, never read in the hot loop."""
+
+    predictions: list[Prediction] = field(default_factory=list)
+    """In the order of the piece's labels."""
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    """Term -> scalar, the sum over its targets."""
+    metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
+    """Name -> (scalar, the term by whose targets it is divided)."""
 
 
 class Companion(Protocol):
     """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
+
+    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        """What the loss gets as states["beside"], of the sequences that the piece has beside; once a row, without
+        gradient, where and in the type that the trained encoder computes in."""
 
     def update(self, applied: bool) -> None:
         """Called on all ranks after each optimizer step; `applied` is False where fp16 overflow skipped it."""
@@ -43,11 +66,8 @@ class Prefilled(Companion, Protocol):
     prefill_samples: int
     """How many; 0: none."""
 
-    def prefill(self, batch: dict[str, Tensor]) -> None:
-        """One micro-batch of this rank."""
-
     def finish_prefill(self) -> int:
-        """Called on all ranks after the micro-batches of a global batch. Returns how many samples it has by now."""
+        """Called on all ranks after `read` of the rows of a global batch. Returns how many samples it has by now."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +87,13 @@ class Objective:
     options: type
     """Frozen dataclass: the objective's own fields of a stream."""
     collate: Collate
-    """Runs in a worker: samples -> arrays."""
-    loss: Callable[[Parts, dict[str, Tensor], Any], LossSums]
-    """Runs on the device: (parts, arrays, options) -> sums."""
+    """Runs in a worker: samples -> piece."""
+    loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
+    """Runs on the device: (parts, states [S, H] by name, arrays, options) -> losses."""
     terms: Callable[[Any], dict[str, float]]
     """options -> factor of each term in the stream's loss."""
+    ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Metrics that are one of a piece's counts divided by another."""
     words: Callable[[Any], Words | None] = lambda options: None
     """options -> whose word numbers collate needs."""
     needs: Literal["", "lexicon", "links"] = ""

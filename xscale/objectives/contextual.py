@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from xscale.data import alignment
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Beside, Context, Piece, Reads
 from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.data.row import Tokens
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.base import Losses, Objective, Parts
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Frozen:
         """`initial` on the trained encoder's device, in its type."""
 
     @torch.no_grad()
-    def hidden(self, encoder: Encoder, batch: dict[str, Tensor], prefix: str = "") -> Tensor:
-        """Computed where, and in the type that, `encoder` computes in."""
-        ours, theirs = next(self.running.parameters()), next(encoder.parameters())
+    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        """f0 at the anchors [T, H]."""
+        ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
-        return self.running.hidden(batch, prefix)
+        return self.running(tokens)[places_S]
 
     def update(self, applied: bool) -> None:
         pass
@@ -69,44 +69,30 @@ class Frozen:
         self.running = self.initial
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
-    """Samples are single pairs.
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+    """Samples are single pairs. The sentences in the anchor language, then their translations.
 
-    input_ids, attention_mask [2P, L]: the P sentences in the anchor language, then their translations; with anchor_
-    before their names, the former alone; `first`, `second` [K], places of linked words; `anchors` [T], places of the
-    anchor language's tokens.
+    States: "first", "second" [K] of linked words; "anchors" [T], of the anchor language's tokens, which are read beside
+    by the frozen encoder too.
     """
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
-    if not pairs:
-        return _idle(context, too_long)
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]
-    layout = [[2 * p + side] for p, side in enumerate(sides)] + [[2 * p + 1 - side] for p, side in enumerate(sides)]
+    anchors = [[2 * p + side] for p, side in enumerate(sides)]
+    layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.encoder, alignment.segments(pairs, layout), context.language_ids)
     words = alignment.read_links(pairs)
     last = alignment.word_tokens(pairs, layout, sequences, words.first, "last")
     first, second = alignment.token_links(words.links, last).T
-    ordinary = ~context.encoder.is_special[sequences.ids]
-    anchors = arrays.places(sequences)[ordinary & (sequences.rows < len(pairs))]
-    batch = {
-        "input_ids": arrays.pad(sequences, sequences.ids, context.encoder.pad_id),
-        "attention_mask": arrays.pad(sequences, np.ones_like(sequences.ids), 0),
-        "first": first,
-        "second": second,
-        "anchors": anchors,
-    }
-    return _micro_batch(batch, len(sequences.ids), len(pairs), too_long)
-
-
-def _idle(context: Context, too_long: int) -> MicroBatch:
-    ids = np.array([[context.encoder.cls_id, context.encoder.sep_id]] * 2)
-    empty = {name: np.empty(0, dtype=np.int64) for name in ("first", "second", "anchors")}
-    return _micro_batch({"input_ids": ids, "attention_mask": np.ones_like(ids)} | empty, 0, 0, too_long)
-
-
-def _micro_batch(batch: dict[str, np.ndarray], tokens: int, pairs: int, too_long: int) -> MicroBatch:
-    halves = {f"anchor_{name}": batch[name][: len(batch[name]) // 2] for name in ("input_ids", "attention_mask")}
-    targets = {"align": len(batch["first"]), "anchor": len(batch["anchors"])}
-    return MicroBatch(batch | halves, targets, tokens, pairs, too_long)
+    alone = join_segments(context.encoder, alignment.segments(pairs, anchors), context.language_ids)
+    places = np.flatnonzero(~context.encoder.is_special[alone.ids])
+    return Piece(
+        sequences=sequences,
+        reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
+        targets={"align": len(first), "anchor": len(places)},
+        samples=len(pairs),
+        beside=Beside(alone, places),
+        too_long=too_long,
+    )
 
 
 def _anchor_side(pair: Example, anchor: str) -> int:
@@ -118,12 +104,10 @@ def _anchor_side(pair: Example, anchor: str) -> int:
     return pair.langs.index(anchor)
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    f = parts.encoder.hidden(batch).flatten(0, 1)
-    f0 = parts.companion.hidden(parts.encoder, batch, "anchor_").flatten(0, 1)
-    L = squared_distances(f[batch["first"]], f[batch["second"]])
-    R = squared_distances(f[batch["anchors"]], f0[batch["anchors"]])
-    return LossSums({"align": L, "anchor": R}, {})
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+    L = squared_distances(states["first"], states["second"])
+    R = squared_distances(states["anchors"], states["beside"])
+    return Losses(sums={"align": L, "anchor": R})
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:

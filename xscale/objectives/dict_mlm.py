@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from xscale import rng
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece
 from xscale.data.encode import Example, Sequences
 from xscale.data.lexicon import synonyms
 from xscale.errors import UserError
 from xscale.objectives import mlm
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.base import Objective
 
 
 @dataclass(frozen=True)
@@ -44,21 +42,25 @@ class Options(mlm.MaskedOptions):
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
-    """MLM's arrays with translations in them, and `translated` [M]: 1 where a target used a dictionary."""
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+    """MLM's piece with translations in it; the count "translated" is that of the targets that used a dictionary."""
     sequences, too_long = mlm.pack(samples, context)
-    batch = mlm.mask(sequences, too_long, options, context)
-    rows, labels = batch.arrays["rows"], batch.arrays["labels"]
-    translations = translate(sequences, np.searchsorted(arrays.places(sequences), rows), options, context)
+    piece = mlm.mask(sequences, too_long, options, context)
+    masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
+    translations = translate(sequences, masked, options, context)
     used = translations >= 0
-    inputs = batch.arrays["input_ids"].copy()
+    shown = piece.sequences.ids.copy()
     if options.synonym == "input":
-        inputs.flat[rows[used]] = translations[used]
+        shown[masked[used]] = translations[used]
     else:
-        inputs.flat[rows[used]] = context.encoder.mask_id
+        shown[masked[used]] = context.encoder.mask_id
         labels = np.where(used, translations, labels)
-    changed = {"input_ids": inputs, "labels": labels, "translated": used.astype(np.int64)}
-    return replace(batch, arrays=batch.arrays | changed)
+    return replace(
+        piece,
+        sequences=replace(piece.sequences, ids=shown),
+        labels={"mlm": labels},
+        targets=piece.targets | {"translated": int(used.sum())},
+    )
 
 
 def translate(sequences: Sequences, targets: np.ndarray, options: Options, context: Context) -> np.ndarray:
@@ -69,7 +71,7 @@ def translate(sequences: Sequences, targets: np.ndarray, options: Options, conte
             f"streams.{context.stream}: data.lexicons has no entry of a single token on either side, so there is no "
             f"synonym to show; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
-    identities, places = sequences.identities[sequences.rows[targets]], sequences.offsets[targets]
+    identities, places = sequences.identities[sequences.numbers[targets]], sequences.offsets[targets]
     chance = rng.uniform(identities ^ _DRAW, places)
     use = rng.uniform(identities ^ _USE, places) < options.dict_share
     found = np.full(len(targets), -1)
@@ -79,17 +81,13 @@ def translate(sequences: Sequences, targets: np.ndarray, options: Options, conte
     return found
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    sums = mlm.loss(parts, batch, options)
-    return LossSums(sums.terms, sums.metrics | {"dictionary_share": (batch["translated"].sum(), "mlm")})
-
-
 OBJECTIVE = Objective(
     reads="mono",
     options=Options,
     collate=collate,
-    loss=loss,
+    loss=mlm.loss,
     terms=lambda options: {"mlm": 1.0},
+    ratios={"dictionary_share": ("translated", "mlm")},
     words=mlm.words,
     needs="lexicon",
 )

@@ -6,14 +6,14 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece, masked_lm
 from xscale.data.encode import Example, Sequences, Words, join_segments, pack_sentences
 from xscale.errors import UserError
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class MaskedOptions:
             raise UserError(f"mask_prob: {self.mask_prob} must lie between 0 and 1")
 
 
-def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> MicroBatch:
+def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> Piece:
     """Samples are runs of sentences that fill about one sequence."""
     return mask(*pack(samples, context), options, context)
 
@@ -47,13 +47,12 @@ def pack(samples: list[list[Example]], context: Context) -> tuple[Sequences, int
     return join_segments(context.encoder, sequences, context.language_ids), too_long
 
 
-def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: Context) -> MicroBatch:
-    return arrays.masked_lm(
+def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: Context) -> Piece:
+    return masked_lm(
         sequences,
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
-        position_ids=False,
         language_embeddings=options.language_embeddings,
         too_long=too_long,
     )
@@ -63,11 +62,8 @@ def words(options: MaskedOptions) -> Words | None:
     return "tokenizer" if options.whole_word else None
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: MaskedOptions) -> LossSums:
-    hidden_BLH = parts.encoder.hidden(batch)
-    rows_MH = hidden_BLH.flatten(0, 1)[batch["rows"]]
-    loss_sum, correct = parts.encoder.masked_lm(rows_MH, batch["labels"])
-    return LossSums({"mlm": loss_sum}, {"accuracy": (correct, "mlm")})
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Any) -> Losses:
+    return Losses([Prediction("mlm", parts.encoder.features(states["masked"]))])
 
 
 OBJECTIVE = Objective(

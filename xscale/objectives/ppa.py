@@ -10,12 +10,12 @@ reset positions and language embeddings.
 
 Decided, where the paper is silent: W1 and W2 have no biases, as (2) is written. z is L2-normalised as in MoCo
 (`normalize_z`). The queue is filled before the first step (`prefill`), is the same on every rank and holds keys of
-the global batch in global order; during an optimizer step it does not change, so micro-batches do not matter. The
+the global batch in global order; during an optimizer step it does not change, so rows do not matter. The
 momentum update happens once per optimizer step, after it, and not after one that fp16 overflow skipped; keys of a
 skipped step go into the queue all the same, since the forward pass that made them was sound (those that are not
 finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
 
-Shape letters: B pairs, L tokens of the longest side, H hidden width, D width of z, K keys in the queue.
+Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
 """
 
 from dataclasses import dataclass, replace
@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
-from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.data.collate import Beside, Context, Piece, Reads, masked_lm
+from xscale.data.encode import Example, Sequences, behind, fit_pairs, join_segments
+from xscale.data.row import Tokens
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
-from xscale.objectives import mlm, tlm
-from xscale.objectives.base import LossSums, Objective, Parts
+from xscale.objectives import tlm
+from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
 @dataclass(frozen=True)
@@ -94,60 +94,48 @@ def check(options: Options, samples: int) -> str | None:
 # Data
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
-    """Samples are single pairs. `tokens` counts those that the query encoder reads.
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+    """Samples are single pairs. The sequences of TLM, then those of the query view; the key view is read beside.
 
-    input_ids and attention_mask of the views, query_ and key_ before their names [B, L]; number [B], the pairs' places
-    in the global batch; and those of TLM (data/collate.py).
+    States: "masked" [M]; "query" [B], of the views' first tokens. `number` [B]: the pairs' places in the global batch.
     """
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
-    merged: dict[str, np.ndarray] = {}
-    targets: dict[str, int] = {}
-    tokens = 0
-    if options.tlm_weight:
-        words = word_level(sides, options, context)
-        merged |= words.arrays
-        targets[options.word_term], tokens = words.targets["mlm"], words.tokens
-    if options.moco_weight:
-        merged |= view("query", sides, context)
-        merged |= view("key", [(pair, 1 - side) for pair, side in sides], context)
-        merged["number"] = np.array([pair.number for pair in pairs], dtype=np.int64)
-        targets["moco"] = len(pairs)
-        tokens += int(merged["query_attention_mask"].sum()) if pairs else 0
-    return MicroBatch(merged, targets, tokens, len(pairs), too_long)
+    words = word_level(sides, options, context) if options.tlm_weight else Piece(view([], context), {}, {}, 0)
+    piece = replace(words, samples=len(pairs), too_long=too_long)
+    if not options.moco_weight:
+        return piece
+    query, key = view(sides, context), view([(pair, 1 - side) for pair, side in sides], context)
+    return replace(
+        piece,
+        sequences=behind(words.sequences, query),
+        reads=words.reads | {"query": Reads(query.starts + len(words.sequences.ids))},
+        targets=words.targets | {"moco": len(pairs)},
+        arrays={"number": np.array([pair.number for pair in pairs], dtype=np.int64)},
+        beside=Beside(key, key.starts),
+    )
 
 
-def word_level(sides: list[tuple[Example, int]], options: Options, context: Context) -> MicroBatch:
+def word_level(sides: list[tuple[Example, int]], options: Options, context: Context) -> Piece:
+    """TLM, or MLM on each side alone, under the name of `word_term`."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
         # A sequence takes its pair's identity; the two of a pair must not be masked at the same places.
         sequences = [[(replace(pair, identity=pair.identity ^ _SIDE[s]), s)] for pair, s in both]
     else:
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
-    return arrays.masked_lm(
-        join_segments(context.encoder, sequences, context.language_ids),
-        context,
-        mask_prob=options.mask_prob,
-        whole_word=False,
-        position_ids=False,
-        language_embeddings=False,
-        too_long=0,
-    )
+    joined = join_segments(context.encoder, sequences, context.language_ids)
+    piece = masked_lm(joined, context, mask_prob=options.mask_prob)
+    (labels,), (count,) = piece.labels.values(), piece.targets.values()
+    return replace(piece, labels={options.word_term: labels}, targets={options.word_term: count})
 
 
 _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
-def view(name: str, sides: list[tuple[Example, int]], context: Context) -> dict[str, np.ndarray]:
-    """`[CLS] s [SEP]` for each (pair, number of its text); `[CLS] [SEP]` where there is none."""
-    encoder = context.encoder
-    ids = np.array([[encoder.cls_id, encoder.sep_id]])
-    mask = np.ones_like(ids)
-    if sides:
-        alone = join_segments(encoder, [[side] for side in sides], context.language_ids)
-        ids, mask = arrays.pad(alone, alone.ids, encoder.pad_id), arrays.pad(alone, np.ones_like(alone.ids), 0)
-    return {f"{name}_input_ids": ids, f"{name}_attention_mask": mask}
+def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
+    """`[CLS] s [SEP]` for each (pair, number of its text)."""
+    return join_segments(context.encoder, [[side] for side in sides], context.language_ids)
 
 
 # Model
@@ -173,12 +161,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def project(encoder: Encoder, projection: nn.Module, batch: dict[str, Tensor], view: str) -> Tensor:
-    """z of the view "query" or "key" of each pair [B, D]; B may be 0."""
-    hidden_BLH = encoder.hidden(batch, f"{view}_")
-    return projection(hidden_BLH[:, 0])[: len(batch["number"])]
-
-
 class Moco:
     """The key encoder and the queue, between steps (base.Prefilled)."""
 
@@ -192,13 +174,12 @@ class Moco:
         self._batch = GlobalBatch()
 
     @torch.no_grad()
-    def keys(self, batch: dict[str, Tensor], train: bool, keep: bool) -> Tensor:
-        """z_k [B, D]; `keep`: for the queue, where they go after the optimizer step."""
-        self.queue.to(batch["number"].device)
-        key_encoder, projection = self.momentum.forward_modules(train and not self.options.momentum_eval)
-        z_BD = project(key_encoder, projection, batch, "key")
-        if keep:
-            self._batch.add(z_BD, batch["number"])
+    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+        """z_k of the key view of each pair [B, D], which go into the queue after the optimizer step."""
+        self.queue.to(places_S.device)
+        key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
+        z_BD = projection(key_encoder(tokens)[places_S])
+        self._batch.add(z_BD, arrays["number"])
         return z_BD
 
     def update(self, applied: bool) -> None:
@@ -210,9 +191,6 @@ class Moco:
     def _enqueue(self, step: int) -> None:
         if self._batch:
             self.queue.push(self._batch.take(), step)
-
-    def prefill(self, batch: dict[str, Tensor]) -> None:
-        self.keys(batch, train=True, keep=True)
 
     def finish_prefill(self) -> int:
         self._enqueue(self.step)
@@ -231,25 +209,19 @@ class Moco:
 # Loss
 
 
-def loss(parts: Parts, batch: dict[str, Tensor], options: Options) -> LossSums:
-    terms: dict[str, Tensor] = {}
-    metrics: dict[str, tuple[Tensor, str]] = {}
-    if options.moco_weight:
-        terms["moco"], right, age = contrast(parts, batch, options)
-        metrics |= {"contrastive_accuracy": (right, "moco"), "queue_age": (age, "moco")}
-    if options.tlm_weight:
-        words = mlm.loss(parts, batch, mlm.MaskedOptions(options.mask_prob))
-        terms[options.word_term] = words.terms["mlm"]
-        metrics["accuracy"] = (words.metrics["accuracy"][0], options.word_term)
-    return LossSums(terms, metrics)
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+    words = parts.encoder.features(states["masked"]) if options.tlm_weight else None
+    predictions = [] if words is None else [Prediction(options.word_term, words)]
+    if not options.moco_weight:
+        return Losses(predictions)
+    loss, right, age = contrast(parts, states, options)
+    return Losses(predictions, {"moco": loss}, {"contrastive_accuracy": (right, "moco"), "queue_age": (age, "moco")})
 
 
-def contrast(parts: Parts, batch: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def contrast(parts: Parts, states: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over pairs: L_MoCo, pairs whose translation is nearer than the whole queue, mean age of the queue."""
     moco: Moco = parts.companion
-    training = parts.encoder.training
-    zq_BD = project(parts.encoder, parts.heads, batch, "query")
-    zk_BD = moco.keys(batch, train=training, keep=training)
+    zq_BD, zk_BD = parts.heads(states["query"]), states["beside"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
     negative_BK = zq_BD @ moco.queue.keys.to(zq_BD.dtype).T
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature

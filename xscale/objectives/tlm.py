@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xscale import rng
-from xscale.data import collate as arrays
-from xscale.data.collate import Context, MicroBatch
+from xscale.data.collate import Context, Piece, masked_lm
 from xscale.data.encode import Example, fit_pairs, join_segments
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
@@ -23,17 +22,16 @@ class Options(mlm.MaskedOptions):
 _SWAP = rng.key("tlm", "swap")
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> MicroBatch:
+def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
     """Samples are single pairs."""
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
-    return arrays.masked_lm(
+    return masked_lm(
         join_segments(context.encoder, sequences, context.language_ids, options.reset_positions),
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
-        position_ids=options.reset_positions,
         language_embeddings=options.language_embeddings,
         too_long=too_long,
     )

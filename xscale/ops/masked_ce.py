@@ -8,137 +8,136 @@ On CUDA one kernel (masked_ce_triton.py) makes a chunk's losses and puts the gra
 """
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK, BLOCK = 1024, 64
-"""Rows. Fewer in a chunk would read the weight too often; a block's fp32 probabilities should stay in a CPU's cache."""
+ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
+"""Rows, bytes, rows. Each chunk reads and writes the weight's gradient in fp32: at V = 250k with fewer than 4,000 rows
+that takes a GPU as long as the product. A block's fp32 probabilities should stay in a CPU's cache."""
 
 FP16_SCALE = 4096.0
 """Of the logits' gradients in fp16, taken off in fp32: they stay apart from 0 down to 2e-11, and finite up to 16."""
 
 
+def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
+    """The most rows of a chunk, on a type of device, for logits of `itemsize` bytes; none has less than half of it
+    where there are more rows."""
+    return max(ROWS, GPU_LOGITS // (vocabulary * itemsize)) if device == "cuda" else ROWS
+
+
 def masked_cross_entropy(
-    rows_MH: Tensor,
+    features_MH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
     labels_M: Tensor,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """`x = F.linear(rows, weight, bias).float(); F.cross_entropy(x, labels, reduction="sum", label_smoothing=...) +
-    z_loss * x.logsumexp(-1).square().sum(), (x.argmax(-1) == labels).sum()`.
+    weights_M: Tensor | None = None,
+    largest: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
+    label_smoothing=...) + z_loss * x.logsumexp(-1).square(); largest * (weights * losses).sum(), losses.detach(),
+    x.argmax(-1) == labels`.
 
-    The loss is fp32 whatever the inputs are (fp64 of fp64). So are the sums that make the gradients, which are cast
+    Weights are constants from 0 to 1 (None: all 1): a row's own weight over the `largest`, which small halves could
+    not hold. A row of weight 0 adds exactly 0 to every gradient; its label is valid like any other.
+    The losses are fp32 whatever the inputs are (fp64 of fp64). So are the sums that make the gradients, which are cast
     after they met the incoming gradient: what a loss scale makes too large becomes inf. M = 0 gives 0.
     """
-    inputs = rows_MH, weight_VH, bias_V
-    device = rows_MH.device.type
-    if torch.is_autocast_enabled(device) and rows_MH.dtype != torch.float64:  # as F.linear
+    device, dtype = features_MH.device.type, features_MH.dtype
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear
         dtype = torch.get_autocast_dtype(device)
-        cast = (None if tensor is None else tensor.to(dtype) for tensor in inputs)
-        with torch.autocast(device, enabled=False):
-            return _ChunkedLoss.apply(*cast, labels_M, label_smoothing, z_loss, torch.is_grad_enabled())
-    return _ChunkedLoss.apply(*inputs, labels_M, label_smoothing, z_loss, torch.is_grad_enabled())
+    if weights_M is None:
+        weights_M = torch.ones_like(labels_M, dtype=torch.float32)
+    options = _Options(label_smoothing, z_loss, largest, dtype, torch.is_grad_enabled())
+    with torch.autocast(device, enabled=False):
+        return _ChunkedLoss.apply(features_MH, weight_VH, bias_V, labels_M, weights_M, options)
+
+
+class _Options(NamedTuple):
+    label_smoothing: float
+    z_loss: float
+    largest: float
+    dtype: torch.dtype
+    """Of products and logits."""
+    grad_enabled: bool
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        rows_MH: Tensor,
+        features_MH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
         labels_M: Tensor,
-        label_smoothing: float,
-        z_loss: float,
-        grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(rows_MH.dtype, torch.float32)
-        scale = FP16_SCALE if rows_MH.dtype == torch.float16 else 1.0
-        needed = [grad_enabled and wanted for wanted in ctx.needs_input_grad[:3]]
+        weights_M: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = features_MH, weight_VH, bias_V
+        wide = torch.promote_types(options.dtype, torch.float32)
+        wanted = [options.grad_enabled and needed for needed in ctx.needs_input_grad[:3]]
         sums = [
-            tensor.new_empty(tensor.shape, dtype=wide) if wanted and tensor is not None else None
-            for tensor, wanted in zip((rows_MH, weight_VH, bias_V), needed, strict=True)
+            tensor.new_empty(tensor.shape, dtype=wide) if needed and tensor is not None else None
+            for tensor, needed in zip(inputs, wanted, strict=True)
         ]
-        d_rows_MH, d_weight_VH, d_bias_V = sums
-        if d_bias_V is not None:
-            d_bias_V.zero_()
-        M, V = len(rows_MH), len(weight_VH)
-        kernel = _kernel(rows_MH)
-        chunks = max(1, round(M / CHUNK))
-        stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
-        buffer_CV = rows_MH.new_empty(-(-M // chunks), stride)[:, :V]
-        found = []
-        for start, end in pairwise(M * i // chunks for i in range(chunks + 1)):
-            rows_CH, labels_C, logits_CV = rows_MH[start:end], labels_M[start:end], buffer_CV[: end - start]
-            if kernel or bias_V is None:
-                torch.mm(rows_CH, weight_VH.T, out=logits_CV)
-            else:
-                torch.addmm(bias_V, rows_CH, weight_VH.T, out=logits_CV)
-            arguments = logits_CV, labels_C, label_smoothing, z_loss, scale if any(needed) else None
-            found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
-            if d_bias_V is not None:
-                d_bias_V += logits_CV.sum(0, dtype=wide) / scale
-            if d_rows_MH is not None:
-                _product(logits_CV, weight_VH, 1 / scale, out=d_rows_MH[start:end])
-            if d_weight_VH is not None:
-                _product(logits_CV.T, rows_CH, 1 / scale, out=d_weight_VH, add=start > 0)
-        loss, correct = (torch.cat(column).sum() for column in zip(*found, strict=True))
+        cast = [None if tensor is None else tensor.to(options.dtype) for tensor in inputs]
+        weights_M = weights_M.to(wide)
+        losses_M, right_M = _losses_and_sums(cast, labels_M, weights_M, options, sums)
         ctx.save_for_backward(*sums)
-        ctx.dtype = rows_MH.dtype
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
+        ctx.mark_non_differentiable(losses_M, right_M)
+        return options.largest * (weights_M * losses_M).sum(), losses_M, right_M
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = (
-            None if total is None else torch.mul(total, d_loss, out=torch.empty_like(total, dtype=ctx.dtype))
-            for total in ctx.saved_tensors
-        )
-        return *gradients, None, None, None, None
+    def backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if total is None else _scaled(total, d_loss, dtype) for total, dtype in found), None, None, None
 
 
-def _kernel(rows_MH: Tensor) -> Any:
-    """The module of the CUDA kernel, where it runs: Triton comes with CUDA builds of torch."""
-    if not rows_MH.is_cuda or rows_MH.dtype == torch.float64:
-        return None
-    from xscale.ops import masked_ce_triton
-
-    return masked_ce_triton
-
-
-def _losses_(
-    logits_CV: Tensor, labels_C: Tensor, label_smoothing: float, z_loss: float, scale: float | None
+def _losses_and_sums(
+    inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, sums: list[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """As masked_ce_triton.losses_, of logits with the bias in them, a block of rows at a time."""
-    V = logits_CV.shape[1]
-    wide = torch.promote_types(logits_CV.dtype, torch.float32)
-    buffer_BV = logits_CV.new_empty(min(BLOCK, len(logits_CV)), V, dtype=wide)
+    """Each row's loss, and whether its label is the best; `sums` become the gradients of features, weight and bias."""
+    features_MH, weight_VH, bias_V = inputs
+    M, V = len(features_MH), len(weight_VH)
+    scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
+    factors_M = weights_M * scale if any(total is not None for total in sums) else None
+    kernel = _kernel(features_MH)
+    chunks = max(1, -(-M // chunk_rows(features_MH.device.type, V, features_MH.itemsize)))
+    stride = -(-V // kernel.ALIGNED) * kernel.ALIGNED if kernel else V
+    buffer_CV = features_MH.new_empty(-(-M // chunks), stride)[:, :V]
     found = []
-    for logits_BV, labels_B1 in zip(logits_CV.split(BLOCK), labels_C[:, None].split(BLOCK), strict=True):
-        p_BV = torch.softmax(logits_BV, -1, dtype=wide, out=buffer_BV[: len(logits_BV)])
-        best_B1, guess_B1 = logits_BV.max(-1, keepdim=True)
-        p_best_B1, label_B1 = p_BV.gather(1, guess_B1), logits_BV.gather(1, labels_B1)
-        mean_B1 = logits_BV.mean(-1, keepdim=True, dtype=wide) if label_smoothing else best_B1
-        found.append((guess_B1, best_B1, p_best_B1, label_B1, mean_B1))
-        if scale is None:
-            continue
-        if z_loss:
-            p_BV *= 1 + 2 * z_loss * (best_B1 - p_best_B1.log())
-        if label_smoothing:
-            p_BV -= label_smoothing / V
-        d_logits_BV = p_BV.scatter_(1, labels_B1, p_BV.gather(1, labels_B1) - (1 - label_smoothing))
-        torch.mul(d_logits_BV, scale, out=logits_BV)
-    guess_C, *rest = (torch.cat(column)[:, 0] for column in zip(*found, strict=True))
-    best_C, p_best_C, label_C, mean_C = (column.to(wide) for column in rest)
-    log_p_C = p_best_C.log()
-    losses_C = (best_C - label_C) - log_p_C + label_smoothing * (label_C - mean_C)
-    return losses_C + z_loss * (best_C - log_p_C).square(), guess_C == labels_C
+    for start, end in pairwise(M * i // chunks for i in range(chunks + 1)):
+        features_CH, labels_C, logits_CV = features_MH[start:end], labels_M[start:end], buffer_CV[: end - start]
+        if kernel or bias_V is None:
+            torch.mm(features_CH, weight_VH.T, out=logits_CV)
+        else:
+            torch.addmm(bias_V, features_CH, weight_VH.T, out=logits_CV)
+        factors_C = None if factors_M is None else factors_M[start:end]
+        arguments = logits_CV, labels_C, factors_C, options.label_smoothing, options.z_loss
+        found.append(kernel.losses_(bias_V, *arguments) if kernel else _losses_(*arguments))
+        _add_gradients(logits_CV, features_CH, weight_VH, options.largest / scale, sums, start)
+    losses_M, right_M = (torch.cat(column) for column in zip(*found, strict=True))
+    return losses_M, right_M
+
+
+def _add_gradients(
+    d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
+) -> None:
+    """`scale` times the chunk's, whose rows begin at `start`: what `sums` hold before the first counts as 0."""
+    d_features_MH, d_weight_VH, d_bias_V = sums
+    if d_features_MH is not None:
+        _product(d_logits_CV, weight_VH, scale, out=d_features_MH[start : start + len(features_CH)])
+    if d_weight_VH is not None:
+        _product(d_logits_CV.T, features_CH, scale, out=d_weight_VH, add=start > 0)
+    if d_bias_V is not None:
+        total_V = d_logits_CV.sum(0, dtype=d_bias_V.dtype)
+        torch.add(d_bias_V if start else total_V.new_zeros(()), total_V, alpha=scale, out=d_bias_V)
 
 
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
@@ -147,6 +146,53 @@ def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False)
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, beta=old, alpha=scale, out_dtype=out.dtype, out=out)
     elif a.dtype == torch.bfloat16:  # on a CPU four times as fast as in fp32, for one more rounding of each chunk
-        torch.add(a @ b, out if add else 0.0, out=out)
+        torch.add(out if add else out.new_zeros(1, 1), a @ b, alpha=scale, out=out)  # of two matrices: in fp32
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=old, alpha=scale)
+
+
+def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product, in `dtype`. Without a pass over it where a CPU sees that it is the total itself: autograd copies
+    what is still needed for another backward pass."""
+    if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
+        return total
+    return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
+
+
+def _kernel(features_MH: Tensor) -> Any:
+    """The module of the CUDA kernel, where it runs: Triton comes with CUDA builds of torch."""
+    if not features_MH.is_cuda or features_MH.dtype == torch.float64:
+        return None
+    from xscale.ops import masked_ce_triton
+
+    return masked_ce_triton
+
+
+def _losses_(
+    logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """As masked_ce_triton.losses_, of logits with the bias in them, a block of rows at a time."""
+    C, V = logits_CV.shape
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)
+    found = []
+    for block in (slice(start, start + BLOCK) for start in range(0, max(C, 1), BLOCK)):
+        logits_BV, labels_B1 = logits_CV[block], labels_C[block, None]
+        p_BV = torch.softmax(logits_BV, -1, dtype=wide, out=buffer_BV[: len(logits_BV)])
+        best_B1, guess_B1 = logits_BV.max(-1, keepdim=True)
+        p_best_B1, label_B1 = p_BV.gather(1, guess_B1), logits_BV.gather(1, labels_B1)
+        mean_B1 = logits_BV.mean(-1, keepdim=True, dtype=wide) if label_smoothing else best_B1
+        found.append((guess_B1, best_B1, p_best_B1, label_B1, mean_B1))
+        if factors_C is None:
+            continue
+        if z_loss:
+            p_BV *= 1 + 2 * z_loss * (best_B1 - p_best_B1.log())
+        if label_smoothing:
+            p_BV -= label_smoothing / V
+        d_logits_BV = p_BV.scatter_(1, labels_B1, p_BV.gather(1, labels_B1) - (1 - label_smoothing))
+        torch.mul(d_logits_BV, factors_C[block, None], out=logits_BV)
+    guess_C, *rest = (torch.cat(column)[:, 0] for column in zip(*found, strict=True))
+    best_C, p_best_C, label_C, mean_C = (column.to(wide) for column in rest)
+    log_p_C = p_best_C.log()
+    losses_C = (best_C - label_C) - log_p_C + label_smoothing * (label_C - mean_C)
+    return losses_C + z_loss * (best_C - log_p_C).square(), guess_C == labels_C

@@ -16,23 +16,24 @@ def losses_(
     bias_V: Tensor | None,
     logits_CV: Tensor,
     labels_C: Tensor,
+    factors_C: Tensor | None,
     label_smoothing: float,
     z_loss: float,
-    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Of each row of logits + bias the loss, fp32, and whether the label is the (first) best.
 
-    Puts scale * d loss / d logits in the place of the logits, unless scale is None. A row's stride is a multiple of
-    `ALIGNED`; what lies between rows may be anything, and is overwritten.
+    Puts factor * d loss / d logits in the place of the logits, unless the factors (fp32) are None. A row's stride is a
+    multiple of `ALIGNED`; what lies between rows may be anything, and is overwritten.
     """
     C, V = logits_CV.shape
     stride = logits_CV.stride(0)
     assert stride % ALIGNED == 0 and logits_CV.stride(1) == 1
-    losses_C, right_C = torch.empty_like(labels_C, dtype=torch.float32), torch.empty_like(labels_C, dtype=torch.int32)
+    losses_C, right_C = (torch.empty_like(labels_C, dtype=dtype) for dtype in (torch.float32, torch.bool))
     bias = logits_CV if bias_V is None else F.pad(bias_V, (0, stride - V))
-    tensors = logits_CV, bias, labels_C.contiguous(), losses_C, right_C
-    numbers = stride, V, scale or 0.0, label_smoothing, z_loss
-    choices = {"BIAS": bias_V is not None, "SMOOTH": label_smoothing > 0, "GRADIENT": scale is not None}
+    factors = losses_C if factors_C is None else factors_C.contiguous()
+    tensors = logits_CV, bias, labels_C.contiguous(), factors, losses_C, right_C
+    numbers = stride, V, label_smoothing, z_loss
+    choices = {"BIAS": bias_V is not None, "SMOOTH": label_smoothing > 0, "GRADIENT": factors_C is not None}
     if C:
         with torch.cuda.device_of(logits_CV):
             softmax_losses[(C,)](*tensors, *numbers, **choices, **LAUNCH)
@@ -44,11 +45,11 @@ def softmax_losses(
     logits,
     bias,
     labels,
+    factors,
     losses,
     right,
     stride,
     V,
-    scale: tl.float32,
     label_smoothing: tl.float32,
     z_loss: tl.float32,
     BIAS: tl.constexpr,
@@ -86,8 +87,9 @@ def softmax_losses(
     if SMOOTH:
         loss += label_smoothing * (label_logit - tl.sum(of_all, 0) / V)
     tl.store(losses + row, loss)
-    tl.store(right + row, (guess == label).to(tl.int32))
+    tl.store(right + row, guess == label)
     if GRADIENT:
+        scale = tl.load(factors + row)
         factor = (1 + 2 * z_loss * log_sum) / denominator
         for start in range(0, stride, BLOCK):
             column = start + lane

@@ -1,0 +1,323 @@
+"""A plain reference: stock Hugging Face models on padded batches, dense logits, dense matrices, loops.
+
+It knows nothing of rows, gathers, flat encoders or a head with weights. Of a step's pieces it takes token ids, places
+that are masked, labels and numbers; of its samples, word links.
+
+Shape letters: B sequences, L tokens of the longest, V vocabulary, H hidden width, P pairs, K keys, N entries.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from xscale.data.collate import Piece
+from xscale.data.encode import Example, Sequences, TextEncoder
+
+Word = tuple[int, int]
+"""(side of the pair, number of the word)"""
+
+
+class Term(NamedTuple):
+    factor: float
+    total: Tensor
+    """Over its targets."""
+    targets: int
+    right: int = 0
+    """Targets predicted right."""
+
+
+# Pieces without their layout
+
+
+def split(values: Any, lengths: Any) -> list[list[Any]]:
+    ends = [int(lengths[:n].sum()) for n in range(len(lengths) + 1)]
+    return [values[a:b].tolist() for a, b in pairwise(ends)]
+
+
+def ids_of(sequences: Sequences) -> list[list[int]]:
+    return split(sequences.ids, sequences.lengths)
+
+
+def sequences_of(piece: Piece) -> tuple[list[list[int]], list[dict[int, int]]]:
+    """Ids of each sequence as the model sees them, and its labels by place: those of the piece's first term."""
+    inputs = ids_of(piece.sequences)
+    labels: list[dict[int, int]] = [{} for _ in inputs]
+    if "masked" not in piece.reads:
+        return inputs, labels
+    where = [(s, place) for s, ids in enumerate(inputs) for place in range(len(ids))]
+    first = next(iter(piece.labels.values()))
+    for place, label in zip(piece.reads["masked"].places.tolist(), first.tolist(), strict=True):
+        sequence, at = where[place]
+        labels[sequence][at] = label
+    return inputs, labels
+
+
+def originals(piece: Piece) -> list[list[int]]:
+    """Ids of each sequence before masking, where labels are what was masked."""
+    return [
+        [labels.get(place, token) for place, token in enumerate(ids)]
+        for ids, labels in zip(*sequences_of(piece), strict=True)
+    ]
+
+
+def part_of(sequences: Sequences, start: int, end: int) -> Sequences:
+    """Some of the sequences; without word numbers."""
+    a, b = (int(sequences.lengths[:n].sum()) for n in (start, end))
+    tokens = {name: getattr(sequences, name)[a:b] for name in ("ids", "positions", "languages")}
+    each = {name: getattr(sequences, name)[start:end] for name in ("lengths", "identities")}
+    return replace(sequences, **tokens, **each, words=None)
+
+
+# Models
+
+
+def run(model: Any, sequences: Sequences, types: bool = False) -> Any:
+    """Output of a Hugging Face model for a padded batch."""
+
+    def padded(values: Any, fill: int) -> Tensor:
+        return pad_sequence([torch.tensor(v) for v in split(values, sequences.lengths)], True, fill)
+
+    config, inputs = model.config, {}
+    ids_BL = padded(sequences.ids, config.pad_token_id)
+    if (sequences.positions != sequences.offsets).any():  # else the model counts for itself
+        first = config.pad_token_id + 1 if "roberta" in config.model_type else 0
+        inputs["position_ids"] = padded(sequences.positions, 0) + first
+    if types:
+        inputs["token_type_ids"] = padded(sequences.languages, 0)
+    mask_BL = pad_sequence([torch.ones(int(n), dtype=torch.long) for n in sequences.lengths], True)
+    return model(input_ids=ids_BL, attention_mask=mask_BL, output_hidden_states=True, **inputs)
+
+
+def head_of(lm: Any) -> tuple[Any, Callable[[Tensor], Tensor], Any, Any]:
+    """W1, GELU, LN and W of a masked-LM model: it says W(LN(GELU(W1 h)))."""
+    kind = lm.config.model_type
+    if kind == "bert":
+        transform = lm.cls.predictions.transform
+        return transform.dense, F.gelu, transform.LayerNorm, lm.cls.predictions.decoder
+    if kind == "xlm-roberta":
+        return lm.lm_head.dense, F.gelu, lm.lm_head.layer_norm, lm.lm_head.decoder
+    if kind == "modernbert":
+        return lm.head.dense, F.gelu, lm.head.norm, lm.decoder
+    assert kind == "distilbert"
+    return lm.vocab_transform, F.gelu, lm.vocab_layer_norm, lm.vocab_projector
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(self, logits_BLV: Tensor, labels: list[dict[int, int]]) -> tuple[Tensor, int, int]:
+        """Over all positions that have a label, -100 at the others: sum, how many, and how many are right."""
+        labels_BL = torch.full(logits_BLV.shape[:2], -100)
+        for sequence, of_sequence in enumerate(labels):
+            for place, label in of_sequence.items():
+                labels_BL[sequence, place] = label
+        x, y = logits_BLV.flatten(0, 1), labels_BL.flatten()
+        total = F.cross_entropy(x, y, reduction="sum", ignore_index=-100, label_smoothing=self.label_smoothing)
+        total = total + self.z_loss * (torch.logsumexp(x, -1).square() * (y != -100)).sum()
+        return total, int((y != -100).sum()), int((x.argmax(-1) == y).sum())
+
+
+# Objectives
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, and what a stream's companion holds, as stock modules and tensors."""
+
+    lm: Any
+    """Hugging Face's masked-LM model."""
+    heads: dict[str, Any]
+    """Stream -> the objective's own layers."""
+    frozen: dict[str, Any]
+    """Stream -> the second model, for PPA with its projection: (model, w1, w2)."""
+    queue_KD: Tensor | None = None
+    cross_entropy: CrossEntropy = CrossEntropy()
+
+
+def terms(
+    objective: str, model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+) -> dict[str, Term]:
+    """Of a stream's whole step. examples: its records."""
+    if objective == "alignlm":
+        return alignlm(model, stream, piece, examples, options, text)
+    if objective == "contextual":
+        return contextual(model, stream, piece, examples, options, text)
+    if objective == "ppa":
+        return ppa(model, stream, piece, examples, options, text)
+    found = {"mlm": words(model, piece)}
+    if objective == "align_mlm":
+        found["align"] = align(model, piece, options.alpha)
+    return found
+
+
+def words(model: Model, piece: Piece, factor: float = 1.0) -> Term:
+    """MLM and all that is one with it."""
+    logits_BLV = run(model.lm, piece.sequences, piece.types).logits
+    return Term(factor, *model.cross_entropy(logits_BLV, sequences_of(piece)[1]))
+
+
+def align(model: Model, piece: Piece, alpha: float) -> Term:
+    table_VH, sides = model.lm.get_input_embeddings().weight, []
+    for side in ("source", "target"):
+        ids, starts = (piece.arrays[f"{side}_{name}"].tolist() for name in ("ids", "starts"))
+        mean_NV = np.zeros((len(starts), len(table_VH)))
+        for n, (a, b) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+            for token in ids[a:b]:
+                mean_NV[n, token] += 1 / (b - a)
+        sides.append(torch.from_numpy(mean_NV) @ table_VH)
+    a_NH, b_NH = sides
+    cosine_N = (a_NH * b_NH).sum(-1) / (a_NH.square().sum(-1).sqrt() * b_NH.square().sum(-1).sqrt())
+    return Term(alpha, -cosine_N.sum(), len(cosine_N))
+
+
+def words_of(ids: list[int], sides: list[list[tuple[int, int]]], text: TextEncoder) -> list[Word | None]:
+    """For each token of `[CLS] S [SEP] T [SEP]` its word; None: special.
+
+    sides: each text's (token, word). The sequence may begin with either, and hold only the beginnings of both.
+    """
+    first = ids.index(text.sep_id) - 1
+    second = len(ids) - first - 3
+    for swap in (0, 1):
+        a, b = sides[swap][:first], sides[1 - swap][:second]
+        if ids == [text.cls_id, *(token for token, _ in a), text.sep_id, *(token for token, _ in b), text.sep_id]:
+            return [None, *((swap, w) for _, w in a), None, *((1 - swap, w) for _, w in b), None]
+    raise AssertionError("the sequence is not made of its pair")
+
+
+def sides_of(example: Example) -> list[list[tuple[int, int]]]:
+    assert example.words is not None
+    return [list(zip(ids, numbers, strict=True)) for ids, numbers in zip(example.ids, example.words, strict=True)]
+
+
+def links_of(links: str | None) -> set[tuple[int, int]]:
+    assert links is not None
+    return {(int(a), int(b)) for a, b in (link.split("-") for link in links.split())}
+
+
+def dense_A(words: list[Word | None], links: str | None, expand: str) -> Tensor:
+    """A[i, j] = 1 where tokens i and j are of linked words [L, L]."""
+    linked, m = links_of(links), len(words)
+    A = np.zeros((m, m))
+    for i in range(m):
+        for j in range(m):
+            a, b = words[i], words[j]
+            if a is None or b is None or a[0] == b[0]:
+                continue
+            link = (a[1], b[1]) if a[0] == 0 else (b[1], a[1])
+            first_pieces = words[i - 1] != a and words[j - 1] != b
+            if link in linked and (expand == "all" or first_pieces):
+                A[i, j] = 1
+    return torch.from_numpy(A)
+
+
+def alignlm(
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+) -> dict[str, Term]:
+    """Equations 1 to 11, with a matrix A for each pair and both predictions at every position."""
+    by_identity = {int(example.identity): example for example in examples}
+    H_BLH = run(model.lm, piece.sequences).hidden_states[-1]
+    A_BLL = H_BLH.new_zeros(*H_BLH.shape[:2], H_BLH.shape[1])
+    for b, (ids, identity) in enumerate(zip(originals(piece), piece.sequences.identities, strict=True)):
+        example = by_identity[int(identity)]
+        A = dense_A(words_of(ids, sides_of(example), text), example.links, options.expand)
+        A_BLL[b, : len(ids), : len(ids)] = A
+    H_star = A_BLL.transpose(1, 2) @ H_BLH
+    counts_BL = A_BLL.sum(1)
+    if options.normalize == "mean":
+        H_star = H_star / counts_BL.clamp(min=1)[..., None]
+    heads, (W1, GELU, LN, W) = model.heads[stream], head_of(model.lm)
+    mono_BLV = W(LN(heads.linear(GELU(W1(H_BLH)))))
+    bi_BLV = W(LN(heads.linear(GELU(heads.W3(heads.W2(H_star))))))
+    labels = sequences_of(piece)[1]
+    linked = [{i: label for i, label in of_sequence.items() if counts_BL[b, i]} for b, of_sequence in enumerate(labels)]
+    return {
+        "mono": Term(1.0, *model.cross_entropy(mono_BLV, labels)),
+        "bi": Term(options.bilingual_weight, *model.cross_entropy(bi_BLV, linked)),
+    }
+
+
+def contextual(
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+) -> dict[str, Term]:
+    """L and R, a link and a token at a time. The first half of the sequences is in the anchor language."""
+    P = len(piece.sequences.lengths) // 2
+    by_identity = {int(example.identity): example for example in examples}
+    ids = ids_of(piece.sequences)
+    now_BLH = run(model.lm, piece.sequences).hidden_states[-1]
+    with torch.no_grad():
+        then_PLH = run(model.frozen[stream], part_of(piece.sequences, 0, P)).hidden_states[-1]
+    L = R = now_BLH.new_zeros(())
+    links = tokens = 0
+    for p, identity in enumerate(piece.sequences.identities[:P]):
+        example = by_identity[int(identity)]
+        anchor = example.langs.index(options.anchor)
+        last: dict[Word, Tensor] = {}
+        for side, b in ((anchor, p), (1 - anchor, P + p)):
+            kept = sides_of(example)[side][: len(ids[b]) - 2]
+            assert ids[b] == [text.cls_id, *(token for token, _ in kept), text.sep_id]
+            last |= {(side, w): now_BLH[b, 1 + i] for i, (_, w) in enumerate(kept)}
+        for i, j in links_of(example.links):
+            if (0, i) in last and (1, j) in last:
+                L = L + (last[0, i] - last[1, j]).square().sum()
+                links += 1
+        for i in range(1, len(ids[p]) - 1):
+            R = R + (now_BLH[p, i] - then_PLH[p, i]).square().sum()
+            tokens += 1
+    return {"align": Term(1.0, L, links), "anchor": Term(options.anchor_weight, R, tokens)}
+
+
+def ppa(
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+) -> dict[str, Term]:
+    """Equations 2 to 4, a pair and a negative at a time."""
+    found, n = {}, len(piece.sequences.lengths)
+    P = len(piece.arrays["number"]) if options.moco_weight else 0
+    if options.tlm_weight:
+        masked = replace(piece, sequences=part_of(piece.sequences, 0, n - P))
+        found["mlm" if options.replace_tlm_with_mlm else "tlm"] = words(model, masked, options.tlm_weight)
+    if not options.moco_weight:
+        return found
+    zq_PD, zk_PD = views(model, stream, piece, options)
+    by_identity = {int(example.identity): example for example in examples}
+    assert piece.beside is not None
+    queries, keys = part_of(piece.sequences, n - P, n), piece.beside.sequences
+    for query, key, identity in zip(ids_of(queries), ids_of(keys), queries.identities, strict=True):
+        sides = [[text.cls_id, *ids, text.sep_id] for ids in by_identity[int(identity)].ids]
+        assert [query, key] in (sides, sides[::-1])
+    total, right = zq_PD.new_zeros(()), 0
+    negatives_KD = torch.empty(0, zq_PD.shape[1]) if model.queue_KD is None else model.queue_KD
+    for p in range(P):
+        positive = torch.exp(zq_PD[p] @ zk_PD[p] / options.temperature)
+        others = [torch.exp(zq_PD[p] @ k / options.temperature) for k in negatives_KD.to(zq_PD)]
+        total = total - torch.log(positive / (positive + sum(others)))
+        right += all(bool(positive > other) for other in others)
+    return {"moco": Term(options.moco_weight, total, P, right), **found}
+
+
+def views(model: Model, stream: str, piece: Piece, options: Any) -> tuple[Tensor, Tensor]:
+    """z of each pair's query view and, without gradient, of its key view [P, D]."""
+    n, P = len(piece.sequences.lengths), len(piece.arrays["number"])
+    assert piece.beside is not None
+    own = model.heads[stream]
+    zq = [
+        projected(h, own.w1.weight, own.w2.weight, options)
+        for h in run(model.lm, part_of(piece.sequences, n - P, n)).hidden_states[-1][:, 0]
+    ]
+    key, w1, w2 = model.frozen[stream]
+    with torch.no_grad():
+        zk = [projected(h, w1, w2, options) for h in run(key, piece.beside.sequences).last_hidden_state[:, 0]]
+    return torch.stack(zq), torch.stack(zk)
+
+
+def projected(cls_H: Tensor, w1: Tensor, w2: Tensor, options: Any) -> Tensor:
+    z = w2 @ torch.relu(w1 @ (cls_H / cls_H.square().sum().sqrt()))
+    return z / z.square().sum().sqrt() if options.normalize_z else z

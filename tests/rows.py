@@ -1,0 +1,146 @@
+"""One stream's piece on the way that a step takes: a row, one pass of encoder, gather and head. Also whole steps."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from xscale.data.collate import Piece
+from xscale.data.mixture import initial_state
+from xscale.data.row import Row, make_row
+from xscale.distributed import Place
+from xscale.job import Job
+from xscale.objectives import OBJECTIVES, Parts
+from xscale.step import RowPass, StepModule
+
+CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Of every module that imports it: two only wait for each other where tensors are as small as here."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class OneStream(StepModule):
+    """A StepModule of one stream with given parts."""
+
+    def __init__(self, objective: str, parts: Parts, options: Any):
+        nn.Module.__init__(self)
+        self.encoder = parts.encoder
+        self.heads = nn.ModuleDict({"s": parts.heads} if parts.heads is not None else {})
+        self.companions = {"s": parts.companion} if parts.companion is not None else {}
+        self.streams = {"s": (OBJECTIVES[objective], options)}
+        self.reported = []
+
+
+@dataclass
+class Sums:
+    terms: dict[str, Tensor]
+    """Sum over the targets of each term, with a graph."""
+    metrics: dict[str, tuple[float, str]]
+    """Sum of each metric, and the term by whose targets it is divided."""
+
+
+def sums(objective: str, parts: Parts, piece: Piece, options: Any, seed: int = 0) -> Sums:
+    """The companion reads once, and a row runs once for each term, with all other weights at 0."""
+    module = OneStream(objective, parts, options)
+    row_pass = RowPass(module, make_row({"s": piece}, LONGEST, FILLER), CPU, (seed,))
+    names = list(OBJECTIVES[objective].terms(options))
+    terms, reported = {}, torch.empty(0)
+    for name in names:
+        terms[name], reported = row_pass(module, {("s", n): float(n == name) for n in names})
+    assert not reported.requires_grad
+    numbers = dict(zip(module.reported, reported.tolist(), strict=True))
+    for name, total in terms.items():
+        losses = [value for key, value in numbers.items() if (key.name, key.term) == ("loss", name)]
+        assert torch.allclose(total.detach(), total.new_tensor(losses), rtol=1e-5, atol=1e-5)
+    return Sums(terms, {key.name: (value, key.term) for key, value in numbers.items() if key.name != "loss"})
+
+
+def gradients(loss: Tensor, *modules: nn.Module | None) -> dict[str, Tensor]:
+    """Of all parameters that have one."""
+    named = {f"{i}.{name}": p for i, m in enumerate(modules) if m is not None for name, p in m.named_parameters()}
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True, retain_graph=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def assert_same_gradients(
+    found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-9, floor: float = 1e-12
+) -> None:
+    """Of each parameter the difference's norm is within `rtol` of the gradient's, and `floor` of the whole's. What has
+    none by `expected` is 0."""
+    whole = torch.stack([gradient.double().norm() for gradient in expected.values()]).norm()
+    assert whole > 0 and found.keys() >= expected.keys()
+    for name, gradient in found.items():
+        other = expected.get(name, torch.zeros_like(gradient))
+        difference = float((gradient - other).norm())
+        assert difference <= rtol * float(other.norm()) + floor * float(whole), (name, difference, float(other.norm()))
+
+
+# Steps
+
+
+def rows_of_step(
+    job: Job, world: int = 1, max_tokens: int | None = None, steps: int = 1, **options: Any
+) -> Iterator[list[list[Row]]]:
+    """Rows of each of the first steps, by rank."""
+    job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=max_tokens)))
+    ranks = [
+        job.batches(Place(rank, world, rank, world), "cpu", initial_state(job.specs), steps, **options)
+        for rank in range(world)
+    ]
+    for batches in zip(*ranks, strict=True):
+        yield [batch.rows for batch in batches]
+
+
+def totals_of(rows: list[Row]) -> dict[tuple[str, str], int]:
+    return {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
+
+
+class PlainEngine:
+    """As much of DeepSpeed as step.optimizer_step touches: SGD, a mean over ranks, some steps skipped."""
+
+    def __init__(self, module: StepModule, skip: frozenset[int] | set[int] = frozenset(), lr: float = 0.1):
+        self.module, self.skip, self.lr, self.device = module, skip, lr, CPU
+        self.steps = self.skipped_steps = 0
+        self.optimizer = SimpleNamespace(loss_scale=1.0)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.module(*arguments)
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    def no_sync(self) -> AbstractContextManager:
+        return nullcontext()
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def allreduce_gradients(self) -> None:
+        for parameter in self.module.parameters() if dist.is_initialized() else ():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.steps in self.skip:
+            self.skipped_steps += 1
+        else:
+            for parameter in self.module.parameters():
+                parameter -= self.lr * parameter.grad
+        self.module.zero_grad()
+        self.steps += 1

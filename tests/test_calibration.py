@@ -1,0 +1,321 @@
+"""What samples will have in tokens, known before they are read; and the shape of rows that are filled up by it."""
+
+import json
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale.data import mixture as mixing
+from xscale.data.calibration import Calibration, Estimate, estimate, line
+from xscale.data.loader import like_samples, tokens_of_lengths
+from xscale.data.mixture import Mixture, StreamSpec, expected, fit, initial_state
+from xscale.distributed import Place
+from xscale.errors import UserError
+from xscale.job import Job, prepare
+from xscale.train import Trainer
+
+MAX_LENGTH = 128
+RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]
+
+
+@pytest.fixture(scope="module")
+def job(demo: Path):
+    """job(recipe, "key=value", ...): a calibrated job on the demo corpus. Each is measured once."""
+
+    @cache
+    def make(recipe: str, *sets: str) -> Job:
+        return prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+
+    return make
+
+
+def place(rank: int = 0, world: int = 1) -> Place:
+    return Place(rank, world, rank, world)
+
+
+def mixture_of(job: Job, rank: int = 0, world: int = 1, rows: int = 1) -> Mixture:
+    return job.mixture(place(rank, world), "cpu", job.specs, initial_state(job.specs), rows)
+
+
+# 1. Records
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=50), st.integers(1, 20), st.integers(-100, 100))
+def test_a_line_goes_through_its_points(lengths: list[int], tenths: int, base: int) -> None:
+    """Where tokens are a line of the bytes it is found; always are they right on average."""
+    x = np.array(lengths, dtype=float)
+    for y in (tenths / 10 * x + base + 200, np.random.default_rng(len(lengths)).uniform(1, 50, len(x))):
+        a, b = line(x, y)
+        assert a >= 0 and (a * x + b).mean() == pytest.approx(y.mean(), abs=0.01)
+    if len(set(lengths)) > 1:
+        assert line(x, tenths / 10 * x + base + 200) == pytest.approx((tenths / 10, base + 200), abs=0.02)
+
+
+def test_records_of_one_length_and_records_of_no_sense() -> None:
+    assert line(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
+    assert line(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), "a shorter record has not more tokens"
+    found = Calibration([0.5], {}, [(0.5, -30.0)])
+    assert found.promised(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
+
+
+def test_records_of_all_shards_tell_a_source_s_line(text_encoder) -> None:
+    """A source that begins otherwise than it goes on; and of each record some bytes hold no text."""
+
+    class Source:
+        counts = np.array([50, 3, 500])
+
+        def read(self, shard: int, record: int) -> Any:
+            return SimpleNamespace(texts=("a " * self.words(shard, record), "b"))
+
+        def words(self, shard: int, record: int) -> int:
+            return 3 if shard == 0 else 5 + record % 40
+
+        def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+            return np.array([60 + 2 * self.words(shard, record) for record in records.tolist()])
+
+    source: Any = Source()
+    assert tokens_of_lengths(source, text_encoder) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
+
+
+# 2. Streams
+
+
+def read(promised: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
+    """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
+    groups = like_samples(promised, max_length)
+    lengths = [true[group][true[group] > 0] for group in groups]
+    return estimate(promised, groups, lengths, max_length)
+
+
+def test_an_estimate_of_known_samples() -> None:
+    rng = np.random.default_rng(0)
+    promised = rng.lognormal(3.5, 0.6, 2048)
+    over = promised > MAX_LENGTH
+    for factor, noise, beyond in ((1.0, 0.1, 0.0), (1.5, 1.0, 190.0), (0.9, 0.0, 128.0)):
+        true = np.where(over, beyond, promised * factor + rng.normal(0, np.sqrt(noise * factor * promised)))
+        found = read(promised, true)
+        assert found.ratio == pytest.approx(factor, rel=0.02)
+        assert found.beyond == pytest.approx(beyond, abs=0.1)
+        assert found.noise == pytest.approx(noise, rel=0.4, abs=0.01)
+        assert found.tokens == pytest.approx(true.mean(), rel=0.02)
+        estimated = found.of(promised, MAX_LENGTH)
+        assert estimated.dtype == np.int64 and estimated.sum() == pytest.approx(true.sum(), rel=0.02)
+        assert (np.abs(estimated[over] - beyond) <= 0.5).all()
+        # The variance of rows is that of their samples, and of the ratio, which is the same error in all of them.
+        rows = np.arange(2048) % 16
+        errors = np.bincount(rows, weights=true - estimated)
+        promise = float(np.sqrt(found.variance(np.bincount(rows, weights=estimated)).mean()))
+        assert errors.std() <= 2 * promise + 10 and (noise == 0 or errors.std() >= promise / 3)
+    assert found.variance(np.array([0.0])) == 0 and Estimate().variance(np.array([500.0])) == 0
+
+
+def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
+    promised = np.linspace(5, 100, 2048)
+    assert read(promised, promised).beyond is None
+    assert read(promised, promised).of(np.array([300.0]), MAX_LENGTH).tolist() == [300]
+    dropped = read(promised + 200, np.zeros(2048))
+    assert (dropped.ratio, dropped.beyond, dropped.tokens, dropped.noise) == (1.0, 0.0, 0.0, 0.0)
+    cut = read(promised + 200, np.full(2048, 128.0))
+    assert (cut.ratio, cut.beyond, cut.tokens) == (1.0, 128.0, 128.0)
+
+
+def test_streams_without_an_estimate_of_their_own() -> None:
+    found = Calibration([0.2], {"ppa": Estimate(1.5)})
+    assert found.of("ppa") == found.of("ppa.prefill") == Estimate(1.5)
+    assert found.of("tlm") == Estimate() and found.of("tlm").of(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
+
+
+def test_it_is_kept_as_json(job) -> None:
+    found = job("mixed").calibration
+    kept = json.loads(json.dumps(found.to_dict()))
+    assert Calibration.from_dict(kept) == found
+    # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
+    checkpoint: Any = SimpleNamespace(manifest={"calibration": kept})
+    nobody: Any = None
+    assert Trainer.calibration(nobody, checkpoint) == found
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_have_as_many_tokens_as_estimated(job, recipe: str) -> None:
+    """Over some steps within 1.5 %, and each row as closely as its variance says."""
+    made = job(recipe, "train.max_tokens=1500")
+    mixture, dataset = mixture_of(made), made.dataset(made.specs)
+    errors, totals, sequences = [], np.zeros(2), np.zeros(2)
+    for _ in range(8):
+        start = mixture.state
+        tokens, variance, counts = expected(mixture, mixture.next_cut(), rows=1)
+        mixture.state = start
+        rows = dataset[mixture.next_step()].rows
+        found = np.array([row.work.tokens for row in rows])
+        errors += list((found - tokens) / np.sqrt(variance))
+        totals += found.sum(), tokens.sum()
+        sequences += sum(int((row.inputs.tokens.lengths > 0).sum()) for row in rows), counts.sum()
+    assert totals[0] == pytest.approx(totals[1], rel=0.015)
+    assert sequences[0] == pytest.approx(sequences[1], rel=0.02)
+    assert 0.3 < np.sqrt(np.mean(np.square(errors))) < 2
+
+
+def test_long_pairs_are_estimated_as_what_becomes_of_them(job) -> None:
+    """Where a third is over the length: dropped or cut, the sum is right."""
+    for overlong in ("drop", "truncate"):
+        made = job("tlm", "data.max_length=28", f"data.overlong={overlong}")
+        mixture, dataset = mixture_of(made), made.dataset(made.specs)
+        beyond = made.calibration.of("tlm").beyond
+        assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
+        found = []
+        for _ in range(4):
+            start = mixture.state
+            estimated = sum(int(tokens.sum()) for tokens in mixture.next_cut().tokens.values())
+            mixture.state = start
+            batch = dataset[mixture.next_step()]
+            found.append([batch.total("too_long") / 128, batch.work().tokens / estimated])
+        too_long, ratio = np.mean(found, axis=0)
+        assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
+
+
+def test_the_same_everywhere(job, demo: Path) -> None:
+    """On each rank, at each resume, with other rows and another number of samples a step."""
+    found = job("ppa").calibration
+    assert prepare("ppa", ["data.workers=0"], [demo]).calibrated().calibration == found
+    assert job("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
+    assert job("ppa", "train.seed=1").calibration != found
+
+
+def test_tokens_instead_of_samples(job) -> None:
+    """As many samples as have so many tokens, within 5 %: of texts read twice fewer."""
+    for recipe, stream, tokens in (("tlm", "tlm", 5000), ("ppa", "ppa", 5000), ("mlm", "mlm", 3000)):
+        made = job(recipe, f"streams.{stream}.samples=null", f"streams.{stream}.tokens={tokens}")
+        mixture, dataset = mixture_of(made), made.dataset(made.specs)
+        found = [dataset[mixture.next_step()].work().tokens for _ in range(6)]
+        assert np.mean(found) == pytest.approx(tokens, rel=0.05)
+        few = job("tlm", "streams.tlm.samples=null", "streams.tlm.tokens=1")
+    assert few.specs[0].samples == 1
+
+
+def test_tokens_meet_the_checks_of_samples(job) -> None:
+    sets = ["streams.ppa.samples=null", "streams.ppa.tokens=50_000", "streams.ppa.queue_size=100"]
+    with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 100 keys cannot hold the 1,?\d+ of one step"):
+        job("ppa", *sets)
+
+
+# 3. The shape of rows
+
+
+def test_the_fit_is_a_pure_function(job) -> None:
+    """Of data, recipe, seed, world and max_tokens: the same on every rank, whatever was drawn before."""
+    made = job("mixed", "train.max_tokens=1024")
+    mixture = mixture_of(made, rank=0, world=3)
+    first, start = fit(mixture, MAX_LENGTH), json.dumps(mixture.state)
+    assert json.dumps(mixture.state) == start == json.dumps(initial_state(made.specs)) and mixture.rows == 1
+    assert fit(mixture_of(made, rank=2, world=3), MAX_LENGTH) == first == made.fit(place(1, 3), "cpu")
+    assert made.fit(place(1, 2), "cpu") != first
+
+
+MORE = {"mixed": 4, "tlm": 4, "mlm": 2, "alignlm": 16, "ppa": 4, "xlm": 2, "contextual": 32}
+"""Times the shipped samples, so that a step has about 15,000 tokens: few make steps that differ by more than 8 %."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("world", "max_tokens"), [(2, 4096), (1, 16384)])
+def test_rows_are_nearly_full(job, demo: Path, recipe: str, world: int, max_tokens: int) -> None:
+    """Compiled rows hold 92 % real tokens, and nearly all of them fit; by counted tokens."""
+    measured = job(recipe)
+    samples = {name: MORE[recipe] * stream.samples for name, stream in measured.recipe.streams.items()}
+    sets = [
+        "data.workers=0",
+        f"train.max_tokens={max_tokens}",
+        *(f"streams.{n}.samples={k}" for n, k in samples.items()),
+    ]
+    made = prepare(recipe, sets, [demo]).calibrated(measured.calibration)
+    rows, shape = made.fit(place(0, world), "cpu")
+    assert shape.tokens <= max_tokens
+    dataset, ranks = made.dataset(made.specs, shape), [mixture_of(made, rank, world, rows) for rank in range(world)]
+    found = [row for _ in range(3) for rank in ranks for row in dataset[rank.next_step()].rows]
+    filled = [(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) == tuple(shape) for row in found]
+    assert sum(row.work.tokens for row in found) >= 0.92 * shape.tokens * len(found)
+    assert sum(filled) >= len(found) - 1
+    assert len(found) == 3 * world * rows
+
+
+def fake(spread: float, noise: float, samples: int, world: int, max_tokens: int) -> Mixture:
+    """Samples of about 50 tokens, of one source, each a record."""
+
+    class Source:
+        name, fingerprint, records = "en-de", "x", 100_000
+        counts = np.array([100_000])
+        sizes = np.random.default_rng(0).normal(50, 50 * spread, 100_000).clip(5, 120)
+
+        def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+            return self.sizes[records]
+
+    source: Any = Source()
+    found = Calibration([1.0], {"s": Estimate(1.0, noise=noise, counted=10**9)})
+    specs = [StreamSpec("s", (0,), samples, packed=False)]
+    return Mixture(
+        specs, [source], found, seed=0, alpha=0.7, max_length=MAX_LENGTH, max_tokens=max_tokens, rank=0, world=world
+    )
+
+
+@pytest.mark.parametrize(("spread", "noise"), [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.5, 1.0)])
+def test_room_is_left_for_what_differs(spread: float, noise: float) -> None:
+    """Steps by the spread of lengths, rows by the noise of estimates; 2.6 standard deviations over the mean."""
+    mixture = fake(spread, noise, samples=256, world=4, max_tokens=1 << 20)
+    rows, shape = fit(mixture, MAX_LENGTH)
+    mean = 64 * 50
+    sigma = np.sqrt((64 * 50 * spread) ** 2 / 256 + noise * mean)
+    assert rows == 1 and mean + 1.8 * sigma - 20 <= shape.tokens <= mean + 3.5 * sigma + 30
+    rng, fits = np.random.default_rng(1), []
+    for _ in range(200):
+        tokens, _, sequences = expected(mixture, mixture.next_cut(), rows)
+        true = tokens + rng.normal(0, 1, len(tokens)) * np.sqrt(noise * tokens)
+        fits += list(true <= shape.tokens)
+        fillers = np.ceil((shape.tokens - true) / MAX_LENGTH)
+        assert (sequences + fillers <= shape.sequences).all()
+    assert np.mean(fits) >= 0.985
+
+
+def test_a_shape_is_within_the_budget() -> None:
+    """Rows are cut to have room for their noise too: one more row where there is none."""
+    mixture = fake(0.3, 20.0, samples=256, world=1, max_tokens=4600)
+    assert mixture.next_cut().rows == 3
+    mixture.state = initial_state(mixture.streams)
+    rows, shape = fit(mixture, MAX_LENGTH)
+    assert rows == 4 and shape.tokens <= 4600
+    alone = fake(0.0, 0.0, samples=4, world=1, max_tokens=40)
+    rows, shape = fit(alone, MAX_LENGTH)
+    assert rows == 4 and shape.tokens >= 50, "one sample is over the budget"
+
+
+def test_large_steps_are_fitted_by_few() -> None:
+    """Planning a step of a thousand ranks takes tens of milliseconds."""
+    for samples, steps in ((8, mixing.MAX_STEPS), (2048, 16), (65_536, mixing.MIN_STEPS)):
+        mixture = fake(0.3, 0.1, samples, world=1, max_tokens=1 << 30)
+        drawn, next_cut = [], mixture.next_cut
+        mixture.next_cut = lambda: drawn.append(1) or next_cut()  # type: ignore[method-assign]  # noqa: B023
+        fit(mixture, MAX_LENGTH)
+        assert len(drawn) == steps
+
+
+def test_rows_that_are_not_compiled_are_not_filled(job) -> None:
+    made = job("mixed", "train.max_tokens=700")
+    for batch in made.batches(place(), "cpu", initial_state(made.specs), 2):
+        assert len(batch.rows) > 3
+        for row in batch.rows:
+            assert len(row.inputs.tokens.input_ids) == row.work.tokens and (row.inputs.tokens.lengths > 0).all()
+
+
+def test_a_row_over_the_shape_is_left_as_it_is(job) -> None:
+    made = job("tlm")
+    rows, shape = made.fit(place(), "cpu")
+    tight = made.batches(place(), "cpu", initial_state(made.specs), 2, fitted=(rows, shape._replace(tokens=1000)))
+    for batch in tight:
+        assert [len(row.inputs.tokens.input_ids) for row in batch.rows] == [row.work.tokens for row in batch.rows]
+    for batch in made.batches(place(), "cpu", initial_state(made.specs), 2, fitted=(rows, shape)):
+        assert {len(row.inputs.tokens.input_ids) for row in batch.rows} == {shape.tokens}

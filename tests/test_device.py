@@ -1,0 +1,150 @@
+"""What a step asks of the device: the host does not wait for it, one copy moves all, activations are computed again."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import launch
+from tests.rows import CPU, rows_of_step, totals_of
+from xscale import checkpoint
+from xscale.data.row import Row
+from xscale.job import Job
+from xscale.step import RowPass, StepModule, by_one_buffer, step_weights, to_device
+
+SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "align_mlm=3"]
+
+
+@pytest.fixture(scope="module")
+def job(demo: Path) -> Job:
+    sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
+    sets += ["data.workers=0", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
+    return launch.job_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+
+
+@pytest.fixture(scope="module")
+def row(job: Job) -> Row:
+    ((row,),) = next(rows_of_step(job))
+    return row
+
+
+class Waits(TorchDispatchMode):
+    """Operations whose result's size or value the host needs: it would wait for the device."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.startswith(self.NAMES):
+            self.found[name] += 1
+        if name.startswith(("index", "_unsafe_index")) and len(args) > 1 and isinstance(args[1], list | tuple):
+            self.found += Counter(f"{name} by a mask" for i in args[1] if i is not None and i.dtype == torch.bool)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_the_device(job: Job, row: Row) -> None:
+    """Forward, backward and the companions' update of a row of all objectives. But for the weights of the predictions,
+    which come from the host, and on a CPU the head, which looks whether the incoming gradient is 1."""
+    module = StepModule(job.encoder(), job.recipe)
+    weights = step_weights(job.recipe, totals_of([row]), 0)
+    row_pass = RowPass(module, row, CPU, (0,))
+    with Waits() as waits:
+        row_pass.beside = module.read_beside(row_pass.inputs)
+        loss, _ = row_pass(module, weights)
+    assert waits.found == Counter(lift_fresh=1)
+    with Waits() as waits:
+        loss.backward()
+    assert waits.found == Counter(_local_scalar_dense=3), "features, weight and bias of the head"
+    with Waits() as waits:
+        for companion in module.companions.values():
+            companion.update(applied=True)
+    assert not waits.found
+    for wait in (lambda x: x.item(), lambda x: x[x > 0], lambda x: bool(x.any()), lambda x: x + torch.tensor(1.0)):
+        with Waits() as waits:
+            wait(torch.ones(3)[1:2])
+        assert waits.found, "the watch sees nothing"
+
+
+def saved_bytes(module: nn.Module, call: Any) -> int:
+    """Bytes that the forward pass keeps for the backward pass beside the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        if t.untyped_storage().data_ptr() not in weights:
+            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call()
+    return sum(kept.values())
+
+
+def test_checkpointed_activations_give_the_same_step(demo: Path, row: Row) -> None:
+    """Bit for bit, with dropout; half as much is kept. The momentum encoder, without backward pass, stays as it is."""
+    found = []
+    for on in ("false", "true"):
+        sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
+        sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
+        job = launch.job_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+        module = StepModule(job.encoder(), job.recipe)
+        row_pass = RowPass(module, row, CPU, (0,))
+        loss, _ = row_pass(module, step_weights(job.recipe, totals_of([row]), 0))
+        loss.backward()
+        inputs = to_device(row.inputs, CPU)
+        kept = saved_bytes(module, lambda m=module, i=inputs: m.encoder(i.tokens))
+        found.append((loss.detach(), {name: p.grad for name, p in module.named_parameters()}, kept))
+    (loss, gradients, kept), (other, others, less) = found
+    assert torch.equal(loss, other) and gradients.keys() == others.keys()
+    assert all(torch.equal(others[name], g) for name, g in gradients.items())
+    assert less < kept / 2
+
+
+@pytest.mark.slow
+def test_compiled_and_checkpointed_training_is_the_same(demo: Path, tmp_path: Path) -> None:
+    """6 steps of the recipe `mixed`, generated code, rows filled up, dropout off, gradient norms measured."""
+    curves = []
+    for on in ("false", "true"):
+        out = tmp_path / on
+        sets = ["model.dropout=0.0", "train.measure_every=3", f"train.compile={on}", "train.max_tokens=1500"]
+        sets += [f"train.activation_checkpointing={on}", "streams.ppa.queue_size=50"]
+        arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--out", str(out)]
+        launch.run(1, [*arguments, "--steps", "6", "--set", *sets], timeout=900)
+        curves.append(launch.metrics(out))
+    for plain, compiled in zip(*curves, strict=True):
+        names = [name for name in plain if name.startswith(("loss", "grad_norm", "accuracy", "tokens"))]
+        names.remove("tokens_per_s")
+        assert {name: compiled[name] for name in names} == pytest.approx({n: plain[n] for n in names}, rel=1e-4)
+
+
+def test_one_copy_moves_all_arrays() -> None:
+    r = np.random.default_rng(0)
+    arrays = [
+        r.integers(0, 99, (3, 5)), np.empty(0, dtype=np.int64), r.integers(0, 9, 7, np.int32),
+        np.empty((0, 5), dtype=np.int32), np.array([True, False, True]), r.random((2, 3, 4)),
+    ]  # fmt: skip
+    moved = list(by_one_buffer(arrays, CPU))
+    for tensor, array in zip(moved, arrays, strict=True):
+        assert tensor.numpy().dtype == array.dtype and np.array_equal(tensor.numpy(), array)
+        assert tensor.data_ptr() % 16 == 0 or not array.size
+    assert len({t.untyped_storage().data_ptr() for t in moved}) == 1
+
+
+def test_counters_move_to_where_the_fused_optimizer_reads_them() -> None:
+    here, there, plain = (nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta", "meta"))
+    groups = [{"params": [here, there], "fused": True}, {"params": [plain]}]
+    optimizer = torch.optim.AdamW(groups)
+    for p in (here, there, plain):
+        optimizer.state[p] = {"step": torch.tensor(7.0), "exp_avg": torch.zeros_like(p)}
+    checkpoint.move_counters(optimizer)
+    assert [optimizer.state[p]["step"].device.type for p in (here, there, plain)] == ["cpu", "meta", "cpu"]
+    assert optimizer.state[here]["step"] == 7

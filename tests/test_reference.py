@@ -1,0 +1,412 @@
+"""The central proof: in fp64 a step through rows equals a plain padded PyTorch reference that knows nothing of them."""
+
+import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfig, XLMRobertaConfig
+
+from tests import launch, plain
+from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
+from xscale import step
+from xscale.config import RECIPES
+from xscale.data.collate import Piece
+from xscale.data.encode import Example
+from xscale.data.mixture import initial_state
+from xscale.data.row import Row, make_row
+from xscale.distributed import Place
+from xscale.job import Job
+from xscale.objectives import OBJECTIVES
+from xscale.step import Reported, RowPass, StepModule, StepSums, optimizer_step, step_weights
+
+SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
+"""For every recipe."""
+PPA = ["streams.ppa.samples=7", "streams.ppa.mask_prob=0.3"]
+MOCO = [*PPA, "streams.ppa.queue_size=11", "streams.ppa.projection=20"]
+SIZES = {
+    "align_mlm": ["streams.align_mlm.samples=6"],
+    "alignlm": ["streams.alignlm.samples=9", "data.overlong=truncate"],
+    "contextual": ["streams.contextual.samples=7", "streams.contextual.anchor_weight=0.7"],
+    "dict_mlm": ["streams.dict_mlm.samples=6", "train.label_smoothing=0.1"],
+    "mixed": [
+        "streams.mlm.samples=3", "streams.tlm.samples=4", "streams.tlm.warm_in=4", "streams.alignlm.samples=5",
+        "streams.alignlm.weight=2.5", "streams.ppa.samples=3", "streams.ppa.queue_size=9",
+        "streams.align_mlm.samples=1", "streams.align_mlm.pairs_per_step=50", "train.z_loss=0.001",
+    ],
+    "mlm": ["streams.mlm.samples=7", "train.z_loss=0.01"],
+    "ppa": [*MOCO, "streams.ppa.moco_weight=0.3"],
+    "ppa_mlm": MOCO,
+    "ppa_no_moco": PPA,
+    "ppa_no_tlm": [*MOCO, "streams.ppa.samples=11"],
+    "tlm": ["streams.tlm.samples=11", "data.overlong=truncate"],
+    "xlm": ["streams.mlm.samples=5", "streams.tlm.samples=6", "streams.tlm.weight=0.3", "streams.tlm.whole_word=true"],
+}  # fmt: skip
+"""Of each shipped recipe."""
+BERT = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+DISTIL = {"dim": 32, "n_layers": 3, "n_heads": 2, "hidden_dim": 48}
+MODERN = ["full_attention", "sliding_attention", "sliding_attention"]
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "xlm": (XLMRobertaConfig, BERT | {"max_position_embeddings": 40, "type_vocab_size": 1}),
+    "mixed": (ModernBertConfig, BERT | {"local_attention": 8, "layer_types": MODERN}),
+    "ppa": (DistilBertConfig, DISTIL | {"max_position_embeddings": 40}),
+}
+"""Models of other types than BERT, for some recipes."""
+CUTS = {"one row": (1, 4096), "rows": (1, 64), "two ranks": (2, 100), "four ranks": (4, 64)}
+"""(ranks, train.max_tokens)"""
+
+
+def prepare(demo: Path, recipe: str, *sets: str) -> Job:
+    arguments = ["--ds_config", "x.json", "--recipe", recipe, "--data", str(demo)]
+    return launch.job_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
+
+
+def make_module(job: Job, dtype: torch.dtype = torch.float64) -> StepModule:
+    """Companions and trained weights have moved apart, the queue holds some keys."""
+    module = StepModule(job.encoder(), job.recipe).to(dtype)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p) * 0.05)
+    for companion in module.companions.values():
+        if hasattr(companion, "queue"):
+            size, width = companion.queue.ring_KD.shape
+            companion.queue.push(nn.functional.normalize(torch.randn(size - 4, width), dim=-1), 0)
+    return module
+
+
+# The reference
+
+
+@dataclass(frozen=True)
+class Case:
+    job: Job
+    module: StepModule
+    model: plain.Model
+    pieces: dict[str, Piece]
+    """The whole first step."""
+    terms: dict[str, dict[str, plain.Term]]
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    """Of the parameters that the loss depends on."""
+
+
+def make_case(job: Job) -> Case:
+    module = make_module(job)
+    pieces, examples = samples_of(job)
+    model = plain_model(module, job)
+    terms = {
+        name: plain.terms(stream.objective, model, name, pieces[name], examples[name], stream.options, job.text)
+        for name, stream in job.recipe.streams.items()
+    }
+    shares = []
+    for name, found in terms.items():
+        stream = job.recipe.streams[name]
+        rising = 1 / stream.warm_in if stream.warm_in else 1.0
+        shares += [stream.weight * rising * term.factor * term.total / term.targets for term in found.values()]
+    loss: Any = sum(shares)
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    kept = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
+    return Case(job, module, model, pieces, terms, loss.detach(), kept)
+
+
+def plain_model(module: StepModule, job: Job) -> plain.Model:
+    frozen: dict[str, Any] = {}
+    queue = None
+    for stream, companion in module.companions.items():
+        if hasattr(companion, "queue"):
+            encoder, projection = copy.deepcopy(companion.momentum.masters).double().train()
+            frozen[stream] = encoder.lm, projection.w1.weight, projection.w2.weight
+            queue = companion.queue.keys.clone()
+        else:
+            frozen[stream] = copy.deepcopy(companion.initial.lm).double()
+    entropy = plain.CrossEntropy(job.recipe.train.label_smoothing, job.recipe.train.z_loss)
+    return plain.Model(module.encoder.lm, dict(module.heads.items()), frozen, queue, entropy)
+
+
+def samples_of(job: Job) -> tuple[dict[str, Piece], dict[str, list[Example]]]:
+    """The first step as one piece of each stream, and its records."""
+    (pieces,) = launch.pieces_of(job, 1)
+    draws, _ = job.mixture(Place(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).draw()
+    dataset = job.dataset(job.specs)
+    return pieces, {stream: list(dataset._examples(stream, [draw])) for stream, draw in draws.items()}
+
+
+@pytest.fixture(scope="module")
+def case(demo: Path, request: pytest.FixtureRequest) -> Case:
+    return make_case(prepare(demo, request.param))
+
+
+# 1. A step
+
+
+def forward(row_pass: RowPass, module: StepModule, weights: step.Weights) -> tuple[Tensor, Tensor]:
+    """As `row_pass(module, weights)`, which rounds a prediction's weight to fp32, with exact weights."""
+    of_term = torch.tensor([weights[term] for term in row_pass.row.predictions], dtype=torch.float64)
+    weights_M = of_term.repeat_interleave(torch.tensor(list(row_pass.row.predictions.values()), dtype=torch.int64))
+    largest = max(weights.values())
+    return module(row_pass.row, row_pass.inputs, row_pass.beside, weights, weights_M / largest, largest)
+
+
+def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
+    module, recipe = case.module, case.job.recipe
+    totals = totals_of([row for rows in ranks for row in rows])
+    weights = step_weights(recipe, totals, 0)
+    module.zero_grad()
+    loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
+    for rank, rows in enumerate(ranks):
+        for number, row in enumerate(rows):
+            row_loss, reported_K = forward(RowPass(module, row, CPU, (0, number, rank)), module, weights)
+            row_loss.backward()
+            loss, numbers = loss + row_loss.detach(), numbers + reported_K
+    shares = StepSums(module.reported, numbers).shares(numbers.tolist(), recipe, totals)
+    return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
+
+
+def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float = 1e-9) -> None:
+    loss, gradients, shares = through_rows(case, ranks)
+    torch.testing.assert_close(loss, case.loss, rtol=rtol, atol=0)
+    assert gradients.keys() == dict(case.module.named_parameters()).keys()
+    assert_same_gradients(gradients, case.gradients, rtol)
+    for name, value in expected_metrics(case).items():
+        assert shares[name] == pytest.approx(value, rel=rtol), name
+    for stream, companion in case.module.companions.items():
+        if hasattr(companion, "queue"):
+            options = case.job.recipe.streams[stream].options
+            _, keys = plain.views(case.model, stream, case.pieces[stream], options)
+            torch.testing.assert_close(companion._batch.take(), keys, rtol=0, atol=rtol)
+
+
+def expected_metrics(case: Case) -> dict[str, float]:
+    named = {}
+    for name, found in case.terms.items():
+        means = {term: float(t.total.detach()) / t.targets for term, t in found.items()}
+        named[f"loss/{name}"] = sum(found[term].factor * mean for term, mean in means.items())
+        named |= {f"loss/{name}.{term}": mean for term, mean in means.items() if len(found) > 1}
+        objective = case.job.recipe.streams[name].objective
+        if objective == "contextual":
+            continue
+        if "align" in found:
+            named[f"dictionary_cosine/{name}"] = -means["align"]
+        if "bi" in found:
+            named[f"bilingual_coverage/{name}"] = found["bi"].targets / found["mono"].targets
+        accuracies = {"bi": "bilingual_accuracy", "moco": "contrastive_accuracy"}
+        named |= {
+            f"{accuracies.get(term, 'accuracy')}/{name}": t.right / t.targets
+            for term, t in found.items()
+            if term != "align"
+        }
+    return named
+
+
+def test_every_recipe_is_here() -> None:
+    assert sorted(SIZES) == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("case", SIZES, indirect=True)
+def test_a_step_is_the_reference(case: Case, cut: str) -> None:
+    """Loss, metrics, keys and the gradient of every parameter, to 1e-9 of its norm."""
+    world, max_tokens = CUTS[cut]
+    (ranks,) = rows_of_step(case.job, world, max_tokens)
+    assert len(ranks) == world and (cut == "one row") == (len(ranks) == len(ranks[0]) == 1)
+    assert_equal_the_reference(case, ranks)
+
+
+@pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
+def test_rows_filled_up_to_one_shape(case: Case) -> None:
+    """As those of a compiled encoder are: what fills them adds nothing."""
+    job = replace(case.job, recipe=replace(case.job.recipe, train=replace(case.job.recipe.train, max_tokens=100)))
+    fitted = job.fit(Place(0, 2, 0, 2), "cpu")
+    (ranks,) = rows_of_step(job, 2, 100, fitted=fitted)
+    sizes = {(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) for rows in ranks for row in rows}
+    assert sizes == {tuple(fitted[1])} and max(row.work.tokens for rows in ranks for row in rows) < fitted[1].tokens
+    assert_equal_the_reference(case, ranks)
+
+
+@pytest.mark.parametrize("recipe", KINDS)
+def test_models_of_other_types(demo: Path, tmp_path: Path, text_encoder: Any, recipe: str) -> None:
+    """Positions that do not begin at 0, rotary ones and local attention, and a type without a flat pass."""
+    torch.manual_seed(0)
+    make, shape = KINDS[recipe]
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    config = make(**shape, **special, vocab_size=text_encoder.vocab_size, pad_token_id=text_encoder.pad_id)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
+    case = make_case(prepare(demo, recipe, f"model.init={tmp_path}"))
+    assert case.module.encoder.lm.config.model_type == config.model_type
+    (ranks,) = rows_of_step(case.job, 2, 100)
+    turned_in_fp32 = config.model_type == "modernbert"  # by Hugging Face: queries and keys, whatever their type
+    assert_equal_the_reference(case, ranks, rtol=1e-7 if turned_in_fp32 else 1e-9)
+
+
+@pytest.mark.parametrize("case", ["mixed"], indirect=True)
+def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
+    """Each of two ranks multiplies by their number what a mean over them divides; SGD, to the rounding of weights."""
+    (ranks,) = rows_of_step(case.job, 2, 100)
+    totals = totals_of([row for rows in ranks for row in rows])
+    moved: dict[str, Tensor] = {}
+    for rank, rows in enumerate(ranks):
+        engine = PlainEngine(copy.deepcopy(case.module), lr=0.5)
+        sums, norms = optimizer_step(engine, case.job.recipe, rows, totals, step=0, rank=rank, world=2)
+        assert norms == {} and engine.steps == 1 and len(sums.values_K) == len(sums.reported)
+        for (name, p), before in zip(engine.module.named_parameters(), case.module.parameters(), strict=True):
+            moved[name] = moved.get(name, 0) + (before - p).detach() / 2 / 0.5
+    assert_same_gradients(moved, case.gradients, rtol=1e-6, floor=1e-9)
+
+
+def test_losses_do_not_depend_on_the_cut(demo: Path) -> None:
+    """Three steps in fp32 with any train.max_tokens and number of ranks: losses to 1e-5."""
+    job = prepare(demo, "mixed")
+    found = []
+    for world, max_tokens in ((1, 4096), (1, 64), (2, 100), (4, 64)):
+        engine = PlainEngine(make_module(job, torch.float32), lr=0.01)
+        losses = []
+        for number, ranks in enumerate(rows_of_step(job, world, max_tokens, steps=3)):
+            rows = [row for of_rank in ranks for row in of_rank]  # of all ranks, in one process
+            totals = totals_of(rows)
+            sums, _ = optimizer_step(engine, job.recipe, rows, totals, step=number, rank=0, world=1)
+            losses.append(sums.shares(sums.values_K.tolist(), job.recipe, totals))
+        found.append(losses)
+    assert all(losses.keys() == found[0][0].keys() for steps in found for losses in steps)
+    for steps in found[1:]:
+        for one, other in zip(found[0], steps, strict=True):
+            assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
+    assert found[0][-1]["loss/mlm"] < found[0][0]["loss/mlm"]
+
+
+# 2. What a row touches
+
+
+def piece_of_nothing(job: Job, stream: str) -> Piece:
+    config = job.recipe.streams[stream]
+    context = job.dataset(job.specs).context
+    return OBJECTIVES[config.objective].collate([], config.options, replace(context, stream=stream))
+
+
+def row_gradients(case: Case, pieces: dict[str, Piece]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    row = make_row(pieces, case.job.recipe.data.max_length, case.job.text.sep_id)
+    weights = step_weights(case.job.recipe, totals_of([row]), 0)
+    loss, _ = RowPass(case.module, row, CPU, (0,))(case.module, weights)
+    names, parameters = zip(*case.module.named_parameters(), strict=True)
+    return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
+
+
+def forget_keys(case: Case) -> None:
+    for companion in case.module.companions.values():
+        if hasattr(companion, "queue"):
+            companion._batch.take()
+
+
+@pytest.mark.parametrize("case", SIZES, indirect=True)
+def test_every_row_touches_every_weight(case: Case) -> None:
+    """Also one that has no sample of a stream, or none at all: then with a gradient of 0."""
+    nothing = {name: piece_of_nothing(case.job, name) for name in case.pieces}
+    assert not any(piece.samples or len(piece.sequences.ids) for piece in nothing.values())
+    for absent in case.pieces:
+        for pieces in (case.pieces | {absent: nothing[absent]}, nothing | {absent: case.pieces[absent]}):
+            loss, gradients = row_gradients(case, pieces)
+            assert all(g is not None and g.isfinite().all() for g in gradients.values())
+            own = [g for name, g in gradients.items() if name.startswith(f"heads.{absent}.")]
+            assert all(bool(g.any()) == bool(pieces[absent].samples) for g in own if g is not None)
+            assert bool(loss) == (any(piece.samples for piece in pieces.values()) or "align_mlm" in pieces)
+    loss, gradients = row_gradients(case, nothing)
+    touched = {name for name, g in gradients.items() if g is not None and g.any()}
+    entries = {"encoder.lm.bert.embeddings.word_embeddings.weight"} if "align_mlm" in nothing else set()
+    assert None not in gradients.values() and touched == entries and bool(loss) == bool(entries)
+    forget_keys(case)
+
+
+# 3. What is reported
+
+
+@pytest.mark.parametrize("case", ["mixed"], indirect=True)
+def test_reported_names(case: Case) -> None:
+    """The same and in the same order for every row."""
+    found = []
+    for pieces in (case.pieces, {name: piece_of_nothing(case.job, name) for name in case.pieces}):
+        row_gradients(case, pieces)
+        found.append(case.module.reported)
+    assert found[0] == found[1]
+    assert sorted(found[0]) == sorted(
+        Reported(name, stream, term)
+        for stream, term, *names in (
+            ("mlm", "mlm", "loss", "accuracy"),
+            ("tlm", "mlm", "loss", "accuracy"),
+            ("alignlm", "mono", "loss", "accuracy"),
+            ("alignlm", "bi", "loss", "bilingual_accuracy"),
+            ("ppa", "moco", "loss", "contrastive_accuracy", "queue_age"),
+            ("align_mlm", "mlm", "loss", "accuracy"),
+            ("align_mlm", "align", "loss", "dictionary_cosine"),
+        )
+        for name in names
+    )
+    forget_keys(case)
+
+
+def test_shares_by_hand(demo: Path) -> None:
+    recipe = prepare(demo, "mixed", "streams.alignlm.bilingual_weight=3").recipe
+    sums = {
+        Reported("loss", "mlm", "mlm"): 12.0,
+        Reported("accuracy", "mlm", "mlm"): 3.0,
+        Reported("loss", "alignlm", "bi"): 10.0,
+        Reported("loss", "alignlm", "mono"): 40.0,
+        Reported("bilingual_accuracy", "alignlm", "bi"): 1.0,
+        Reported("queue_age", "ppa", "moco"): 6.0,
+        Reported("loss", "tlm", "mlm"): 0.0,
+        Reported("loss", "align_mlm", "align"): -1.0,
+    }
+    targets = {
+        ("mlm", "mlm"): 4, ("alignlm", "mono"): 20, ("alignlm", "bi"): 2, ("ppa", "moco"): 3, ("tlm", "mlm"): 0,
+        ("align_mlm", "align"): 50, ("align_mlm", "mlm"): 9,
+    }  # fmt: skip
+    shares = StepSums(list(sums), torch.tensor(list(sums.values()))).shares(list(sums.values()), recipe, targets)
+    assert shares == pytest.approx(
+        {
+            "loss/mlm": 3.0,
+            "accuracy/mlm": 0.75,
+            "loss/alignlm": 40 / 20 + 3 * 10 / 2,
+            "loss/alignlm.bi": 5.0,
+            "loss/alignlm.mono": 2.0,
+            "bilingual_accuracy/alignlm": 0.5,
+            "bilingual_coverage/alignlm": 0.1,
+            "queue_age/ppa": 2.0,
+            "loss/tlm": 0.0,
+            "loss/align_mlm": 10 * -1 / 50,
+            "loss/align_mlm.align": -0.02,
+        }
+    )
+
+
+@pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
+def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each stream alone, its weight included; several rows, two ranks. The step's own gradient stays as it was."""
+    (ranks,) = rows_of_step(case.job, 2, 100)
+    totals = totals_of([row for rows in ranks for row in rows])
+    weights = step_weights(case.job.recipe, totals, 0)
+    engine = PlainEngine(case.module)
+    case.module.zero_grad()
+    others: list[Tensor] = []
+    passes = [[RowPass(case.module, row, CPU, (0,)) for row in rows] for rows in ranks]
+    monkeypatch.setattr(step.dist, "all_reduce", lambda total: others.append(total.clone()))
+    step.gradient_norms(engine, passes[1], weights)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))
+    norms = step.gradient_norms(engine, passes[0], weights)
+    assert all(p.grad is None for p in case.module.parameters()) and not others
+    assert list(norms) == [f"grad_norm/{stream}" for stream in case.pieces]
+    parameters = list(case.module.parameters())
+    model = plain_model(case.module, case.job)
+    _, examples = samples_of(case.job)
+    for name, stream in case.job.recipe.streams.items():
+        arguments = case.pieces[name], examples[name], stream.options, case.job.text
+        terms = plain.terms(stream.objective, model, name, *arguments)
+        loss = sum(t.factor * t.total / t.targets for t in terms.values())
+        loss = loss * stream.weight / max(stream.warm_in, 1)
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        norm = torch.cat([g.flatten() for g in found if g is not None]).norm()
+        assert norms[f"grad_norm/{name}"].item() == pytest.approx(norm.item(), rel=1e-4)  # a long sum in fp32
+    forget_keys(case)

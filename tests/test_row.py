@@ -1,0 +1,267 @@
+"""Rows against loops: where each token and state goes, what fills a row up, what it costs, how it gets to a device."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xscale import step
+from xscale.data.collate import Beside, Piece, Reads
+from xscale.data.encode import Sequences, offsets
+from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
+from xscale.step import to_device
+
+LONGEST, FILLER = 9, 77
+LENGTHS = st.lists(st.integers(1, LONGEST), max_size=6)
+
+
+def sequences(lengths: list[int], first: int = 1000) -> Sequences:
+    """Ids that tell the tokens apart; positions and languages that follow from them."""
+    total = sum(lengths)
+    ids = first + np.arange(total)
+    sizes = np.array(lengths, dtype=np.int64)
+    identities = np.arange(len(lengths), dtype=np.uint64)
+    return Sequences(ids, sizes, offsets(sizes) // 2, 1 + ids % 3, None, identities)
+
+
+PARTS = st.lists(LENGTHS, min_size=1, max_size=4).map(
+    lambda parts: [sequences(lengths, 1000 * (number + 1)) for number, lengths in enumerate(parts)]
+)
+
+
+def sequences_in(tokens: Tokens) -> list[list[int]]:
+    starts = tokens.starts.tolist()
+    return [tokens.input_ids[a:b].tolist() for a, b in pairwise(starts)]
+
+
+def split(part: Sequences) -> list[list[int]]:
+    starts = part.starts.tolist()
+    return [part.ids[a : a + n].tolist() for a, n in zip(starts, part.lengths.tolist(), strict=True)]
+
+
+# 1. Tokens
+
+
+@settings(deadline=None)
+@given(PARTS, st.data())
+def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObject) -> None:
+    types = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    tokens, places = lay_out(parts, types, LONGEST, FILLER)
+    expected = [sequence for part in parts for sequence in split(part)]
+    expected.sort(key=len, reverse=True)  # stable: equally long ones stay in order
+    assert sequences_in(tokens) == (expected or [[FILLER] * 2]), "a row is never quite empty"
+    assert tokens.lengths.tolist() == [len(sequence) for sequence in sequences_in(tokens)]
+    assert tokens.longest == LONGEST
+    assert (tokens.input_ids.dtype, tokens.positions.dtype) == (np.int64, np.int64)
+    assert (tokens.starts.dtype, tokens.lengths.dtype) == (np.int32, np.int32)
+    for part, place, used in zip(parts, places, types, strict=True):
+        assert (tokens.input_ids[place] == part.ids).all() and (tokens.positions[place] == part.positions).all()
+        if tokens.types is not None:
+            assert tokens.types[place].tolist() == (part.languages.tolist() if used else [0] * len(part.ids))
+    assert (tokens.types is not None) == any(types)
+    every = np.concatenate(places)
+    assert sorted(every.tolist()) == list(range(len(every)))
+
+
+@settings(deadline=None, max_examples=300)
+@given(PARTS, st.integers(0, 200), st.integers(0, 40))
+def test_rows_filled_up_to_a_shape(parts: list[Sequences], room: int, sequences: int) -> None:
+    """A row that fits has the shape exactly; one that does not is as it is. Real tokens are where they were."""
+    shape = Shape(room, sequences)
+    plain, real_places = lay_out(parts, [True] * len(parts), LONGEST, FILLER)
+    tokens, places = lay_out(parts, [True] * len(parts), LONGEST, FILLER, shape)
+    n, count = sum(len(part.ids) for part in parts), sum(len(part.lengths) for part in parts)
+    needed = -(-(room - n) // LONGEST)
+    if room < n or count + needed > sequences or not room:
+        if room or n:
+            for name in ("input_ids", "positions", "types", "starts", "lengths"):
+                assert getattr(tokens, name).tolist() == getattr(plain, name).tolist()
+        return
+    assert (len(tokens.input_ids), len(tokens.lengths), len(tokens.starts)) == (room, sequences, sequences + 1)
+    assert all((a == b).all() for a, b in zip(places, real_places, strict=True))
+    assert sequences_in(tokens)[:count] == sequences_in(plain)[:count]
+    fill = sequences_in(tokens)[count:]
+    assert max(map(len, fill), default=0) <= LONGEST and sum(map(len, fill)) == room - n
+    assert {token for sequence in fill for token in sequence} <= {FILLER}
+    assert sorted(map(len, fill), reverse=True) == list(map(len, fill)), "the empty ones are last"
+    assert tokens.positions[n:].tolist() == [i for sequence in fill for i in range(len(sequence))]
+    assert not tokens.types[n:].any()
+    assert (tokens.starts == np.cumsum([0, *tokens.lengths])).all()
+
+
+# 2. The index
+
+READS = st.lists(
+    st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 11), max_size=4, unique=True), max_size=5)), max_size=4
+)
+
+
+def reads_of(drawn: list[tuple[bool, list[list[int]]]]) -> tuple[list[Reads], list[list[int]]]:
+    """Reads of one place each, without counts, or of several; and the places of every state."""
+    reads, states = [], []
+    for several, places in drawn:
+        if several:
+            flat = [place for of_state in places for place in of_state]
+            counts = np.array([len(of_state) for of_state in places], dtype=np.int64)
+            reads.append(Reads(np.array(flat, dtype=np.int64), counts))
+            states += places
+        else:
+            singles = [of_state[0] for of_state in places if of_state]
+            reads.append(Reads(np.array(singles, dtype=np.int64)))
+            states += [[place] for place in singles]
+        assert len(reads[-1]) == (len(places) if several else len(singles))
+    return reads, states
+
+
+def lists(starts: Any, values: Any) -> list[list[int]]:
+    return [values[a:b].tolist() for a, b in pairwise(starts.tolist())]
+
+
+@settings(deadline=None)
+@given(READS)
+def test_the_index_and_its_transpose(drawn: list[tuple[bool, list[list[int]]]]) -> None:
+    reads, states = reads_of(drawn)
+    index: Index = gather_index(reads, 12)
+    assert lists(*index[:2]) == states
+    assert lists(*index[2:]) == [[s for s, places in enumerate(states) if place in places] for place in range(12)]
+    assert all(array.dtype == np.int32 for array in index)
+
+
+def test_a_place_that_a_state_sums_twice() -> None:
+    index = gather_index([Reads(np.array([3, 1, 3]), np.array([3]))], 4)
+    assert lists(*index[:2]) == [[3, 1, 3]] and lists(*index[2:]) == [[], [0], [], [0, 0]]
+
+
+# 3. Rows
+
+
+def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
+    """Three streams: with types; with a companion and several kinds of reads; without predictions."""
+    draw = np.random.default_rng(seed)
+
+    def some(first: int) -> Sequences:
+        return sequences(draw.integers(1, LONGEST + 1, 0 if empty else draw.integers(1, 6)).tolist(), first)
+
+    def places(part: Sequences, count: int) -> np.ndarray:
+        return draw.integers(0, max(len(part.ids), 1), 0 if empty else count)
+
+    a, b, c, d = (some(first) for first in (1000, 2000, 3000, 4000))
+    counts = np.array([] if empty else [2, 0, 3])
+    reads_b = {"one": Reads(places(b, 4)), "sums": Reads(places(b, 5), counts.astype(np.int64))}
+    return {
+        "a": Piece(a, {"masked": Reads(places(a, 3))}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types=True),
+        "b": Piece(
+            b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
+            arrays={"number": np.arange(3)}, beside=Beside(d, places(d, 2)), too_long=1,
+        ),
+        "c": Piece(c, {"first": Reads(places(c, 1))}, {"z": 1}, 1, too_long=2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [None, Shape(300, 60)])
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
+    for seed in range(20):
+        pieces = random_pieces(seed, empty)
+        row = make_row(pieces, LONGEST, FILLER, shape)
+        ids = row.inputs.tokens.input_ids
+        real = [sequence for piece in pieces.values() for sequence in split(piece.sequences)]
+        assert sequences_in(row.inputs.tokens)[: len(real)] == sorted(real, key=len, reverse=True)
+        assert len(ids) == (300 if shape else max(sum(map(len, real)), 2 * empty))
+
+        # What the states sum, by the tokens' ids.
+        expected, names = [], {}
+        for name, piece in pieces.items():
+            for read, (where, counts) in piece.reads.items():
+                sizes = [1] * len(where) if counts is None else counts.tolist()
+                ends = np.cumsum([0, *sizes]).tolist()
+                expected += [piece.sequences.ids[where[x:y]].tolist() for x, y in pairwise(ends)]
+                names[name, read] = len(sizes)
+        index = row.inputs.gather
+        assert [ids[places].tolist() for places in lists(*index[:2])] == expected
+        assert len(index[2]) == len(ids) + 1
+        assert {(name, read): n for name, of in row.states.items() for read, n in of.items()} == names
+        assert list(row.states) == list(pieces)
+
+        labels = [(name, term, ids) for name, piece in pieces.items() for term, ids in piece.labels.items()]
+        assert row.inputs.labels.tolist() == [label for *_, ids in labels for label in ids.tolist()]
+        assert row.inputs.labels.dtype == np.int64
+        assert list(row.predictions.items()) == [((name, term), len(ids)) for name, term, ids in labels]
+        targets = {("a", "mlm"): 3, ("a", "extra"): 1, ("b", "x"): 4, ("b", "y"): 2, ("c", "z"): 1}
+        assert row.targets == targets and (row.samples, row.too_long) == (6, 3)
+        assert {name: set(arrays) for name, arrays in row.inputs.arrays.items()} == {
+            "a": set(),
+            "b": {"number"},
+            "c": set(),
+        }
+        (tokens, places) = row.inputs.beside["b"]
+        assert list(row.inputs.beside) == ["b"] and tokens.types is None, "of a stream without types"
+        beside = pieces["b"].beside
+        assert beside is not None
+        assert tokens.input_ids[places].tolist() == beside.sequences.ids[beside.places].tolist()
+        own = sorted(split(beside.sequences), key=len, reverse=True)
+        assert sequences_in(tokens) == (own or [[FILLER] * 2]), "never filled up"
+
+        work = Work()
+        for piece in pieces.values():
+            for sequence in split(piece.sequences):
+                work = work._replace(tokens=work.tokens + len(sequence), squares=work.squares + len(sequence) ** 2)
+        for sequence in split(beside.sequences):
+            square = work.beside_squares + len(sequence) ** 2
+            work = work._replace(beside_tokens=work.beside_tokens + len(sequence), beside_squares=square)
+        assert row.work == work._replace(predictions=0 if empty else 9), "what fills a row up is no work"
+
+
+def test_types_of_streams_without_them_are_0() -> None:
+    row = make_row(random_pieces(1), LONGEST, FILLER)
+    tokens = row.inputs.tokens
+    for token, kind in zip(tokens.input_ids.tolist(), tokens.types.tolist(), strict=True):
+        assert kind == (1 + token % 3 if token < 2000 else 0)
+
+
+# 4. To the device
+
+
+class OtherDevice:
+    """A device that is not the CPU, as far as the copy asks."""
+
+    type = "other"
+
+
+@pytest.mark.parametrize("device", [torch.device("cpu"), OtherDevice()], ids=["cpu", "one copy"])
+def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, types and values of arrays of any size, all moved at once; lengths stay on the host."""
+    copies = []
+    real = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, where: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if where is not device:
+            return real(tensor, where, *args, **kwargs)
+        copies.append(tensor)
+        return tensor.clone()
+
+    if device.type != "cpu":
+        monkeypatch.setattr(torch.Tensor, "to", to)
+    for seed, empty in ((0, False), (1, False), (2, True)):
+        inputs = make_row(random_pieces(seed, empty), LONGEST, FILLER).inputs
+        inputs.arrays["a"]["odd"] = np.arange(15, dtype=np.int32).reshape(5, 3)
+        inputs.arrays["c"]["bits"] = np.array([True, False, True])
+        inputs.arrays["c"]["reals"] = np.linspace(0, 1, 7).reshape(7, 1)
+        moved = to_device(inputs, device)
+        for there, here in zip(step.tree_leaves(moved), step.tree_leaves(inputs), strict=True):
+            if isinstance(here, np.ndarray):
+                assert isinstance(there, torch.Tensor) and there.dtype == torch.from_numpy(here[:0].copy()).dtype
+                assert tuple(there.shape) == here.shape and np.array_equal(there.numpy(), here)
+            else:
+                assert there == here and not isinstance(there, torch.Tensor)
+        on_host = [(moved.tokens, inputs.tokens), (moved.beside["b"][0], inputs.beside["b"][0])]
+        for there, here in on_host:
+            assert there.lengths.data_ptr() == here.lengths.ctypes.data, "the lengths were moved"
+            if device.type != "cpu":
+                assert there.starts.data_ptr() != here.starts.ctypes.data
+        assert type(moved) is type(inputs) and type(moved.tokens) is Tokens and moved.tokens.longest == LONGEST
+    assert len(copies) == (0 if device.type == "cpu" else 3), "one copy a row"

@@ -1,0 +1,285 @@
+"""Attention within each sequence of a flat row as one operator, and dropout that costs little on a CPU.
+
+Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
+of a block n sequences of at most L tokens, R = n * A.
+
+On CUDA in 16 bits attention is the library's flash kernel for sequences of any lengths. Elsewhere a row is cut into
+blocks of sequences of similar length, which are padded within the operator alone.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SIMILAR = (7, 8)
+"""A sequence shorter than 7/8 of a block's first begins another block."""
+
+
+def attention(
+    qkv_NX: Tensor,
+    starts_B1: Tensor,
+    lengths_B: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> Tensor:
+    """`dropout(softmax(q k^T / sqrt(D))) v` within each sequence, over |i - j| <= window where given [N, H].
+
+    starts, lengths, longest: as of data/row.py's Tokens. seed (int64, on the CPU) and layer say what dropout draws,
+    so that a call that is computed again draws the same; the flash kernel draws from CUDA's generator.
+    """
+    if runs_flash(qkv_NX, heads):
+        return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
+    save = torch.is_grad_enabled() and qkv_NX.requires_grad
+    return attention_blocks(qkv_NX, lengths_B, longest, seed, layer, heads, dropout, window, save)[0]
+
+
+def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
+    """Whether the flash kernel takes the device, type and heads: 16 bits, Ampere or newer."""
+    head = qkv_NX.shape[1] // (3 * heads)
+    fits = qkv_NX.dtype in (torch.float16, torch.bfloat16) and head % 8 == 0 and head <= 128
+    return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)
+
+
+def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None) -> Tensor:
+    """By the operator below torch.nn.attention.varlen.varlen_attn, which has no dropout."""
+    q_NAD, k_NAD, v_NAD = qkv_NX.view(len(qkv_NX), 3, heads, -1).unbind(1)
+    causal = debug = False
+    local = {} if window is None else {"window_size_left": window, "window_size_right": window}
+    operator = torch.ops.aten._flash_attention_forward
+    out_NAD = operator(q_NAD, k_NAD, v_NAD, starts_B1, starts_B1, longest, longest, dropout, causal, debug, **local)[0]
+    return out_NAD.flatten(1)
+
+
+class Block(NamedTuple):
+    """Consecutive sequences of similar length."""
+
+    tokens: slice
+    """In the row."""
+    n: int
+    L: int
+    heads: int
+    real: Tensor | None
+    """Place of each of its tokens in [n * L]; None: there is no padding."""
+    token: Tensor | None
+    """Which of its tokens stands at each place, at padding any [n * L]."""
+    masks: list[Tensor]
+    """To add to the scores: of padding [R, 1, L] and of what is outside of the window [1, L, L], where there is any."""
+
+    def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
+        """Its part of [N, P, A, W] as [P, n, A, L, W]; padding is any token's, or 0."""
+        rows = rows[self.tokens]
+        if self.real is not None and self.token is not None:
+            if zeros:
+                rows = rows.new_zeros(self.n * self.L, *rows.shape[1:]).index_copy_(0, self.real, rows)
+            else:
+                rows = rows.index_select(0, self.token)
+        return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
+
+    def put(self, padded: Tensor, out: Tensor) -> None:
+        """The opposite of `pad`: [P, R, L, W] to its part of [N, P, A, W]."""
+        padded = padded.unflatten(1, (self.n, self.heads)).permute(1, 3, 0, 2, 4)
+        if self.real is None:
+            out[self.tokens].unflatten(0, (self.n, self.L)).copy_(padded)
+        else:
+            torch.index_select(padded.flatten(0, 1), 0, self.real, out=out[self.tokens])
+
+
+@lru_cache(maxsize=16)
+def _blocks(
+    lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> list[Block]:
+    """Of the sequences that are not empty, in their order."""
+    groups: list[list[int]] = []
+    for length in filter(None, lengths):
+        most, of = SIMILAR
+        if not groups or length > groups[-1][0] or of * length < most * groups[-1][0]:
+            groups.append([])
+        groups[-1].append(length)
+    ends = accumulate(map(sum, groups))
+    return [_block(end, group, heads, window, dtype, device) for end, group in zip(ends, groups, strict=True)]
+
+
+def _block(
+    end: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Block:
+    n, L, tokens = len(lengths), lengths[0], slice(end - sum(lengths), end)
+    outside = torch.finfo(dtype).min / 4  # two of it are finite, so no row of weights is NaN; exp makes 0 of it
+    real = token = None
+    masks = []
+    places_L = torch.arange(L, device=device)
+    if min(lengths) < L:
+        real_nL = places_L < torch.tensor(lengths, device=device)[:, None]
+        real = real_nL.flatten().nonzero()[:, 0]
+        token = real_nL.flatten().cumsum(0) - 1
+        padding = torch.zeros(n, L, dtype=dtype, device=device).masked_fill_(~real_nL, outside)
+        masks.append(padding.repeat_interleave(heads, 0)[:, None])
+    if window is not None and window < L - 1:
+        far_LL = (places_L[:, None] - places_L).abs() > window
+        masks.append(torch.zeros(1, L, L, dtype=dtype, device=device).masked_fill_(far_LL, outside))
+    return Block(tokens, n, L, heads, real, token, masks)
+
+
+class Saved(NamedTuple):
+    """Of a block, views of one buffer."""
+
+    qkv: Tensor
+    """[3, R, L, D]"""
+    p: Tensor
+    """Weights [R, L, L]."""
+    dropped: Tensor
+    """dropout(p); p itself without dropout."""
+
+
+def _buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
+    """Numbers that blocks of N tokens save at most. A CPU's pages that are not written cost nothing."""
+    most, of = SIMILAR
+    return of * N // most * (X + heads * longest * (2 if dropout else 1))
+
+
+def _views(buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool) -> Iterator[tuple[Block, Saved]]:
+    """What each block saves, behind one another in the buffer, or one over the other where nothing is kept."""
+    at = 0
+    for block in blocks:
+        R, L = block.n * block.heads, block.L
+        sizes = [block.n * L * X, R * L * L] + [R * L * L] * bool(dropout)
+        qkv, *weights = buffer[at : at + sum(sizes)].split(sizes)
+        yield block, Saved(qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L))
+        at += sum(sizes) if keep else 0
+
+
+@torch.library.custom_op("xscale::attention", mutates_args=())
+def attention_blocks(
+    qkv_NX: Tensor,
+    lengths_B: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and what its backward pass reads where `save`: one buffer, whose size is that of any such row."""
+    N, X = qkv_NX.shape
+    qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
+    blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
+    assert blocks[-1].tokens.stop == N, "a row without padding has as many tokens as its sequences"
+    assert max(block.L for block in blocks) <= longest
+    buffer = qkv_NX.new_empty(_buffer_size(N, X, longest, heads, dropout))
+    generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
+    for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, save):
+        x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
+        torch.softmax(_scores(x, block.masks), -1, out=p)
+        if dropout:
+            torch.mul(p, kept(p, dropout, generator), out=dropped)
+        block.put(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
+    return out_NH, buffer if save else qkv_NX.new_empty(0)
+
+
+def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
+    """q k^T / sqrt(D) + masks [R, L, L] of [3, R, L, D]."""
+    q, k, scale = x[0], x[1].transpose(1, 2), x.shape[-1] ** -0.5
+    scores = torch.baddbmm(masks[0] if masks else q.new_empty(1), q, k, beta=1 if masks else 0, alpha=scale)
+    return scores.add_(masks[1]) if len(masks) > 1 else scores
+
+
+@attention_blocks.register_fake
+def _(
+    qkv_NX: Tensor,
+    lengths_B: Tensor,
+    longest: int,
+    seed: Tensor,
+    layer: int,
+    heads: int,
+    dropout: float,
+    window: int | None,
+    save: bool,
+) -> tuple[Tensor, Tensor]:
+    N, X = qkv_NX.shape
+    size = _buffer_size(N, X, longest, heads, dropout) if save else 0
+    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(size)
+
+
+@torch.library.custom_op("xscale::attention_backward", mutates_args=())
+def attention_blocks_backward(
+    grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
+) -> Tensor:
+    """Gradient of qkv [N, X]. With P' = dropout(P), dS = P' * (g v^T) - P * delta, where delta = sum(g * out)."""
+    N, H = grad_NH.shape
+    grad = grad_NH.reshape(N, 1, heads, -1)
+    delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
+    d_qkv = grad_NH.new_empty(N, 3, heads, H // heads)
+    blocks = _blocks(tuple(lengths_B.tolist()), heads, window, grad_NH.dtype, grad_NH.device)
+    for block, ((q, k, v), p, dropped) in _views(saved, blocks, 3 * H, dropout, keep=True):
+        g, delta_RL1 = (block.pad(rows, zeros=True)[0].flatten(0, 1) for rows in (grad, delta))
+        dx, scale = q.new_empty(3, *q.shape), q.shape[-1] ** -0.5
+        torch.bmm(dropped.transpose(1, 2), g, out=dx[2])
+        dS = torch.bmm(g, v.transpose(1, 2)).mul_(dropped).addcmul_(p, delta_RL1, value=-1)
+        dx[0].baddbmm_(dS, k, beta=0, alpha=scale)
+        dx[1].baddbmm_(dS.transpose(1, 2), q, beta=0, alpha=scale)
+        block.put(dx, d_qkv)
+    return d_qkv.view(N, 3 * H)
+
+
+@attention_blocks_backward.register_fake
+def _(
+    grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
+) -> Tensor:
+    return grad_NH.new_empty(len(grad_NH), 3 * grad_NH.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    _, lengths_B, _, _, _, heads, dropout, window, _ = inputs
+    out_NH, saved = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(saved)
+    ctx.save_for_backward(out_NH, saved, lengths_B)
+    ctx.arguments = heads, dropout, window
+
+
+def _backward(ctx: Any, grad_NH: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    grad = None if grad_NH is None else attention_blocks_backward(grad_NH, *ctx.saved_tensors, *ctx.arguments)
+    return grad, *[None] * 8
+
+
+attention_blocks.register_autograd(_backward, setup_context=_save)
+
+
+def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+    """0 with probability p (in steps of 2^-16), else 1 / (1 - p), in like's shape and type.
+
+    Four draws from one random number of 64 bits: on a CPU random numbers cost more than what they are for.
+    """
+    drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
+    keep = torch.ge(bits, drop - 2**15, out=like.new_empty(like.numel()))
+    return keep.mul_(2**16 / (2**16 - drop)).view(like.shape)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
+        keep = kept(x, p)
+        ctx.save_for_backward(keep)
+        return x * keep if residual is None else torch.addcmul(residual, x, keep)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return grad * ctx.saved_tensors[0], grad if ctx.needs_input_grad[1] else None, None
+
+
+def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
+    """`F.dropout(x, p)`, added to residual where given. Draws from torch's global generator."""
+    if p and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _Dropout.apply(x, residual, p)
+    dropped = F.dropout(x, p) if p else x
+    return dropped if residual is None else residual + dropped

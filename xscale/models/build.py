@@ -1,0 +1,152 @@
+"""The run's encoder: fresh weights of a preset, or pre-trained ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    BertConfig,
+    ModernBertConfig,
+    PreTrainedModel,
+    XLMRobertaConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from xscale import rng
+from xscale.errors import UserError
+from xscale.models.encoder import Encoder
+from xscale.models.flat import first_position
+
+transformers_logging.disable_progress_bar()
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
+    "mini": {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024},
+    "small": {"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048},
+    "base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "xlmr-base": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
+    "modern-small": {"num_hidden_layers": 22, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1152},
+    "modern-base": {"num_hidden_layers": 22, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
+}
+"""Shapes of fresh models; V is the tokenizer's. tiny, mini, small and base are BERT's of Turc et al. (2019, small with
+8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are mmBERT's (Marone et al. 2025)."""
+
+
+def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
+    """Weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    if Path(init).is_absolute() and not Path(init).exists():
+        raise UserError(f"model.init {init} does not exist")
+    try:
+        config = AutoConfig.from_pretrained(init)
+        config.update(dropout_fields(config.model_type, dropout))
+        return AutoModelForMaskedLM.from_pretrained(init, config=config, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model.init {init} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
+            f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
+        ) from None
+
+
+def build_encoder(
+    *,
+    init: str | None,
+    preset: str,
+    dropout: float,
+    max_length: int,
+    vocab_size: int,
+    pad_id: int,
+    languages: list[str],
+    language_embeddings: bool,
+    reset_positions: bool,
+    seed: int,
+    load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
+) -> Encoder:
+    """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
+
+    languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each.
+    These and `reset_positions` are kept in the model's config as `xscale`, for whoever feeds it later.
+    """
+    trained = {"languages": languages, "language_embeddings": language_embeddings, "reset_positions": reset_positions}
+    torch.manual_seed(rng.torch_seed(seed, "model"))
+    if init is None:
+        config = preset_config(preset, vocab_size, pad_id, max_length, dropout)
+        if language_embeddings:
+            config.type_vocab_size = max(_token_types(config), len(languages))
+        config.xscale = trained
+        return Encoder(AutoModelForMaskedLM.from_config(config))
+    lm = load(init, dropout)
+    rows = lm.config.vocab_size
+    if vocab_size > rows:
+        raise UserError(
+            f"the tokenizer has {vocab_size:,} ids, model.init {init} has embeddings for {rows:,}; set "
+            f"model.tokenizer to the tokenizer that the model was trained with"
+        )
+    limit = positions(lm.config)
+    if max_length > limit:
+        raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
+    if language_embeddings:
+        _widen_token_types(lm, len(languages))
+    lm.config.xscale = trained
+    return Encoder(lm)
+
+
+def positions(config: Any) -> int:
+    """Tokens of the longest sequence that the model takes."""
+    return config.max_position_embeddings - first_position(config)
+
+
+def preset_config(preset: str, vocab_size: int, pad_id: int, max_length: int, dropout: float) -> Any:
+    shape = PRESETS[preset] | {"vocab_size": vocab_size, "pad_token_id": pad_id}
+    if preset.startswith("modern"):
+        shape |= dropout_fields("modernbert", dropout)
+        shape |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+        theta = {"rope_type": "default", "rope_theta": 160_000.0}
+        shape["rope_parameters"] = {"full_attention": theta, "sliding_attention": dict(theta)}
+        return ModernBertConfig(**shape, max_position_embeddings=max(8192, max_length), local_attention=128)
+    shape |= dropout_fields("bert", dropout)
+    if preset in ("small", "xlmr-base"):
+        positions = max(512, max_length) + pad_id + 1
+        return XLMRobertaConfig(**shape, max_position_embeddings=positions, type_vocab_size=1, layer_norm_eps=1e-5)
+    return BertConfig(**shape, max_position_embeddings=max(512, max_length))
+
+
+def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
+    if model_type == "distilbert":
+        return {"dropout": dropout, "attention_dropout": dropout}
+    if model_type == "modernbert":
+        return {"embedding_dropout": dropout, "attention_dropout": dropout, "mlp_dropout": dropout}
+    return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+
+
+def _token_types(config: Any) -> int:
+    rows = getattr(config, "type_vocab_size", 0)
+    if not rows:
+        raise UserError(
+            f"language_embeddings: a {config.model_type} model has no token types to hold them; set it to false"
+        )
+    return rows
+
+
+def _widen_token_types(lm: PreTrainedModel, languages: int) -> None:
+    """Give the token-type table at least `languages` rows; new rows start as copies of row 0."""
+    if _token_types(lm.config) >= languages:
+        return
+    embeddings: Any = lm.base_model.embeddings
+    old = embeddings.token_type_embeddings
+    new = nn.Embedding(languages, old.embedding_dim)
+    with torch.no_grad():
+        new.weight.copy_(old.weight[:1].expand(languages, -1))
+        new.weight[: old.num_embeddings].copy_(old.weight)
+    embeddings.token_type_embeddings = new
+    lm.config.type_vocab_size = languages
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameters with and without weight decay: none on biases, norms and other vectors."""
+    decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

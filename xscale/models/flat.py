@@ -1,0 +1,145 @@
+"""Forward passes of our own over Hugging Face's weights: a flat row of tokens in, its states out.
+
+Weights are reached by calls of their own modules, through which ZeRO-3 gathers them.
+
+Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xscale.data.row import Tokens
+from xscale.models.attention import attention, dropout
+
+FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
+"""Model types whose position 0 is `pad_token_id + 1`."""
+
+Run = Callable[..., Tensor]
+"""Of a layer's function and its arguments: a call, or one that is computed again in the backward pass."""
+
+
+def _rate(drop: nn.Module) -> float:
+    return getattr(drop, "p", 0.0) if drop.training else 0.0
+
+
+def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
+    """BertModel's last hidden states of a row [N, H], and those of the models that are built alike."""
+    e = model.embeddings
+    types = row.input_ids.new_zeros(1) if row.types is None else row.types
+    positions = row.positions + first_position(model.config)
+    x = e.word_embeddings(row.input_ids) + e.position_embeddings(positions) + e.token_type_embeddings(types)
+    x = dropout(e.LayerNorm(x), _rate(e.dropout))
+    for number, layer in enumerate(model.encoder.layer):
+        x = run(_bert_layer, layer, x, row, seed, number)
+    return x
+
+
+def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -> Tensor:
+    own, out, ffn = layer.attention.self, layer.attention.output, layer.output
+    heads, p = own.num_attention_heads, _rate(own.dropout)
+    attended = attention(_qkv(own, x), row.starts, row.lengths, row.longest, seed, number, heads, p)
+    x = out.LayerNorm(dropout(out.dense(attended), _rate(out.dropout), x))
+    return ffn.LayerNorm(dropout(ffn.dense(layer.intermediate(x)), _rate(ffn.dropout), x))
+
+
+def _qkv(own: Any, x: Tensor) -> Tensor:
+    """[N, 3 * H] by one product where the weights are whole; partitioned ones (ZeRO-3) are gathered by module calls."""
+    parts = own.query, own.key, own.value
+    if hasattr(own.query.weight, "ds_id"):
+        return torch.cat([part(x) for part in parts], 1)
+    return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
+
+
+def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
+    """ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
+    c, e = model.config, model.embeddings
+    x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _rate(e.drop))
+    rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
+    for number, (layer, kind) in enumerate(zip(model.layers, c.layer_types, strict=True)):
+        window = c.local_attention // 2 if kind == "sliding_attention" else None
+        x = run(_modernbert_layer, layer, x, row, seed, number, rotations[kind], window)
+    return model.final_norm(x)
+
+
+def _modernbert_layer(
+    layer: Any,
+    x: Tensor,
+    row: Tokens,
+    seed: Tensor,
+    number: int,
+    rotation: tuple[Tensor, Tensor],
+    window: int | None,
+) -> Tensor:
+    own, mlp = layer.attn, layer.mlp
+    heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0
+    qkv = _rotated(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
+    attended = attention(qkv, row.starts, row.lengths, row.longest, seed, number, heads, p, window)
+    x = dropout(own.Wo(attended), _rate(own.out_drop), x)
+    states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
+    return x + mlp.Wo(dropout(mlp.act(states) * gate, _rate(mlp.drop)))
+
+
+def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What `_rotated` multiplies by [N, 3, 1, D]: values are not turned. Not from the model's own frequencies: a
+    model that was cast to 16 bits has rounded them."""
+    D = c.hidden_size // c.num_attention_heads
+    steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
+    angles = positions_N[:, None].float() * (1 / c.rope_parameters[kind]["rope_theta"] ** steps)
+    cos, sin = (turn.to(torch.promote_types(dtype, torch.float32)) for turn in (angles.cos(), angles.sin()))
+    one, zero = torch.ones_like(cos), torch.zeros_like(sin)
+    turned = torch.cat([cos] * 4 + [one] * 2, 1), torch.cat([-sin, sin] * 2 + [zero] * 2, 1)
+    return turned[0].unflatten(1, (3, 1, D)), turned[1].unflatten(1, (3, 1, D))
+
+
+def _rotated(qkv_NX: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
+    """Rotary position embeddings (Su et al. 2021), halves of a head's numbers being the pairs, in fp32 at least."""
+    x = qkv_NX.unflatten(1, (3, heads, -1)).to(cos.dtype)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(qkv_NX.dtype).flatten(1)
+
+
+def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
+    """Of any Hugging Face encoder: its own forward pass over the row as [B, L], of which padding is taken away."""
+    B, L = len(row.lengths), int(row.lengths.max())
+    N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
+    lengths_B = row.starts.diff().long()
+    shifts_B = torch.arange(B, device=device) * L - row.starts[:-1]
+    places_N = torch.arange(N, device=device) + shifts_B.repeat_interleave(lengths_B, output_size=N)
+
+    def padded(values_N: Tensor, fill: int = 0) -> Tensor:
+        return values_N.new_full((B * L,), fill).index_copy(0, places_N, values_N).view(B, L)
+
+    first = first_position(model.config)
+    given = {"position_ids": padded(row.positions + first, first)}
+    if row.types is not None:
+        given["token_type_ids"] = padded(row.types)
+    taken = inspect.signature(model.forward).parameters
+    inputs = {name: values for name, values in given.items() if name in taken}
+    mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # softmax over no token is NaN
+    hidden_BLH = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs).last_hidden_state
+    return hidden_BLH.flatten(0, 1).index_select(0, places_N)
+
+
+FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
+    "bert": bert_states,
+    "roberta": bert_states,
+    "xlm-roberta": bert_states,
+    "camembert": bert_states,
+    "modernbert": modernbert_states,
+}
+"""Forward passes of our own; other model types are padded."""
+
+
+def states_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
+    """Its type's flat pass, but for scaled rotary embeddings."""
+    ropes = (getattr(config, "rope_parameters", None) or {}).values()
+    plain = all(rope["rope_type"] == "default" for rope in ropes)
+    return FLAT.get(config.model_type, padded_states) if plain else padded_states
+
+
+def first_position(config: Any) -> int:
+    return config.pad_token_id + 1 if config.model_type in FIRST_POSITION else 0

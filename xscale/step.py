@@ -1,0 +1,273 @@
+"""The optimizer step: rows of tokens of all streams, one pass through encoder, gather and head each, one reduction.
+
+Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from xscale import rng
+from xscale.config import Recipe
+from xscale.data.row import Inputs, Row
+from xscale.models.encoder import Encoder
+from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
+from xscale.ops.alignment_gather import alignment_gather
+from xscale.zero import one_reduction
+
+Weights = dict[tuple[str, str], float]
+"""(stream, term) -> what the step's loss multiplies the sum over the term's targets with."""
+
+
+class Reported(NamedTuple):
+    """A number of a row that only somebody who looks at the metrics reads."""
+
+    name: str
+    """"loss" or a metric's."""
+    stream: str
+    term: str
+    """By whose targets it is divided."""
+
+
+class StepModule(nn.Module):
+    """What DeepSpeed wraps: the encoder, the objectives' own heads, and the way from a row to its loss."""
+
+    def __init__(self, encoder: Encoder, recipe: Recipe):
+        super().__init__()
+        self.encoder = encoder
+        encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
+        self.heads = nn.ModuleDict()
+        self.companions: dict[str, Companion] = {}
+        """Not modules: DeepSpeed must neither cast nor save them."""
+        self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
+        self.reported: list[Reported] = []
+        """What `forward` reports, in its order; the same for every row."""
+
+        for name, (objective, options) in self.streams.items():
+            torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
+            heads = objective.heads and objective.heads(encoder, options)
+            if heads is not None:
+                self.heads[name] = heads
+            companion = objective.companion and objective.companion(encoder, heads, options)
+            if companion is not None:
+                self.companions[name] = companion
+        if recipe.train.activation_checkpointing:
+            encoder.checkpoint_activations()
+        if recipe.train.compile:
+            encoder.compile_forward()
+        self.train()  # from_pretrained leaves a model without dropout
+
+    def parts(self, stream: str) -> Parts:
+        heads = dict(self.heads.items()).get(stream)
+        return Parts(self.encoder, heads, self.companions.get(stream))
+
+    def companion_bytes(self) -> int:
+        """Size of the companions' tensors."""
+        leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
+        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+
+    def read_beside(self, inputs: Inputs) -> dict[str, Tensor]:
+        """What the companions make of a row, by stream."""
+        return {
+            stream: self.companions[stream].read(self.encoder, tokens, places_S, inputs.arrays[stream])
+            for stream, (tokens, places_S) in inputs.beside.items()
+        }
+
+    def forward(
+        self, row: Row, inputs: Inputs, beside: dict[str, Tensor], weights: Weights, weights_M: Tensor, largest: float
+    ) -> tuple[Tensor, Tensor]:
+        """The row's loss, and the numbers that `reported` names [K], without gradient.
+
+        inputs: row.inputs on the device; weights_M: of each prediction, as a share of `largest`.
+        """
+        hidden_NH = self.encoder(inputs.tokens)
+        sizes = [n for reads in row.states.values() for n in reads.values()]
+        states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
+        predictions: list[tuple[str, Prediction]] = []
+        loss = hidden_NH.new_zeros((), dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
+        numbers: dict[Reported, Tensor] = {}
+        for stream, (objective, options) in self.streams.items():
+            if stream not in row.states:
+                continue
+            named = {name: next(states) for name in row.states[stream]}
+            if stream in beside:
+                named["beside"] = beside[stream]
+            losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
+            predictions += [(stream, prediction) for prediction in losses.predictions]
+            for term, value in losses.sums.items():
+                numbers[Reported("loss", stream, term)] = value.detach()
+                if weights[stream, term]:
+                    loss = loss + weights[stream, term] * value
+            numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
+        predicted, of_predictions = self.predict(row, hidden_NH, predictions, inputs.labels, weights_M, largest)
+        self.reported = [*of_predictions, *numbers]
+        vector_K = torch.cat(
+            [*of_predictions.values(), *(value.reshape(1).to(loss.dtype) for value in numbers.values())]
+        )
+        return loss + predicted, vector_K
+
+    def predict(
+        self,
+        row: Row,
+        hidden_NH: Tensor,
+        predictions: list[tuple[str, Prediction]],
+        labels_M: Tensor,
+        weights_M: Tensor,
+        largest: float,
+    ) -> tuple[Tensor, dict[Reported, Tensor]]:
+        """One call of the vocabulary head. Without a prediction too: every row touches every weight."""
+        features = [p.features_MH for _, p in predictions] or [self.encoder.features(hidden_NH[:0])]
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(torch.cat(features), labels_M, weights_M, largest)
+        sizes = [row.predictions[stream, p.term] for stream, p in predictions]
+        found: dict[Reported, Tensor] = {}
+        both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
+        for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1) if sizes else (), strict=True):
+            found[Reported("loss", stream, p.term)], found[Reported(p.accuracy, stream, p.term)] = of_term.sum(1).split(
+                1
+            )
+        return loss, found
+
+
+@dataclass
+class StepSums:
+    """Sums over the targets of one optimizer step on this rank, kept on the device until somebody looks."""
+
+    reported: list[Reported]
+    values_K: Tensor
+
+    def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+        """Metrics by name, of the sums over all ranks and the targets of all ranks."""
+        shares: dict[str, float] = {}
+        for (name, stream, term), value in zip(self.reported, totals_K, strict=True):
+            share = value / max(targets[stream, term], 1)
+            if name != "loss":
+                shares[f"{name}/{stream}"] = share
+                continue
+            config = recipe.streams[stream]
+            factors = OBJECTIVES[config.objective].terms(config.options)
+            shares[f"loss/{stream}"] = shares.get(f"loss/{stream}", 0.0) + factors[term] * share
+            if len(factors) > 1:
+                shares[f"loss/{stream}.{term}"] = share
+        for stream, config in recipe.streams.items():
+            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items():
+                shares[f"{name}/{stream}"] = targets[stream, part] / max(targets[stream, whole], 1)
+        return shares
+
+
+class RowPass:
+    """A row on the device, ready for forward passes, each with the same dropout."""
+
+    def __init__(self, module: StepModule, row: Row, device: torch.device, seed: tuple[str | int, ...]):
+        """seed: of all that is drawn for the row."""
+        self.row, self.seed = row, seed
+        self.inputs = to_device(row.inputs, device)
+        torch.manual_seed(rng.torch_seed("beside", *seed))
+        self.beside = module.read_beside(self.inputs)
+
+    def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
+        """`module`: a StepModule, or the engine around it."""
+        of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float32)
+        largest = float(of_term.max(initial=0)) or 1.0
+        weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
+        torch.manual_seed(rng.torch_seed("dropout", *self.seed))
+        (on_device,) = copy_at_once([weights_M], self.inputs.labels.device)
+        return module(self.row, self.inputs, self.beside, weights, on_device, largest)
+
+
+def optimizer_step(
+    engine: Any,
+    recipe: Recipe,
+    rows: list[Row],
+    totals: dict[tuple[str, str], int],
+    *,
+    step: int,
+    rank: int,
+    world: int,
+    measure: bool = False,
+) -> tuple[StepSums, dict[str, Tensor]]:
+    """One optimizer step: a forward and backward pass for each row, one reduction over ranks, one update.
+
+    The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
+    ranks). DeepSpeed divides gradients by the number of ranks; the weights are multiplied by it.
+
+    totals: targets of all ranks by (stream, term). Returns this rank's sums, and where `measure` each stream's gradient
+    norm.
+    """
+    weights = step_weights(recipe, totals, step)
+    skipped = engine.skipped_steps
+    passes = [
+        RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
+        for number, row in enumerate(rows)
+    ]
+    norms = gradient_norms(engine, passes, weights) if measure else {}
+    undo_mean = {term: world * weight for term, weight in weights.items()}
+    values_K: Tensor | None = None
+    with one_reduction(engine):
+        for row_pass in passes:
+            loss, reported_K = row_pass(engine, undo_mean)
+            reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
+            values_K = reported_K if values_K is None else values_K + reported_K
+            engine.backward(loss)
+    engine.step()
+    for companion in engine.module.companions.values():
+        companion.update(applied=engine.skipped_steps == skipped)
+    assert values_K is not None
+    return StepSums(engine.module.reported, values_K), norms
+
+
+def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
+    return {
+        (name, term): recipe.stream_weight(name, step) * factor / max(totals[name, term], 1)
+        for name, stream in recipe.streams.items()
+        for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
+    }
+
+
+def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
+    """L2 norm of each stream's share of the step's gradient, before clipping: passes with all other weights at 0."""
+    parameters = [p for p in engine.module.parameters() if p.requires_grad]
+    scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
+    norms = {}
+    for stream in engine.module.streams:
+        alone = {key: weight if key[0] == stream else 0.0 for key, weight in weights.items()}
+        total = torch.zeros(sum(p.numel() for p in parameters), device=engine.device)
+        for row_pass in passes:
+            loss, _ = row_pass(engine.module, alone)
+            gradients = torch.autograd.grad(loss * scale, parameters, materialize_grads=True)
+            total += torch.cat([gradient.flatten() for gradient in gradients])
+            del gradients
+        dist.all_reduce(total)
+        norms[f"grad_norm/{stream}"] = total.norm() / scale
+    return norms
+
+
+def to_device(inputs: Inputs, device: torch.device) -> Inputs:
+    """The arrays as tensors on the device, but for Tokens.lengths, which the host reads."""
+    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.beside.values()))}
+    leaves, spec = tree_flatten(inputs)
+    moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
+    moved = copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device)
+    stays = (torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves)
+    return tree_unflatten([next(moved) if moves else leaf for leaf, moves in zip(stays, moving, strict=True)], spec)
+
+
+def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
+    """To a GPU by one pinned buffer, one copy that the host does not wait for."""
+    return map(torch.from_numpy, arrays) if device.type == "cpu" else by_one_buffer(arrays, device)
+
+
+def by_one_buffer(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
+    """Each begins at a multiple of 16 bytes."""
+    sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for piece, array in zip(buffer.split(sizes), arrays, strict=True):
+        piece.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    moved = buffer.to(device, non_blocking=True).split(sizes)
+    for piece, array in zip(moved, arrays, strict=True):
+        yield piece[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
