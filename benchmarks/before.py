@@ -11,18 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent.parent
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class Step(NamedTuple):
@@ -37,22 +31,17 @@ class Side:
 
     def __init__(self, checkout: Path, arguments: list[str], out: Path, vocab_size: int, threads: int):
         out.mkdir(parents=True)
+        words = [__file__, str(vocab_size), str(threads), *arguments, "--out", str(out / "run")]
+        self.process = start_python(checkout, words, out, MASTER_PORT=str(free_port()))
         self.log = out / "log.txt"
-        places = {"PYTHONPATH": str(checkout), "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-        words = [sys.executable, __file__, str(vocab_size), str(threads), *arguments, "--out", str(out / "run")]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                words, env=os.environ | places, cwd=out, stdin=-1, stdout=-1, stderr=log, text=True, bufsize=1
-            )
         ready = self.answer()
         assert Path(ready["xscale"]).is_relative_to(checkout), ready
-        self.parameters = ready["parameters"]
 
     def answer(self) -> Any:
         line = self.process.stdout.readline()
         if not line:
-            lines = self.log.read_text().splitlines()
-            sys.exit("\n".join(["a side of the comparison ended:", *lines[-30:]]))
+            code, lines = self.process.wait(), self.log.read_text().splitlines()
+            sys.exit("\n".join([f"a side of the comparison ended, exit code {code}:", *lines[-30:]]))
         return json.loads(line)
 
     def step(self) -> Step:
@@ -64,6 +53,29 @@ class Side:
         self.process.wait()
 
 
+def start_python(checkout: Path, words: list[str], out: Path, **environment: str) -> Any:
+    """A process that finds `checkout`'s xscale, and writes what goes wrong to out/log.txt."""
+    environment |= {"PYTHONPATH": str(checkout), "GLOO_SOCKET_IFNAME": "lo"}
+    pipe = subprocess.PIPE
+    with (out / "log.txt").open("w") as log:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            env=os.environ | environment,
+            cwd=out,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=log,
+            text=True,
+            bufsize=1,
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 def take_turns(sides: list[Side], warm: int, rounds: int) -> list[list[Step]]:
     """Steps of each side in each round that counts."""
     order, found = random.Random(0), [[] for _ in sides]
@@ -72,81 +84,81 @@ def take_turns(sides: list[Side], warm: int, rounds: int) -> list[list[Step]]:
             step = sides[side].step()
             if number >= warm:
                 found[side].append(step)
+    for side in sides:
+        side.end()
     return found
 
 
-def compare(
-    checkout: Path,
-    words: list[str],
-    more: list[str],
-    out: Path,
-    *,
-    vocab_size: int,
-    threads: int,
-    warm: int,
-    rounds: int,
-) -> list[str]:
-    """Cells of a table: median ms before and now, ratio of times and its range, ratio of processor time.
-
-    words: arguments of train.py for either side; more: for this checkout's alone.
-    """
-    sides = [
-        Side(checkout.resolve(), words, out / "before", vocab_size, threads),
-        Side(HERE, words + more, out / "now", vocab_size, threads),
-    ]
-    before, now = take_turns(sides, warm, rounds)
-    for side in sides:
-        side.end()
-    ratios = sorted(a.wall / b.wall for a, b in zip(before, now, strict=True))
-    walls = [median(step.wall for step in steps) for steps in (before, now)]
-    cpu = median(a.cpu / b.cpu for a, b in zip(before, now, strict=True))
-    few = len(ratios) // 10
-    return [
-        *(f"{1e3 * seconds:,.0f}" for seconds in walls),
-        f"{median(ratios):.2f}",
-        f"{ratios[few]:.2f}-{ratios[-1 - few]:.2f}",
-        f"{cpu:.2f}",
-    ]
+def compare(sides: list[Side], warm: int, rounds: int) -> list[list[str]]:
+    """For each side but the first, cells of a table: median ms of the first and of it, ratio of times and its range
+    without the outermost tenths, ratio of processor time."""
+    first, *others = take_turns(sides, warm, rounds)
+    few, table = rounds // 10, []
+    for steps in others:
+        ratios = sorted(a.wall / b.wall for a, b in zip(first, steps, strict=True))
+        walls = [1e3 * median(step.wall for step in of_side) for of_side in (first, steps)]
+        cpu = median(a.cpu / b.cpu for a, b in zip(first, steps, strict=True))
+        times = [f"{wall:,.0f}" for wall in walls]
+        table.append([*times, f"{median(ratios):.2f}", f"{ratios[few]:.2f}-{ratios[-1 - few]:.2f}", f"{cpu:.2f}"])
+    return table
 
 
 # In the process of a side, with whatever xscale PYTHONPATH finds
 
 
-def train(vocab_size: int, threads: int, words: list[str]) -> None:
+def answers_alone() -> Any:
+    """A file for answers to the parent; what else is printed joins the log."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what training prints
-    import torch
+    os.dup2(2, 1)
+    return answers
 
-    import xscale
+
+def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[Any]], Iterator[Any]]) -> None:
+    """A run by train.py's loop, of which each step begins where `through(trainer, batches)` gives its batch.
+
+    words: arguments of train.py. vocab_size: of the model; 0: the tokenizer's. Nothing is saved.
+    """
     from xscale import distributed
     from xscale.job import prepare
     from xscale.train import StopRequest, Trainer, parse_arguments
 
-    class InTurns(Trainer):
+    class Through(Trainer):
         def loop(self, batches: Iterator[Any], first: int, state: dict[str, Any]) -> int:
-            parameters = sum(p.numel() for p in self.engine.module.parameters())
-            print(json.dumps({"xscale": xscale.__file__, "parameters": parameters}), file=answers)
-            return super().loop(self.in_turns(batches), first, state)
+            return super().loop(through(self, batches), first, state)
 
-        def in_turns(self, batches: Iterator[Any]) -> Iterator[Any]:
-            while True:
-                waiting = time.monotonic()
-                if not sys.stdin.readline():
-                    os._exit(0)
-                self.last_flush += time.monotonic() - waiting
-                wall, cpu = time.perf_counter(), time.process_time()
-                yield next(batches)
-                seconds = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-                print(json.dumps(seconds), file=answers)
+        def save(self, *args: Any, **kwargs: Any) -> None:
+            pass
 
-    args = parse_arguments(words)
-    torch.set_num_threads(threads)
-    distributed.start(distributed.find_place())
+    args, place = parse_arguments(words), distributed.find_place()
+    distributed.start(place)
     job = prepare(args.recipe, args.set, args.data)
-    job.text.vocab_size = max(vocab_size, job.text.vocab_size)  # of the model
-    args.out.mkdir(parents=True)
-    InTurns(args, job, distributed.find_place(), distributed.Control(), StopRequest(None)).run()
+    job.text.vocab_size = max(vocab_size, job.text.vocab_size)
+    args.out.mkdir(parents=True, exist_ok=True)
+    Through(args, job, place, distributed.Control(), StopRequest(None)).run()
+
+
+def main(vocab_size: int, threads: int, words: list[str]) -> None:
+    answers = answers_alone()
+    import torch
+
+    import xscale
+
+    torch.set_num_threads(threads)
+
+    def in_turns(trainer: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        print(json.dumps({"xscale": xscale.__file__}), file=answers)
+        while True:
+            waiting = time.monotonic()
+            if not sys.stdin.readline():
+                os._exit(0)
+            trainer.last_flush += time.monotonic() - waiting
+            wall, cpu = time.perf_counter(), time.process_time()
+            yield next(batches)
+            step = Step(time.perf_counter() - wall, time.process_time() - cpu)
+            print(json.dumps(step._asdict()), file=answers)
+
+    train(words, vocab_size, in_turns)
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -12,7 +12,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 WHEELS=${WHEELS:-.whl}
 NEEDED="deepspeed==0.19.8 webdataset==1.0.2 braceexpand hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection"
-PARTS=${PARTS:-check step train gather head compile}
+PARTS=${PARTS:-check step counts train gather head compile}
 LIMIT=470
 
 if [ "${1:-}" = --wheels ]; then
@@ -58,6 +58,7 @@ if [ "${1:-}" = --cpu ]; then
     LIMIT=1800
     part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
     part step 300 python3 benchmarks/step.py --recipes alignlm ppa --preset tiny --words 20 --samples 32 --rounds 1 --warm 1
+    part counts 300 python3 benchmarks/counts.py
     part train 300 python3 benchmarks/train_fp16.py --small --steps 20 --recipes tlm ppa
     part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
     part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 512
@@ -65,13 +66,14 @@ else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
     part check 100 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
-    # Pairs of 127 tokens: nothing is padded. Two sizes of micro-batch, since DeepSpeed reduces gradients after each.
+    # Pairs of 127 tokens: the stock loop pads nothing. One row a step, and several; gradients are reduced once.
     base=(python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 --threads 8)
-    part step 150 "${base[@]}" --recipes alignlm ppa --stock_micro_batch 64 --micro_batches 64 128 --rounds 6 --warm 3
+    part step 150 "${base[@]}" --recipes alignlm ppa --stock_micro_batch 64 --max_tokens 32768 8192 --rounds 6 --warm 3
+    part counts 120 python3 benchmarks/counts.py --gpu
     part train 150 python3 benchmarks/train_fp16.py --steps 30 --recipes align_mlm alignlm contextual dict_mlm mixed ppa xlm
     part gather 90 python3 benchmarks/gather.py
     part head 90 python3 benchmarks/head.py
-    part compile 150 "${base[@]}" --recipes alignlm --stock_micro_batch 64 --micro_batches 128 --rounds 4 --warm 3 \
+    part compile 150 "${base[@]}" --recipes alignlm --stock_micro_batch 64 --max_tokens 32768 --rounds 4 --warm 3 \
         --set train.compile=true
 fi
 

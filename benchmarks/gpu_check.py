@@ -1,30 +1,54 @@
-"""The kernels and the unpadded encoder against fp64, on the GPU where there is one: `pytest benchmarks/gpu_check.py`.
+"""Kernels, encoder and rows against wider types, on the GPU where there is one: `pytest benchmarks/gpu_check.py`.
 
-Errors are ||out - reference|| / ||reference||, the reference in fp64 on the CPU from the same (rounded) inputs.
+Errors are ||out - reference|| / ||reference||, the reference in fp64 on the CPU from the same (rounded) inputs, where
+nothing else is said.
 """
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import accumulate, islice
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of deterministic runs; read at the first product
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from common import text_pairs, write_world
 from torch import Tensor
 
-from xscale.data.collate import real_places
-from xscale.models import varlen
+from xscale import distributed
+from xscale.data.collate import Reads
+from xscale.data.mixture import initial_state
+from xscale.data.row import Row, Tokens, gather_index
+from xscale.distributed import Place
+from xscale.job import Job, prepare
+from xscale.models.attention import attention, runs_flash
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
+from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
+from xscale.step import RowPass, StepModule, step_weights
 
 CUDA = torch.cuda.is_available()
+CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if CUDA else "cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16] if CUDA else [torch.float32, torch.bfloat16]
+NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
+DTYPES = [torch.float32, *NARROW]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 """More than the error of one rounding at the end, relative to the norm."""
+LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+"""Of a few operations."""
+OF_A_ROW = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Of a whole model, whose weights are rounded too."""
+FEW_SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "align_mlm": 4}
 
 
 def error(out: Tensor, reference: Tensor) -> float:
-    difference = out.detach().cpu().double() - reference
+    out, reference = (tensor.detach().cpu().double() for tensor in (out, reference))
+    difference = out - reference
     assert difference.isfinite().all()
     return float(difference.norm() / reference.norm().clamp(min=1e-30))
 
@@ -43,119 +67,258 @@ def test_device() -> None:
     print(torch.cuda.get_device_name() if CUDA else "CPU", torch.__version__)
 
 
+# Operators
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(128 * 128, 768, 4915), (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str)
 def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Both directions, of masked rows alone and of linked ones with 0 to 9 links; the same bits every time."""
+    """Both directions, of single states and of sums of 0 to 9; the same bits every time."""
     places, width, masked = shape
     random = np.random.default_rng(places)
     alone = np.sort(random.choice(places, masked, replace=False))
     linked = [np.sort(random.choice(places, n, replace=False)) for n in random.choice([0, 1, 1, 1, 2, 5, 9], masked)]
-    rows = [*alone[:, None], *linked]
-    columns = np.concatenate(rows)
-    counts = np.array([len(row) for row in rows])
-    row_of, by_place = np.repeat(np.arange(len(rows)), counts), np.argsort(columns, kind="stable")
-    index = {
-        "offsets_R1": np.concatenate([[0], np.cumsum(counts)]),
-        "columns_K": columns,
-        "t_offsets_N1": np.concatenate([[0], np.cumsum(np.bincount(columns, minlength=places))]),
-        "t_rows_K": row_of[by_place],
-    }
-    on_device = {name: torch.from_numpy(array.astype(np.int32)).to(DEVICE) for name, array in index.items()}
+    counts = np.array([len(row) for row in linked])
+    columns = np.concatenate([alone, *linked])
+    row_of = np.concatenate([np.arange(masked), np.repeat(np.arange(masked, 2 * masked), counts)])
+    index = gather_index([Reads(alone), Reads(columns[masked:], counts)], places)
+    on_device = [torch.from_numpy(array).to(DEVICE) for array in index]
     hidden = torch.randn(places, width, device=DEVICE).to(dtype).requires_grad_()
-    incoming = [torch.randn(masked, width, device=DEVICE).to(dtype) for _ in range(2)]
+    incoming = torch.randn(2 * masked, width, device=DEVICE).to(dtype)
     runs = []
     for _ in range(2):
-        outs = alignment_gather(hidden, split=masked, **on_device)
-        (gradient,) = torch.autograd.grad(outs, hidden, incoming)
-        runs.append([*outs, gradient])
+        out = alignment_gather(hidden, *on_device)
+        runs.append([out, *torch.autograd.grad(out, hidden, incoming)])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
     plain = wide(hidden)
     sums = torch.zeros(2 * masked, width).double().index_add(0, torch.from_numpy(row_of), plain[columns])
-    (expected,) = torch.autograd.grad(sums, plain, torch.cat(incoming).cpu().double())
-    for out, reference in zip(runs[0], [*sums.split(masked), expected], strict=True):
-        assert out.dtype == dtype and error(out, reference.detach()) < ROUNDING[dtype]
+    (expected,) = torch.autograd.grad(sums, plain, incoming.cpu().double())
+    for out, reference in zip(runs[0], [sums, expected], strict=True):
+        assert out.dtype == dtype and error(out, reference) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "smoothing", "z_loss"), [(0, 0.0, 0.0), (1, 0.0, 0.0), (1500, 0.0, 0.0), (1500, 0.1, 1e-3)]
 )
-def test_masked_cross_entropy(rows: int, smoothing: float, z_loss: float, dtype: torch.dtype) -> None:
-    """Loss, hits and the three gradients, which an fp16 loss scale must not spoil."""
-    H, V, scale = 256, 20_011, 2.0**10
+def test_masked_cross_entropy(
+    rows: int, smoothing: float, z_loss: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, hits and the three gradients of weighted rows in chunks, which an fp16 loss scale must not spoil."""
+    monkeypatch.setattr(masked_ce, "ROWS", 512)
+    monkeypatch.setattr(masked_ce, "GPU_LOGITS", 0)
+    H, V, scale, largest = 256, 20_011, 2.0**10, 1 / max(rows, 1)
     inputs = [torch.randn(rows, H), torch.randn(V, H) * 0.1, torch.randn(V) * 0.1]
     on_device = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in inputs]
-    labels = torch.randint(V, (rows,))
-    loss, right = masked_cross_entropy(*on_device, labels.to(DEVICE), smoothing, z_loss)
+    labels, weights = torch.randint(V, (rows,)), torch.rand(rows)
+    weights[::7], weights[:1] = 0.0, 1.0
+    loss, losses, right = masked_cross_entropy(
+        *on_device, labels.to(DEVICE), smoothing, z_loss, weights.to(DEVICE), largest
+    )
     plain = [wide(tensor) for tensor in on_device]
     logits = F.linear(*plain)
-    expected = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing)
-    expected = expected + z_loss * logits.logsumexp(-1).square().sum()
-    assert loss.dtype == torch.float32
+    each = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+    each = each + z_loss * logits.logsumexp(-1).square()
+    expected = largest * (weights * each).sum()
+    assert loss.dtype == losses.dtype == torch.float32 and not losses.requires_grad
     assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5 if dtype == torch.float32 else 3e-3)
+    assert losses.shape == right.shape == (rows,) and error(losses, each) < LIMIT[dtype]
     if dtype == torch.float32:
-        assert int(right) == int((logits.argmax(-1) == labels).sum())
-    count = max(rows, 1)
-    ours = torch.autograd.grad(loss * (scale / count), on_device)
-    theirs = torch.autograd.grad(expected * (scale / count), plain)
-    limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+        assert torch.equal(right.cpu(), logits.argmax(-1) == labels)
+    ours = torch.autograd.grad(loss * scale, on_device)
+    theirs = torch.autograd.grad(expected * scale, plain)
+    assert not ours[0][weights.to(DEVICE) == 0].any()
     for gradient, reference in zip(ours, theirs, strict=True):
-        assert gradient.dtype == dtype and error(gradient, reference) < limit
-
-
-def small_encoder(dtype: torch.dtype, device: torch.device) -> Encoder:
-    fields = {"max_length": 128, "vocab_size": 3000, "pad_id": 0, "languages": ["en"], "seed": 0}
-    encoder = build_encoder(
-        init=None, preset="mini", dropout=0.0, language_embeddings=False, reset_positions=False, **fields
-    )
-    return encoder.to(device, dtype).train()
+        assert gradient.dtype == dtype and error(gradient, reference) < LIMIT[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", [1, 32])
-def test_flat_encoder(sequences: int, dtype: torch.dtype) -> None:
-    """States and gradients of the unpadded row are as near to fp64 as those of padded sequences; 0 at padding."""
-    lengths = torch.randint(3, 129, (sequences,))
-    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
-    batch = {"input_ids": torch.randint(5, 3000, mask.shape) * mask, "attention_mask": mask}
-    places = torch.from_numpy(real_places({"attention_mask": mask.numpy()})["places"])
-    incoming = torch.randn(*mask.shape, 256) * mask[..., None]
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("lengths", [[128] * 8, [512, 300, 128, 127, 64, 9, 1, 0, 5, 0], [1]], ids=str)
+def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -> None:
+    """States and gradients: the flash kernel's against the blocks' in fp32 on the same device, the blocks' against
+    fp64."""
+    row, heads = tokens_of(lengths), 4
+    assert runs_flash(torch.empty(1, 3 * heads * 64, dtype=dtype, device=DEVICE), heads) == (dtype in NARROW and CUDA)
+    qkv = torch.randn(sum(lengths), 3 * heads * 64).to(dtype)
+    incoming = torch.randn(sum(lengths), heads * 64).to(dtype)
 
-    def run(dtype: torch.dtype, device: torch.device, flat: bool) -> list[Tensor]:
-        encoder = small_encoder(torch.float32, torch.device("cpu"))
-        if dtype != torch.float64:
-            encoder.to(dtype)
-        else:
-            encoder.to(rounded).double()
-        encoder.to(device)
-        inputs = batch | ({"places": places} if flat else {})
-        hidden = encoder.hidden({name: tensor.to(device) for name, tensor in inputs.items()})
-        if flat:
-            assert not hidden[mask.to(device) == 0].any()
-        weights = [p for name, p in encoder.lm.base_model.named_parameters() if "pooler" not in name]
-        hidden.backward(incoming.to(device, hidden.dtype))
-        real = hidden.flatten(0, 1)[places.to(device)]
-        return [real, torch.cat([p.grad.flatten() for p in weights if p.grad is not None])]
+    def run(dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+        x = qkv.to(device, dtype).requires_grad_()
+        out = attention(x, row.starts.to(device), row.lengths, row.longest, torch.tensor(0), 0, heads, window=window)
+        return [out, *torch.autograd.grad(out, x, incoming.to(device, dtype))]
 
-    rounded = dtype
-    reference = [tensor.detach() for tensor in run(torch.float64, torch.device("cpu"), flat=False)]
-    for ours, padded, exact in zip(run(dtype, DEVICE, True), run(dtype, DEVICE, False), reference, strict=True):
-        assert error(ours, exact) < 1.5 * error(padded, exact) + 1e-6
+    reference = run(torch.float64, CPU) if dtype == torch.float32 else run(torch.float32, DEVICE)
+    for ours, exact in zip(run(dtype, DEVICE), reference, strict=True):
+        assert ours.dtype == dtype and error(ours, exact) < LIMIT[dtype]
 
 
-def test_attention_dropout_keeps_the_mean() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
+def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
     """The mean of many draws is the value without dropout; the draws differ."""
-    dtype = torch.float16 if CUDA else torch.float32
-    lengths = torch.tensor([7, 40, 64], device=DEVICE)
-    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-    mask = (torch.arange(64, device=DEVICE) < lengths[:, None]).flatten()
-    row = varlen.Row(mask.nonzero()[:, 0], starts, 3, 64, CUDA)
-    q, k, v = (torch.randn(111, 4, 64, device=DEVICE, dtype=dtype, requires_grad=True) for _ in range(3))
-    attend = varlen.flash if CUDA else varlen.exact
-    whole = attend(q, k, v, row, 0.125, 0.0)
-    draws = torch.stack([attend(q, k, v, row, 0.125, 0.1) for _ in range(400)]).float()
-    assert error(draws.mean(0), whole.detach().cpu().double()) < 0.05
-    assert error(draws[0], draws[1].detach().cpu().double()) > 0.05
+    row, heads = tokens_of([64, 40, 7]), 4
+    qkv = torch.randn(111, 3 * heads * 64).to(DEVICE, dtype).requires_grad_()
+
+    def attend(seed: int, p: float) -> Tensor:
+        return attention(qkv, row.starts.to(DEVICE), row.lengths, row.longest, torch.tensor(seed), 0, heads, p)
+
+    whole = attend(0, 0.0)
+    draws = torch.stack([attend(seed, 0.1) for seed in range(400)]).float()
+    assert error(draws.mean(0), whole) < 0.05
+    assert error(draws[0], draws[1]) > 0.05
     draws[0].sum().backward()
-    assert all(x.grad is not None and x.grad.isfinite().all() and x.grad.any() for x in (q, k, v))
+    assert qkv.grad is not None and qkv.grad.isfinite().all() and qkv.grad.any()
+
+
+# Encoder
+
+
+def tokens_of(lengths: list[int]) -> Tokens:
+    """Random ones, on the CPU. A length of 0 fills up the count of sequences."""
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    ids = torch.randint(5, 3000, (sum(lengths),))
+    return Tokens(ids, positions, None, starts, torch.tensor(lengths, dtype=torch.int32), max(lengths))
+
+
+def on(row: Tokens, device: torch.device) -> Tokens:
+    return row._replace(**{name: getattr(row, name).to(device) for name in ("input_ids", "positions", "starts")})
+
+
+def small_encoder(preset: str = "mini") -> Encoder:
+    """fp32, on the CPU; without dropout."""
+    fields = {"max_length": 128, "vocab_size": 3000, "pad_id": 0, "languages": ["en"], "seed": 0}
+    encoder = build_encoder(
+        init=None, preset=preset, dropout=0.0, language_embeddings=False, reset_positions=False, **fields
+    )
+    return encoder.train()
+
+
+def flat(encoder: Encoder, row: Tokens) -> Tensor:
+    return encoder(row)
+
+
+def padded(encoder: Encoder, row: Tokens) -> Tensor:
+    """By transformers' own forward pass."""
+    lengths = row.lengths.tolist()
+    ids = torch.nn.utils.rnn.pad_sequence(row.input_ids.split(lengths), batch_first=True)
+    mask = torch.arange(max(lengths), device=ids.device) < row.lengths.to(ids.device)[:, None]
+    return encoder.lm.base_model(ids, attention_mask=mask.long()).last_hidden_state[mask]
+
+
+def states_and_gradients(
+    forward: Callable[[Encoder, Tokens], Tensor], encoder: Encoder, row: Tokens, incoming: Tensor
+) -> list[Tensor]:
+    """Last hidden states, and the gradients of all weights behind one another."""
+    device = next(encoder.parameters()).device
+    hidden = forward(encoder, on(row, device))
+    weights = [p for name, p in encoder.lm.base_model.named_parameters() if "pooler" not in name]
+    gradients = torch.autograd.grad(hidden, weights, incoming.to(device, hidden.dtype), materialize_grads=True)
+    return [hidden.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("preset", "sequences"), [("mini", 1), ("mini", 32), ("modern-small", 4)])
+def test_flat_encoder(preset: str, sequences: int, dtype: torch.dtype) -> None:
+    """States and gradients of a row are as near to fp64 as those of transformers' padded sequences."""
+    lengths = torch.randint(3, 129, (sequences,)).sort(descending=True).values.tolist()
+    encoder, row = small_encoder(preset).to(dtype), tokens_of(lengths)
+    incoming = torch.randn(sum(lengths), encoder.width)
+    exact = states_and_gradients(flat, encoder.double(), row, incoming)
+    encoder.to(DEVICE, dtype)
+    both = [states_and_gradients(forward, encoder, row, incoming) for forward in (flat, padded)]
+    for ours, theirs, reference in zip(*both, exact, strict=True):
+        assert error(ours, reference) < 1.5 * error(theirs, reference) + 1e-6
+
+
+def test_compiled_encoder() -> None:
+    """Rows of one shape, filled up in several ways: as near to fp64 as those of the eager encoder, by one program."""
+    dtype, shape = DTYPES[-1], (1024, 16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    encoder = small_encoder().to(dtype)
+    encoder.compile_forward("inductor" if CUDA else "aot_eager")  # the CPU may lack a compiler
+    for lengths in ([128] * 8 + [0] * 8, [64] * 16, [100, 99, 98, 90, 80, 70, 60, 50, 40, 30, 5, 2, 128, 128, 44, 0]):
+        assert (sum(lengths), len(lengths)) == shape
+        row, incoming = tokens_of(lengths)._replace(longest=128), torch.randn(1024, encoder.width)
+        encoder.compiled_shape = None
+        exact = states_and_gradients(flat, encoder.to(CPU, torch.float64), row, incoming)
+        encoder.to(DEVICE, dtype)
+        eager = states_and_gradients(flat, encoder, row, incoming)
+        encoder.compiled_shape = shape
+        compiled = states_and_gradients(flat, encoder, row, incoming)
+        for ours, theirs, reference in zip(compiled, eager, exact, strict=True):
+            assert error(ours, reference) < 1.5 * error(theirs, reference) + 1e-6
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+# Rows
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    _, pairs = text_pairs(None)
+    return write_world(list(islice(pairs, 1000)), 3000, tmp_path_factory.mktemp("world") / "data")
+
+
+@pytest.fixture
+def job(world: list[Path], request: pytest.FixtureRequest) -> Job:
+    """All objectives, few samples; with the dropout that the test asks for."""
+    sets = [f"streams.{name}.samples={n}" for name, n in FEW_SAMPLES.items()]
+    sets += ["streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=64", "data.workers=0", "train.max_tokens=16384"]
+    return prepare("mixed", [*sets, f"model.dropout={request.param}", "model.preset=mini"], world).calibrated()
+
+
+def first_row(job: Job) -> Row:
+    (row,) = next(job.batches(Place(0, 1, 0, 1), DEVICE.type, initial_state(job.specs), 1)).rows
+    return row
+
+
+def ready_module(job: Job) -> StepModule:
+    """With a filled queue, fp32 on the CPU; the same every time."""
+    module = StepModule(job.encoder(), job.recipe)
+    queue = module.companions["ppa"].queue
+    torch.manual_seed(1)
+    queue.push(F.normalize(torch.randn(queue.ring_KD.shape), dim=-1), 0)
+    return module
+
+
+def row_results(job: Job, row: Row, module: StepModule) -> Iterator[Tensor]:
+    """Loss, all reported numbers, and the gradients behind one another, of a loss scaled as in fp16."""
+    scale = 2.0**10
+    device = next(module.parameters()).device
+    weights = step_weights(job.recipe, row.targets, 0)
+    loss, reported = RowPass(module, row, device, (0,))(module, weights)
+    gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)
+    yield loss.detach()
+    yield reported
+    yield torch.cat([gradient.flatten().float() / scale for gradient in gradients])
+
+
+@pytest.mark.parametrize("job", [0.0], indirect=True)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_row(job: Job, dtype: torch.dtype) -> None:
+    """All objectives' losses and gradients in 16 bits against fp32 on the CPU."""
+    row = first_row(job)
+    reference = ready_module(job)
+    exact = list(row_results(job, row, reference))
+    module = ready_module(job).to(DEVICE, dtype)
+    loss, reported, gradients = row_results(job, row, module)
+    assert module.reported == reference.reported
+    losses = [number for number, key in enumerate(reference.reported) if key.name == "loss"]
+    for ours, other in zip([loss, reported[losses], gradients], [exact[0], exact[1][losses], exact[2]], strict=True):
+        assert error(ours, other) < OF_A_ROW[dtype]
+
+
+@pytest.mark.parametrize("job", [0.1], indirect=True)
+def test_row_repeats_on_deterministic_algorithms(job: Job) -> None:
+    """Loss and gradients with dropout, bit for bit, in the narrowest type: what an exact resume rests on."""
+    row = first_row(job)
+    distributed.set_deterministic(True)
+    try:
+        runs = [list(row_results(job, row, ready_module(job).to(DEVICE, DTYPES[-1]))) for _ in range(2)]
+    finally:
+        distributed.set_deterministic(False)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

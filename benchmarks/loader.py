@@ -1,12 +1,13 @@
 """The data path: speed of a worker, time to resume, memory of the order, opens of shard files.
 
-    python benchmarks/loader.py [--text SRC TGT] [--records 1000000] [--steps 60]
+    python benchmarks/loader.py [--text SRC TGT] [--records 1000000] [--steps 60] [--max_tokens 4096]
 
 writes a corpus of pairs of 15 words a side and a 16k tokenizer into a temporary directory (from two parallel files,
 plain, .gz or .xz, or else from the demo world), and prints
-  1. TLM pairs/s: read from shards, tokenised, masked, collated (512 pairs a step, micro-batches of 32), by the process
-     itself and through DataLoader with 1 and 2 workers; then where the time of a pair goes
-  2. seconds from opening the source to the first step, at record 0 and at 90 % of it, files cached and not
+  1. TLM pairs, tokens and rows a second: read from shards, tokenised, masked, laid out in rows of --max_tokens (512
+     pairs a step), by the process itself and through DataLoader with 1 and 2 workers; then where a pair's time goes
+  2. seconds from opening the source to the first step, at record 0 (a new run, which measures how many tokens bytes
+     promise) and at 90 % of it (a resume, which knows), files cached and not
   3. memory of the order of 10^5, 10^7 and 10^9 records, and the time of drawing one step
   4. how often a shard is opened in an epoch, and how far apart its first and last read lie
 """
@@ -20,7 +21,7 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -30,78 +31,90 @@ import numpy as np
 from common import median_time, print_table, text_pairs, timed, with_words, write_pairs, write_tokenizer
 
 from data_tools.write_shards import SHARD_LINES
-from xscale.data.collate import Context
-from xscale.data.encode import TextEncoder
+from xscale.data.calibration import Calibration
 from xscale.data.index import OPEN_SHARDS, Source
-from xscale.data.loader import StepDataset, StreamCollate, source_statistics, step_batches
+from xscale.data.loader import StepDataset
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.order import WINDOW_RECORDS, EpochOrder
-from xscale.objectives import OBJECTIVES
+from xscale.distributed import Place
+from xscale.job import Job, prepare
 
-WORDS, SAMPLES, MICRO_BATCH, MAX_LENGTH, VOCAB_SIZE = 15, 512, 32, 128, 16_000
+WORDS, SAMPLES, MAX_LENGTH, VOCAB_SIZE = 15, 512, 128, 16_000
 UNIQUE_PAIRS = 20_000
 SPECS = [StreamSpec("tlm", (0,), SAMPLES, packed=False)]
+ALONE, DEVICE = Place(0, 1, 0, 1), "cpu"
 SMALL_SHARD = 1024
 """Records of a shard as others may write them."""
 REPEATS = 5
 
 
-def mixture(source: Any, tokens_per_byte: float, state: dict[str, Any] | None = None) -> Mixture:
-    options: dict[str, Any] = {"seed": 0, "alpha": 0.7, "max_length": MAX_LENGTH, "micro_batch": MICRO_BATCH}
-    return Mixture(SPECS, [source], [tokens_per_byte], **options, rank=0, world=1, state=state or initial_state(SPECS))
+def open_job(directory: Path, max_tokens: int | None) -> Job:
+    """TLM on a directory of pairs, with the tokenizer beside it. Without what is measured before step 1."""
+    fields = {
+        "streams.tlm.samples": SAMPLES,
+        "data.max_length": MAX_LENGTH,
+        "train.max_tokens": "null" if max_tokens is None else max_tokens,
+    }
+    return prepare("tlm", [f"{name}={value}" for name, value in fields.items()], [directory])
 
 
-def step_dataset(source: Source, text: TextEncoder) -> StepDataset:
-    tlm = OBJECTIVES["tlm"]
-    languages = {language: number for number, language in enumerate(source.langs)}
-    context = Context(text, MAX_LENGTH, "drop", languages)
-    return StepDataset([source], {"tlm": StreamCollate(tlm.collate, tlm.options(), words=False)}, context, seed=0)
+def with_workers(job: Job, workers: int) -> Job:
+    return replace(job, recipe=replace(job.recipe, data=replace(job.recipe.data, workers=workers)))
 
 
-def speed(source: Source, text: TextEncoder, steps: int) -> None:
-    rate = source_statistics(source, text)
-    dataset = step_dataset(source, text)
-    draws = mixture(source, rate)
+def first_mixture(job: Job) -> Mixture:
+    return job.mixture(ALONE, DEVICE, job.specs, initial_state(job.specs))
+
+
+def speed(job: Job, steps: int) -> None:
+    dataset, draws = job.dataset(job.specs), first_mixture(job)
     plans = [draws.next_step() for _ in range(steps)]
     dataset[plans[0]]
-    pairs = steps * SAMPLES
 
     def through_loader(workers: int) -> float:
-        batches = step_batches(mixture(source, rate), dataset, workers, steps + 8)
+        batches = with_workers(job, workers).batches(ALONE, DEVICE, initial_state(job.specs), steps + 8)
         for _ in islice(batches, 8):  # workers have started and their queues are full
             pass
-        seconds, _ = timed(lambda: list(batches))
-        return pairs / seconds
+        return timed(lambda: list(batches))[0]
 
-    rates = {"one process, plans given": pairs / median_time(lambda: [dataset[plan] for plan in plans], REPEATS)}
+    seconds = {"one process, plans given": median_time(lambda: [dataset[plan] for plan in plans], REPEATS)}
     for workers in (0, 1, 2):
         name = f"DataLoader, {workers} worker{'s' * (workers != 1)}"
-        rates[name] = median(through_loader(workers) for _ in range(REPEATS))
-    tokens = sum(dataset[plan].total("tokens") for plan in plans) / pairs
-    title = f"1. TLM pairs of {WORDS} words a side, {tokens:.1f} tokens (vocabulary {text.vocab_size:,})"
-    print_table(title, ["", "pairs/s"], [[name, f"{value:,.0f}"] for name, value in rates.items()])
-    parts(source, text, dataset, plans, rate)
+        seconds[name] = median(through_loader(workers) for _ in range(REPEATS))
+    batches = [dataset[plan] for plan in plans]
+    pairs, rows = steps * SAMPLES, sum(len(batch.rows) for batch in batches)
+    tokens = sum(batch.work().tokens for batch in batches)
+    title = (
+        f"1. TLM pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary {job.text.vocab_size:,}); "
+        f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {job.max_tokens(DEVICE):,})"
+    )
+    table = [[name, *(f"{n / s:,.0f}" for n in (pairs, tokens)), f"{rows / s:,.1f}"] for name, s in seconds.items()]
+    print_table(title, ["", "pairs/s", "tokens/s", "rows/s"], table)
+    parts(job, dataset, plans)
 
 
-def parts(source: Source, text: TextEncoder, dataset: StepDataset, plans: list[StepPlan], rate: float) -> None:
+def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
     """Each stage by itself, over the same records."""
+    (source,), text = job.sources, job.text
     places = [
         place
         for plan in plans
-        for draw in plan.micros["tlm"]
-        for place in zip(draw.shard.tolist(), draw.record.tolist(), strict=True)
+        for row in plan.rows
+        for place in zip(row["tlm"].shard.tolist(), row["tlm"].record.tolist(), strict=True)
     ]
     texts = [t for shard, record in places for t in source.read(shard, record).texts]
     steps = [texts[i : i + 2 * SAMPLES] for i in range(0, len(texts), 2 * SAMPLES)]
-    draws = mixture(source, rate)
+    draws = first_mixture(job)
     batch = dataset[plans[0]]
     seconds = {
-        "draw the step (main process)": median_time(lambda: [draws.next_step() for _ in plans], REPEATS),
+        "draw the step, cut it into rows (main process)": median_time(
+            lambda: [draws.next_step() for _ in plans], REPEATS
+        ),
         "read records": median_time(lambda: [source.read(*place) for place in places], REPEATS),
         "tokenise": median_time(lambda: [text.encode(step) for step in steps], REPEATS),
     }
     whole = median_time(lambda: [dataset[plan] for plan in plans], REPEATS)
-    seconds["mask, collate, the rest"] = whole - seconds["read records"] - seconds["tokenise"]
+    seconds["mask, collate, lay out, the rest"] = whole - seconds["read records"] - seconds["tokenise"]
     seconds["to the main process and back (pickle)"] = len(plans) * median_time(
         lambda: pickle.loads(pickle.dumps(batch)), REPEATS
     )
@@ -109,22 +122,18 @@ def parts(source: Source, text: TextEncoder, dataset: StepDataset, plans: list[S
     print_table("   where a pair's time goes", ["", "us/pair"], rows)
 
 
-def resume(directory: Path, text: TextEncoder) -> None:
-    def first_batch(position: int) -> tuple[float, float]:
-        def start() -> tuple[Source, float]:
-            source = Source(directory)
-            source.check_sizes()
-            return source, source_statistics(source, text)
+def resume(directory: Path, max_tokens: int | None, found: Calibration) -> None:
+    """found: what a checkpoint of the source keeps of the measurement before step 1."""
 
-        def first(source: Source, rate: float) -> None:
-            state = initial_state(SPECS)
-            state["positions"]["tlm"] = [[0, position]]
-            state["step"] = position // SAMPLES
-            batch = next(step_batches(mixture(source, rate, state), step_dataset(source, text), workers=0, steps=1))
-            assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
-
-        opened, (source, rate) = timed(start)
-        return opened, timed(lambda: first(source, rate))[0]
+    def first_batch(position: int) -> tuple[float, ...]:
+        opened, job = timed(lambda: with_workers(open_job(directory, max_tokens), 0))
+        measured, job = timed(lambda: job.calibrated(found if position else None))
+        state = initial_state(job.specs)
+        state["positions"]["tlm"] = [[0, position]]
+        state["step"] = position // SAMPLES
+        made, batch = timed(lambda: next(job.batches(ALONE, DEVICE, state, steps=1)))
+        assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
+        return opened, measured, made, opened + measured + made
 
     records = Source(directory).records
     rows = []
@@ -135,11 +144,10 @@ def resume(directory: Path, text: TextEncoder) -> None:
                 if not cached:
                     forget(directory)
                 times.append(first_batch(int(records * share)))
-            opened, step = (median(column) for column in zip(*times, strict=True))
             where = f"record {int(records * share):,}, files {'in' if cached else 'not in'} the page cache"
-            rows.append([where, f"{opened:.3f}", f"{step:.3f}", f"{opened + step:.3f}"])
+            rows.append([where, *(f"{median(column):.3f}" for column in zip(*times, strict=True))])
     title = f"2. Seconds to the first step of a source of {records:,} pairs"
-    print_table(title, ["", "open, check", "first batch", "sum"], rows)
+    print_table(title, ["", "open, check", "measure lengths", "first batch", "sum"], rows)
 
 
 def forget(directory: Path) -> None:
@@ -167,7 +175,7 @@ class Sizes:
         return np.full(len(records), 200)
 
 
-def memory() -> None:
+def memory(max_tokens: int) -> None:
     rows = []
     for records in (10**5, 10**7, 10**9):
         source = Sizes(np.diff(np.arange(0, records + SHARD_LINES, SHARD_LINES).clip(max=records)))
@@ -177,7 +185,10 @@ def memory() -> None:
         order.locate(0, SAMPLES)
         kept, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        draws = mixture(source, 0.25)
+        draws = Mixture(
+            SPECS, [source], Calibration([0.25], {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
+            max_tokens=max_tokens, rank=0, world=1,
+        )  # fmt: skip
         first, _ = timed(draws.next_step)
         steps = sorted(timed(draws.next_step)[0] for _ in range(2 * WINDOW_RECORDS // SAMPLES))
         megabytes = [f"{size / 1e6:.2f}" for size in (alone, kept, peak)]
@@ -205,16 +216,16 @@ def counted_opens() -> Iterator[Counter]:
         os.open = original
 
 
-def opens(directory: Path, rate: float) -> None:
+def opens(job: Job) -> None:
     """An epoch's plans by the main process, its reads by a worker's copy of the source."""
-    main, worker = Source(directory), Source(directory)
-    draws = mixture(main, rate)
+    main, worker = (Source(job.sources[0].directory) for _ in range(2))
+    draws = first_mixture(replace(job, sources=[main]))
     steps = main.records // SAMPLES
     plans = []
     with counted_opens() as of_main:
         plans = [draws.next_step() for _ in range(steps)]
-    shards = np.concatenate([draw.shard for plan in plans for draw in plan.micros["tlm"]])
-    records = np.concatenate([draw.record for plan in plans for draw in plan.micros["tlm"]])
+    shards = np.concatenate([row["tlm"].shard for plan in plans for row in plan.rows])
+    records = np.concatenate([row["tlm"].record for plan in plans for row in plan.rows])
     most = 0
     with counted_opens() as of_worker:
         for shard, record in zip(shards.tolist(), records.tolist(), strict=True):
@@ -260,20 +271,23 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs=2, metavar=("SRC", "TGT"), help="parallel files to take words from")
     parser.add_argument("--records", type=int, default=1_000_000, help="pairs of the source")
     parser.add_argument("--steps", type=int, default=60, help="steps of 512 pairs in each repetition of part 1")
+    parser.add_argument("--max_tokens", type=int, help="of a row (default: a run's on a CPU)")
     args = parser.parse_args()
     if args.records < 2 * SAMPLES * 10:
         sys.exit(f"error: --records {args.records} must be at least {2 * SAMPLES * 10}")
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         langs, pairs = text_pairs(args.text)
         pool = list(islice(with_words(pairs, WORDS), UNIQUE_PAIRS))
-        text = TextEncoder(write_tokenizer(pool, VOCAB_SIZE, Path(folder) / "tokenizer"))
+        write_tokenizer(pool, VOCAB_SIZE, Path(folder) / "tokenizer")
         seconds, source = timed(lambda: write_pairs(pool, langs, Path(folder) / "pairs", args.records))
         shards, size = len(source.shards), source.bytes / 1e6
         print(f"corpus: {source.records:,} pairs, {shards} shards, {size:,.0f} MB, written in {seconds:.0f} s")
-        speed(source, text, args.steps)
-        resume(source.directory, text)
-        memory()
-        opens(source.directory, source_statistics(source, text))
+        job = open_job(source.directory, args.max_tokens).calibrated()
+        assert job.calibration is not None
+        speed(job, args.steps)
+        resume(source.directory, args.max_tokens, job.calibration)
+        memory(job.max_tokens(DEVICE))
+        opens(job)
 
 
 if __name__ == "__main__":

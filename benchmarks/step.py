@@ -43,7 +43,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from before import compare, free_port
+from before import HERE, Side, compare, free_port
 from common import print_table, text_pairs, use_allocator, with_words, write_world
 from stock import Example, Mlm, Ppa, StockModule, first_queue
 from torch.nn.utils.rnn import pad_sequence
@@ -393,16 +393,19 @@ def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
 
 
 def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
+    """Recipes as shipped, where --samples and --set say nothing else; a side of this checkout for each --max_tokens."""
     rows = []
     for recipe in args.recipes:
-        streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
-        sizes = [f"train.max_tokens={args.max_tokens[0]}"] if args.max_tokens[0] else []
-        words = ["--ds_config", str(args.ds_config), "--recipe", recipe, "--data", *map(str, args.data), "--set"]
-        words += [*recipe_fields(recipe, args), "checkpoint.every=1000000"]
-        counts = {"threads": args.threads, "warm": args.warm, "rounds": args.rounds}
-        cells = compare(args.before, words, sizes, folder / recipe, vocab_size=args.vocab_size, **counts)
-        rows.append([f"{recipe} ({', '.join(f'{s.samples} {n}' for n, s in streams.items())})", *cells])
-        print(*rows[-1], sep="  ", flush=True)
+        words = ["--ds_config", str(args.ds_config.resolve()), "--recipe", recipe]
+        words += ["--data", *(str(path.resolve()) for path in args.data), "--set", *recipe_fields(recipe, args)]
+        fixed = args.vocab_size, args.threads
+        sides = [Side(args.before.resolve(), words, folder / recipe / "before", *fixed)]
+        for size in args.max_tokens:
+            more = [f"train.max_tokens={size}"] if size else []
+            sides.append(Side(HERE, words + more, folder / recipe / f"rows_{size}", *fixed))
+        for size, cells in zip(args.max_tokens, compare(sides, args.warm, args.rounds), strict=True):
+            rows.append([recipe + (f", rows of {size:,}" if size else ""), *cells])
+            print(*rows[-1], sep="  ", flush=True)
     title = f"Whole steps of preset {args.preset}, vocabulary {args.vocab_size:,}, {args.threads} threads, malloc: "
     header = ["", "before, ms", "now, ms", "ratio", "middle 80 % of rounds", "ratio of processor time"]
     print_table(f"{title}{args.allocator}, {args.rounds} rounds", header, rows)

@@ -1,13 +1,14 @@
 """Does every recipe train in fp16 on a GPU, and does an overflow heal? xscale/train.py itself, on the demo corpus.
 
-    python benchmarks/train_fp16.py [--ds_config ds_configs/zero2_fp16.json] [--recipes NAME ...] [--steps 40] [--small]
+    python benchmarks/train_fp16.py [--ds_config ds_configs/zero2_fp16.json] [--recipes NAME ...] [--steps 40]
+        [--max_tokens 1024] [--small]
 
 First `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its first steps
-must overflow and be skipped, then the scale and after it the loss must fall. Then `mixed` on deterministic algorithms,
-every recipe, and `mixed` with activation checkpointing and with torch.compile, in this process. Each must reach its
-last step with finite losses, of which the last five are lower than the first five, and log its loss scale. A resume of
-the deterministic run from its middle must repeat the second half's losses bit for bit. Prints a line a run; exit code 1
-if one failed.
+must overflow and be skipped, then the scale and after it the loss must fall. Then `mixed` on deterministic algorithms
+with several rows a step (--max_tokens), every recipe with rows of the default size, and `mixed` with activation
+checkpointing and with torch.compile, in this process. Each must reach its last step with finite losses, of which the
+last five are lower than the first five, and log its loss scale. A resume of the deterministic run from its middle must
+repeat the second half's losses bit for bit. Prints a line a run; exit code 1 if one failed.
 --small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
 """
 
@@ -113,6 +114,7 @@ def main() -> None:
     parser.add_argument("--ds_config", type=Path, default=ROOT / "ds_configs" / "zero2_fp16.json")
     parser.add_argument("--recipes", nargs="+", default=sorted(path.stem for path in RECIPES.glob("*.yaml")))
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--max_tokens", type=int, default=1024, help="of a row of the deterministic run")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     failed, lines = [], []
@@ -143,7 +145,8 @@ def main() -> None:
                 sys.exit("stopped")
 
         for name in [EXACT, *args.recipes, *LAST]:
-            words = parse_arguments(arguments(name, SETS.get(name, []), args, args.ds_config, args.steps))
+            sets = SETS.get(name, []) + [f"train.max_tokens={args.max_tokens}"] * (name == EXACT)
+            words = parse_arguments(arguments(name, sets, args, args.ds_config, args.steps))
             check(name, args.steps, partial(train, words))
             if name == EXACT:
                 words.out = args.out / "mixed+resumed"

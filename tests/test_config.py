@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 
-from xscale.config import RECIPES, Recipe, load_recipe
+from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe
 from xscale.errors import UserError
+from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -205,6 +206,34 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
 def test_missing_parts(recipe, text: str, named: str) -> None:
     (line,) = problems(recipe, text)
     assert line.strip().startswith(named)
+
+
+def test_a_stream_says_how_much_it_draws_in_one_of_two_ways(recipe) -> None:
+    for field, number in (("samples", 8), ("tokens", 900)):
+        stream = recipe(f"streams: {{mlm: {{objective: mlm, {field}: {number}}}}}").streams["mlm"]
+        assert {stream.samples, stream.tokens} == {number, None} and getattr(stream, field) == number
+    swapped = recipe(STREAM, "streams.mlm.samples=null", "streams.mlm.tokens=900").streams["mlm"]
+    assert (swapped.samples, swapped.tokens) == (None, 900)
+    (line,) = problems(recipe, STREAM, "streams.mlm.tokens=900")
+    assert line.strip() == "streams.mlm: needs either samples or tokens, so many a step"
+    assert recipe(STREAM).identity() != recipe(STREAM, "streams.mlm.samples=null", "streams.mlm.tokens=900").identity()
+
+
+def test_micro_batches_are_refused_with_what_to_write() -> None:
+    for name in ("mlm", "mixed"):
+        (line,) = problems(load, name, "train.micro_batch=16")
+        assert line.strip().startswith("train.micro_batch: ") and "write train.max_tokens" in line
+    assert load("mlm").train.max_tokens is None and load("mlm", "train.max_tokens=128").train.max_tokens == 128
+    (line,) = problems(load, "mlm", "train.max_tokens=511", "data.max_length=512")
+    assert line.strip() == "train.max_tokens: 511 must be at least data.max_length: 512"
+
+
+def test_every_preset_has_a_name_in_recipes() -> None:
+    """The three that came with the row too: small, modern-small, modern-base."""
+    assert set(get_args(get_type_hints(ModelConfig)["preset"])) == set(PRESETS)
+    assert {"small", "modern-small", "modern-base"} <= set(PRESETS)
+    for preset in PRESETS:
+        assert load("mlm", f"model.preset={preset}").model.preset == preset
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "just text", "\x00"])

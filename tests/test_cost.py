@@ -2,6 +2,8 @@
 
 import re
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,16 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from xscale import cost
 from xscale.config import Recipe, load_recipe
-from xscale.data.row import Tokens, Work
+from xscale.data.mixture import initial_state
+from xscale.data.row import Row, Tokens, Work
+from xscale.distributed import Place
+from xscale.job import prepare
+from xscale.models.attention import attention_blocks, attention_blocks_backward
+from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
-from xscale.step import StepModule
+from xscale.step import RowPass, StepModule
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -69,6 +76,15 @@ def test_activations(device: str, dtype: torch.dtype) -> None:
     assert estimate == pytest.approx(kept - (probabilities if device == "cuda" else 0), rel=0.25)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_activations_of_gated_layers(dropout: float) -> None:
+    config = preset_config("modern-small", 500, 0, 64, dropout)
+    config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
+    encoder = Encoder(AutoModelForMaskedLM.from_config(config).train())
+    estimate = cost.activations(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", 512)
+    assert estimate == pytest.approx(saved_bytes(encoder, 8, 64), rel=0.1 if dropout else 0.3)
+
+
 def test_activations_of_checkpointed_layers() -> None:
     """The layers' inputs, and all of the one that is computed again."""
     recipe = recipe_of("train.activation_checkpointing=true")
@@ -116,15 +132,113 @@ def test_what_stays_is_that_of_the_zero_paper(zero: dict, precision: str, kept: 
     assert found == expected | buckets
 
 
-def test_flops_by_term() -> None:
-    """6 n a token of the encoder against torch's own count; 12 H L a token and layer, 6 H (V + H) a prediction."""
-    encoder = make(attention_dropout=0.0)
-    work = Work(tokens=512, squares=8 * 64**2, predictions=30)
-    with FlopCounterMode(display=False) as counter:
-        hidden = encoder(row_of(8, 64))
-        hidden.sum().backward()
+def test_a_row_is_among_the_phases() -> None:
+    """Gradients of a row wait for the one reduction of its step; at stages 0 and 1 they are what is kept anyway."""
+    module, recipe = StepModule(make(), recipe_of("train.measure_every=0")), recipe_of("train.measure_every=0")
+    for stage, wait in ((0, False), (1, False), (2, True), (3, True)):
+        lines = cost.estimate(module, recipe, {"zero_optimization": {"stage": stage}}, "bf16", 8, "cuda", 4096)
+        _, _, row, update = lines.splitlines()
+        assert row.startswith("  a row of 4,096 tokens: activations ") and update.startswith("  or update: ")
+        assert ("gradients before they are reduced" in row) == wait
+    lines = cost.estimate(module, recipe_of(), {"zero_optimization": {"stage": 2}}, "bf16", 8, "cuda", 4096)
+    assert "or gradient norms" in lines
+
+
+@pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])
+def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
+    """Activations, head and gradients: what a row allocates at most, on a CPU; its sequences are shorter than they
+    might be."""
+    module, row = first_row(demo, recipe, f"model.preset={preset}")
+    row_pass = RowPass(module, row, torch.device("cpu"), (0,))
+    weights = {key: 1e-3 for key in row.targets}
+    with torch.profiler.profile(profile_memory=True) as profile:
+        row_pass(module, weights)[0].backward()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
+    recipe_here = recipe_of("data.max_length=128")
+    expected = cost.activations(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
+    expected += cost.vocabulary_head(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
+    assert expected == pytest.approx(peak, rel=0.15)
+
+
+# FLOPs
+
+
+def flops_of_attention(operator: Any) -> Any:
+    """A formula for FlopCounterMode, to which the operator is opaque: the count of what it runs."""
+
+    def formula(*arguments: Any, out_val: Any = None, **options: Any) -> int:
+        with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+            operator._init_fn(*arguments, **options)
+        return counter.get_total_flops()
+
+    formula._get_raw = True  # type: ignore[attr-defined]
+    return formula
+
+
+IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.addmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * b[1],
+    torch.ops.aten.baddbmm_: lambda out, a, b, **_: 2 * a[0] * a[1] * a[2] * b[2],
+}
+"""Products that torch does not count."""
+ATTENTION = {
+    torch.ops.xscale.attention: flops_of_attention(attention_blocks),
+    torch.ops.xscale.attention_backward: flops_of_attention(attention_blocks_backward),
+}
+
+
+def counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=IN_PLACE | ATTENTION)
+
+
+def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
+    job = prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+    (batch,) = job.batches(Place(0, 1, 0, 1), "cpu", initial_state(job.specs), 1)
+    return StepModule(job.encoder(), job.recipe), batch.rows[0]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "mini"])
+def test_flops_by_term(preset: str) -> None:
+    """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
+    encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
+    work = Work(tokens=512, squares=8 * 64**2, predictions=30, beside_tokens=128, beside_squares=2 * 64**2)
     found = cost.StepFlops(encoder).flops(work)
-    assert counter.get_total_flops() == found["encoder"], "attention is an operator that torch does not count"
-    assert found["attention"] == 12 * 64 * 4 * 8 * 64**2 and found["head"] == 6 * 64 * 564 * 30
-    beside = cost.StepFlops(encoder).flops(Work(beside_tokens=512, beside_squares=8 * 64**2))
-    assert beside["beside"] == pytest.approx((found["encoder"] + found["attention"]) / 3)
+    with counter() as counted:
+        encoder(row_of(8, 64)).sum().backward()
+    in_attention = sum(counted.get_flop_counts()["Global"][operator] for operator in ATTENTION)
+    assert in_attention == found["attention"]
+    assert counted.get_total_flops() - in_attention == found["encoder"]
+    states = torch.randn(30, encoder.width, requires_grad=True)
+    with counter() as counted:
+        encoder.vocabulary_loss(encoder.features(states), torch.arange(30))[0].backward()
+    assert counted.get_total_flops() == found["head"]
+    with counter() as counted, torch.no_grad():
+        encoder(row_of(2, 64))
+    assert counted.get_total_flops() == pytest.approx(found["beside"])
+
+
+def test_flops_of_local_attention() -> None:
+    """A token of a local layer meets those within the window; sequences up to it are read whole."""
+    config = preset_config("modern-small", 900, 0, 512, 0.0)
+    config.num_hidden_layers, config.layer_types = 3, ["full_attention", "sliding_attention", "sliding_attention"]
+    flops = cost.StepFlops(Encoder(AutoModelForMaskedLM.from_config(config)))
+    for length in (1, 30, 64, 65, 66, 128, 300):
+        near = sum(abs(i - j) <= 64 for i in range(length) for j in range(length))
+        assert flops.attention(4 * length, 4 * length**2) == pytest.approx(12 * 384 * 4 * (length**2 + 2 * near))
+    assert flops.attention(0, 0) == 0
+    mixed = flops.attention(30 + 300, 30**2 + 300**2) / (flops.attention(30, 30**2) + flops.attention(300, 300**2))
+    assert 1 <= mixed < 1.1, "of sequences of different length a little too many"
+
+
+@pytest.mark.parametrize("recipe", ["tlm", "mlm", "alignlm", "ppa", "contextual", "mixed", "xlm"])
+def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
+    """Forward and backward, companions included, within 5 %: what is left out are AlignLM's and PPA's own small heads,
+    and the padding of attention's blocks."""
+    module, row = first_row(demo, recipe)
+    weights = {key: 1e-3 for key in row.targets}
+    with counter() as counted:
+        RowPass(module, row, torch.device("cpu"), (0,))(module, weights)[0].backward()
+    found = cost.StepFlops(module.encoder).flops(row.work)
+    assert set(found) == {"encoder", "attention", "head", "beside"}
+    assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
+    assert sum(found.values()) <= counted.get_total_flops() * 1.001

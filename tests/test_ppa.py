@@ -619,7 +619,7 @@ def test_two_ranks_hold_what_one_holds(demo: Path, tmp_path: Path) -> None:
     _rank(0, 1, 0, demo, tmp_path)
     first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
     same_state(first, second)
-    same_state(first, alone, tolerance=1e-5)
+    same_state(first, alone, tolerance=5e-5)  # in fp64 5e-14: four steps of SGD widen the rounding of fp32
     assert alone["step"] == 4
 
 

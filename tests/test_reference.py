@@ -144,14 +144,6 @@ def case(demo: Path, request: pytest.FixtureRequest) -> Case:
 # 1. A step
 
 
-def forward(row_pass: RowPass, module: StepModule, weights: step.Weights) -> tuple[Tensor, Tensor]:
-    """As `row_pass(module, weights)`, which rounds a prediction's weight to fp32, with exact weights."""
-    of_term = torch.tensor([weights[term] for term in row_pass.row.predictions], dtype=torch.float64)
-    weights_M = of_term.repeat_interleave(torch.tensor(list(row_pass.row.predictions.values()), dtype=torch.int64))
-    largest = max(weights.values())
-    return module(row_pass.row, row_pass.inputs, row_pass.beside, weights, weights_M / largest, largest)
-
-
 def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
     module, recipe = case.module, case.job.recipe
@@ -161,7 +153,7 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     loss, numbers = torch.zeros(()).double(), torch.zeros(()).double()
     for rank, rows in enumerate(ranks):
         for number, row in enumerate(rows):
-            row_loss, reported_K = forward(RowPass(module, row, CPU, (0, number, rank)), module, weights)
+            row_loss, reported_K = RowPass(module, row, CPU, (0, number, rank))(module, weights)
             row_loss.backward()
             loss, numbers = loss + row_loss.detach(), numbers + reported_K
     shares = StepSums(module.reported, numbers).shares(numbers.tolist(), recipe, totals)

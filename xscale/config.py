@@ -82,7 +82,7 @@ class TrainConfig:
     z_loss: float = 0.0
     """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
     max_tokens: int | None = None
-    """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 4,096 on a CPU. Does not
+    """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU. Does not
     change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""

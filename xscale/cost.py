@@ -51,7 +51,7 @@ def estimate(
         "activations": activations(module.encoder, recipe, width, device, row_tokens),
         "vocabulary head": vocabulary_head(module.encoder, width, device),
     }
-    if stage >= 1:  # until the one reduction of a step, each rank has all its gradients
+    if stage >= 2:  # until the one reduction of a step, each rank has all its gradients
         backward["gradients before they are reduced"] = width * n
     update = {"fp32 gradients": 0 if offload else 4 * owned + width * gradients}
     phases = {f"a row of {row_tokens:,} tokens": backward, "or update": update}
@@ -65,11 +65,20 @@ def estimate(
 
 
 def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
-    """Bytes that the backward pass of a row reads: some 34 H a token and layer at 16 bits (Korthikanti et al. 2022,
-    without attention's probabilities), and on a CPU 2 A L numbers more, whose attention keeps these."""
+    """Bytes that the backward pass of a row reads, if all sequences are of data.max_length.
+
+    Of a token and layer 9 H + 2 F numbers, F the feed-forward's width, 4 F where it has a gate; and dropout's masks, of
+    H each, or F. That is some 34 H bytes at 16 bits (Korthikanti et al. 2022, without attention's probabilities). On a
+    CPU masks are numbers, and attention keeps its probabilities twice.
+    """
     c = encoder.lm.config
-    probabilities = 2 * width * c.num_attention_heads * recipe.data.max_length if device == "cpu" else 0
-    layer = 17 * c.hidden_size * width + probabilities
+    gated = c.model_type == "modernbert"
+    masks = c.hidden_size + (c.intermediate_size if gated else c.hidden_size)
+    layer = width * (9 * c.hidden_size + (4 if gated else 2) * c.intermediate_size)
+    if device == "cpu":
+        layer += width * (masks + 2 * c.num_attention_heads * recipe.data.max_length)
+    else:
+        layer += masks
     if recipe.train.activation_checkpointing:
         return tokens * (c.num_hidden_layers * c.hidden_size * width + layer)
     return tokens * c.num_hidden_layers * layer
@@ -85,15 +94,19 @@ class StepFlops:
     """Model FLOPs of a step, by what they are spent on; recomputation and what fills rows up are not counted.
 
     encoder: 6 n for each token, n the weights of its products. attention: 12 H for each layer and pair of tokens of a
-    sequence. head: 6 H (V + H) for each predicted token. beside: a third of the first two, of what companions read.
-    Objectives' own heads are left out.
+    sequence, in local layers of those within the window. head: 6 E (V + H) for each predicted token. beside: a third of
+    the first two, of what companions read. Objectives' own heads, which are small, are left out.
     """
 
     def __init__(self, encoder: Encoder):
         c = encoder.lm.config
         linear = [module for module in encoder.lm.base_model.modules() if isinstance(module, nn.Linear)]
+        kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
         self.per_token = 6 * sum(module.weight.numel() for module in linear)
-        self.per_pair = 12 * c.hidden_size * c.num_hidden_layers
+        self.per_pair = 12 * c.hidden_size
+        self.local = kinds.count("sliding_attention")
+        self.whole = len(kinds) - self.local
+        self.window = c.local_attention // 2 if self.local else 0
         self.per_prediction = 6 * (encoder.embeddings.numel() + encoder.head.dense.weight.numel())
         self.peak = None
         if torch.cuda.is_available():
@@ -101,12 +114,20 @@ class StepFlops:
             self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
 
     def flops(self, work: Work) -> dict[str, float]:
+        attention = self.attention(work.tokens, work.squares)
+        beside = self.per_token * work.beside_tokens + self.attention(work.beside_tokens, work.beside_squares)
         return {
             "encoder": self.per_token * work.tokens,
-            "attention": self.per_pair * work.squares,
+            "attention": attention,
             "head": self.per_prediction * work.predictions,
-            "beside": (self.per_token * work.beside_tokens + self.per_pair * work.beside_squares) / 3,
+            "beside": beside / 3,
         }
+
+    def attention(self, tokens: int, squares: int) -> float:
+        """A local layer's as if all sequences were as long as a token's is on average."""
+        w, length = self.window, squares / max(tokens, 1)
+        within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
+        return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
     def metrics(self, work: Work, seconds: float, world: int) -> dict[str, float]:
         """mfu and mem_gb of a step, on a GPU. work: of all ranks."""

@@ -28,7 +28,7 @@ from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.step import StepModule
 
-MAX_TOKENS = {"cuda": 16384, "cpu": 4096}
+MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
 hold a row."""
 

@@ -172,7 +172,7 @@ class RowPass:
 
     def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
         """`module`: a StepModule, or the engine around it."""
-        of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float32)
+        of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float64)
         largest = float(of_term.max(initial=0)) or 1.0
         weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
         torch.manual_seed(rng.torch_seed("dropout", *self.seed))
@@ -243,7 +243,7 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
             total += torch.cat([gradient.flatten() for gradient in gradients])
             del gradients
         dist.all_reduce(total)
-        norms[f"grad_norm/{stream}"] = total.norm() / scale
+        norms[f"grad_norm/{stream}"] = torch.linalg.vector_norm(total, dtype=torch.float64) / scale
     return norms
 
 
