@@ -5,7 +5,7 @@
   operators    of a whole step, forward and backward, that compute something (no views, no allocations), by torch's
                dispatch mode: 12 layers of tiny widths, one rank, rows of 16,384 tokens, attention as one operator. And
                host ms of a step with as many passes, but of few and short sequences, so that there is hardly any
-               arithmetic: processor time of its one thread, without data, median of 20. Without DeepSpeed, and under ZeRO
+               arithmetic: processor time of its one thread, without data, median of 20. With DeepSpeed and without
   collectives  of a step of `mixed` in several rows on 2 ranks, buckets of 100,000 numbers: reductions of gradients, how
                often a number of the gradient is reduced, and all others
 --before: of another checkout too. Exit code 1 where a goal is missed.
@@ -292,24 +292,31 @@ class NoDeepSpeed(SimpleNamespace):
 
 
 def attention_as_one_operator() -> None:
-    """Where an earlier checkout pads on a CPU: let it run as on a GPU, with a stand-in for the kernel."""
-    try:
-        from xscale.models import varlen
-    except ImportError:
-        return
+    """A stand-in for a GPU's kernel; an earlier checkout then computes what surrounds it as on a GPU, unpadded."""
     import torch
-
-    from xscale import engine
-    from xscale.data.collate import real_places
 
     class OneOperator(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
-            return v.clone()
+        def forward(ctx: Any, *parts: Any) -> Any:
+            """Of queries, keys and values, or of them side by side."""
+            ctx.parts = len(parts)
+            values = parts[-1] if ctx.parts == 3 else parts[0].chunk(3, 1)[2]
+            return values.clone()
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
-            return (gradient.expand_as(gradient),) * 3  # a kernel's one more operator is not worth a stand-in
+            of_kernel = gradient.clone()
+            return (of_kernel,) * 3 if ctx.parts == 3 else of_kernel.repeat(1, 3)  # as unbind's gradient is stacked
+
+    try:
+        from xscale.models import varlen
+    except ImportError:
+        from xscale.models import flat
+
+        flat.attention = lambda qkv, *others, **options: OneOperator.apply(qkv)
+        return
+    from xscale import engine
+    from xscale.data.collate import real_places
 
     varlen.runs_flash = lambda *arguments: True
     varlen.flash = lambda q, k, v, *others: OneOperator.apply(q, k, v)

@@ -166,15 +166,13 @@ def words(model: Model, piece: Piece, factor: float = 1.0) -> Term:
 
 
 def align(model: Model, piece: Piece, alpha: float) -> Term:
-    table_VH, sides = model.lm.get_input_embeddings().weight, []
-    for side in ("source", "target"):
-        ids, starts = (piece.arrays[f"{side}_{name}"].tolist() for name in ("ids", "starts"))
-        mean_NV = np.zeros((len(starts), len(table_VH)))
-        for n, (a, b) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
-            for token in ids[a:b]:
-                mean_NV[n, token] += 1 / (b - a)
-        sides.append(torch.from_numpy(mean_NV) @ table_VH)
-    a_NH, b_NH = sides
+    table_VH = model.lm.get_input_embeddings().weight
+    ids, starts = piece.arrays["ids"].tolist(), piece.arrays["starts"].tolist()
+    mean_NV = np.zeros((len(starts), len(table_VH)))
+    for n, (a, b) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+        for token in ids[a:b]:
+            mean_NV[n, token] += 1 / (b - a)
+    a_NH, b_NH = (torch.from_numpy(mean_NV) @ table_VH).chunk(2)
     cosine_N = (a_NH * b_NH).sum(-1) / (a_NH.square().sum(-1).sqrt() * b_NH.square().sum(-1).sqrt())
     return Term(alpha, -cosine_N.sum(), len(cosine_N))
 

@@ -83,11 +83,9 @@ def model(text_encoder: TextEncoder, request: pytest.FixtureRequest) -> Any:
 
 def dictionary_of(batch: Piece) -> list[Entry]:
     """The entries in a piece's arrays, by loops."""
-    sides = []
-    for side in ("source", "target"):
-        ids, starts = batch.arrays[f"{side}_ids"].tolist(), batch.arrays[f"{side}_starts"].tolist()
-        sides.append([ids[a:b] for a, b in zip(starts, [*starts, len(ids)][1:], strict=True)])
-    return list(zip(*sides, strict=True))
+    ids, starts = batch.arrays["ids"].tolist(), batch.arrays["starts"].tolist()
+    words = [ids[a:b] for a, b in zip(starts, [*starts, len(ids)][1:], strict=True)]
+    return list(zip(words[: len(words) // 2], words[len(words) // 2 :], strict=True))
 
 
 # 1. The equation

@@ -43,12 +43,12 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         listed.append([*common, "--out", str(out / f"{recipe}-{stage}"), "--set", *sets])
     (out / "list.json").write_text(json.dumps(listed))
     script = str(launch.ROOT / "tests" / "many_runs.py")
-    launch.run(2, [str(out / "list.json")], script=script, timeout=570)
+    launch.run(2, [str(out / "list.json")], script=script, timeout=900)
     for recipe, stage in CASES:
         run = out / f"{recipe}-{stage}"
         shutil.copy(run / "metrics.jsonl", run / "whole.jsonl")
         shutil.rmtree(run / "checkpoints" / f"step_{STEPS:08d}")
-    launch.run(2, [str(out / "list.json")], script=script, timeout=570)
+    launch.run(2, [str(out / "list.json")], script=script, timeout=900)
     return out
 
 

@@ -45,7 +45,8 @@ class Options(mlm.MaskedOptions):
 
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
-    """MLM's piece, and of either side of this part's entries the token ids, end to end, and where each starts [N]."""
+    """MLM's piece, and of this part's entries the token ids of all source and then all target words, end to end, and
+    where each word starts [2 N]."""
     piece = mlm.collate(samples, options, context)
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
@@ -53,10 +54,10 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
             f"streams.{context.stream}: data.lexicons has no entry of a single token on either side; set subwords: mean"
         )
     picked = part_of_step(len(source.lengths), options.pairs_per_step, context)
-    dictionary = {}
-    for name, side in (("source", source), ("target", target)):
-        dictionary[f"{name}_ids"], dictionary[f"{name}_starts"] = side.take(picked)
-    return replace(piece, arrays=dictionary, targets=piece.targets | {"align": len(picked)})
+    (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
+    starts = np.concatenate([source_starts, target_starts + len(source_ids)])
+    words = {"ids": np.concatenate([source_ids, target_ids]), "starts": starts}
+    return replace(piece, arrays=words, targets=piece.targets | {"align": len(picked)})
 
 
 def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
@@ -71,9 +72,8 @@ def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
     table = parts.encoder.lm.get_input_embeddings()
-    source_NH, target_NH = (
-        word_vectors(table, arrays[f"{s}_ids"], arrays[f"{s}_starts"]) for s in ("source", "target")
-    )
+    # One lookup: each makes a gradient of the whole table.
+    source_NH, target_NH = word_vectors(table, arrays["ids"], arrays["starts"]).chunk(2)
     cosine = F.cosine_similarity(source_NH, target_NH, dim=-1).sum()
     metrics = {"dictionary_cosine": (cosine.detach(), "align")}
     return replace(mlm.loss(parts, states, arrays, options), sums={"align": -cosine}, metrics=metrics)

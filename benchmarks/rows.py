@@ -1,0 +1,212 @@
+"""Rows of several sizes: tokens/s and MFU of whole steps, launches, host time, and how busy the GPU is.
+
+    python benchmarks/rows.py [--preset xlmr-base --vocab_size 250002] [--rows 4096 8192 16384 32768] [--seconds 150]
+    python benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 --goal 216000
+
+One process, bf16 and ZeRO-2 on a GPU, dropout as shipped, on text of the demo world. A step has --rows_per_step rows;
+batches are made beforehand (loader.py measures the loader). Prints
+  1. of --recipe, for rows of each size, eager and compiled: real tokens/s, MFU by cost.StepFlops, ms of a step, and of one
+     step under torch's profiler kernels launched, ms that the host works (its waits for the GPU taken off) and the share
+     of time that the GPU computes. On a CPU operators that compute in place of launches, and processor time of the host
+  2. `mixed` in rows of 16,384 tokens (--mixed_rows): as shipped, and with as many samples as fill its rows, against the
+     sum of its streams alone and against --recipe
+Sizes for which --seconds leave no time are named. Goals stand beside the figures; none makes the run fail.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from before import HERE, free_port
+from common import print_table, text_pairs, write_world
+from counts import operator_counter
+
+from xscale import distributed, engine
+from xscale.cost import StepFlops
+from xscale.data.loader import StepBatch
+from xscale.data.mixture import StreamSpec, initial_state
+from xscale.distributed import Place
+from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
+from xscale.job import Job, prepare
+from xscale.step import StepModule, optimizer_step
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+ALONE = Place(0, 1, 0, 1)
+FILL = 0.93
+"""Share of a row's tokens that a step's samples are planned to have: lengths vary, and the cutter leaves 3 %."""
+WARM, STEPS = 3, 6
+HEADER = ["", "tokens/s", "MFU", "ms a step", "rows", "tokens a row", "launches", "host ms", "GPU busy"]
+
+
+class Measured(NamedTuple):
+    seconds: float
+    """Of a step."""
+    tokens: float
+    rows: int
+    mfu: float | None
+    launches: int
+    host: float
+    """Seconds of a step."""
+    busy: float | None
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def cells(self) -> list[str]:
+        share = [f"{value:.1%}" if value is not None else "" for value in (self.mfu, self.busy)]
+        sizes = [f"{1e3 * self.seconds:.1f}", f"{self.rows}", f"{self.tokens / self.rows:,.0f}"]
+        return [f"{self.rate:,.0f}", share[0], *sizes, f"{self.launches:,}", f"{1e3 * self.host:.1f}", share[1]]
+
+
+class Bench:
+    """An engine of a recipe's model, whose steps may be of other samples and rows than the recipe's."""
+
+    def __init__(self, recipe: str, data: list[Path], args: argparse.Namespace):
+        self.recipe, self.data, self.args = recipe, data, args
+        job = self.job(args.mixed_rows)
+        encoder = job.encoder()
+        self.formula = StepFlops(encoder)
+        given = read_ds_config(args.ds_config)
+        resolved, self.precision, _ = resolve_ds_config(given, args.ds_config, job.recipe, 1, Hardware.here())
+        self.engine = engine.build_engine(StepModule(encoder, job.recipe), resolved)
+
+    def job(self, max_tokens: int) -> Job:
+        fields = {"model.preset": self.args.preset, "data.max_length": self.args.max_length, "train.compile": "true"}
+        fields |= {"train.max_tokens": max_tokens, "data.workers": self.args.workers, "data.overlong": "truncate"}
+        if self.recipe == "mixed":
+            fields |= {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
+        more = self.args.set if self.recipe == self.args.recipe else []
+        job = prepare(self.recipe, [*(f"{key}={value}" for key, value in fields.items()), *more], self.data)
+        job.text.vocab_size = self.args.vocab_size or job.text.vocab_size  # of the model
+        return job.calibrated()
+
+    def filled(self, job: Job, max_tokens: int) -> Job:
+        """With as many times its samples as --rows_per_step rows hold."""
+        assert job.calibration is not None
+        tokens = sum(spec.samples * job.calibration.of(spec.name).tokens for spec in job.specs)
+        times = self.args.rows_per_step * max_tokens * FILL / tokens
+        return replace(job, specs=[replace(spec, samples=max(1, round(times * spec.samples))) for spec in job.specs])
+
+    def measure(self, job: Job, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
+        """specs: of some streams alone."""
+        job = replace(job, specs=specs or job.specs)
+        fitted = job.fit(ALONE, DEVICE) if compiled else None
+        self.engine.module.encoder.compiled_shape = fitted and tuple(fitted[1])
+        made = job.batches(ALONE, DEVICE, initial_state(job.specs), WARM + STEPS + 1, fitted=fitted)
+        *batches, last = list(made)
+        self.run(job, batches[:WARM])
+        seconds = self.run(job, batches[WARM:]) / STEPS
+        launches, host, busy = self.profile(job, last)
+        works = [batch.work() for batch in batches[WARM:]]
+        flops = sum(sum(self.formula.flops(work).values()) for work in works) / STEPS
+        tokens = sum(work.tokens for work in works) / STEPS
+        mfu = flops / seconds / self.formula.peak if self.formula.peak else None
+        return Measured(seconds, tokens, len(last.rows), mfu, launches, host, busy)
+
+    def run(self, job: Job, batches: Iterable[StepBatch]) -> float:
+        synchronize()
+        started = time.perf_counter()
+        for batch in batches:
+            totals = defaultdict(int, batch.targets())
+            optimizer_step(self.engine, job.recipe, batch.rows, totals, step=batch.step, rank=0, world=1)
+        synchronize()
+        return time.perf_counter() - started
+
+    def profile(self, job: Job, batch: StepBatch) -> tuple[int, float, float | None]:
+        """Of a step: launches, seconds that the host works, and the share of time that the GPU does."""
+        if not CUDA:
+            started = time.process_time()
+            with operator_counter() as found:
+                self.run(job, [batch])
+            return sum(found.values()), time.process_time() - started, None
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            seconds = self.run(job, [batch])
+        return of_profile(profiler.events(), seconds)
+
+
+def of_profile(events: Iterable[Any], seconds: float) -> tuple[int, float, float]:
+    on_gpu = sorted((e.time_range.start, e.time_range.end) for e in events if "CUDA" in str(e.device_type))
+    waits = sum(e.time_range.elapsed_us() for e in events if "Synchronize" in e.name and "CPU" in str(e.device_type))
+    busy, reached = 0.0, float("-inf")
+    for start, end in on_gpu:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    span = max(reached - on_gpu[0][0], 1e-9) if on_gpu else 1.0
+    return len(on_gpu), seconds - waits / 1e6, busy / span
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def sizes(bench: Bench, args: argparse.Namespace, deadline: float) -> dict[tuple[int, bool], Measured]:
+    """Eager and compiled, rows of each size; the size with a goal first."""
+    found: dict[tuple[int, bool], Measured] = {}
+    table, late = [], []
+    order = sorted(args.rows, key=lambda size: size != args.mixed_rows)
+    for size, compiled in [(size, False) for size in order] + [(size, True) for size in order]:
+        name = f"{size:,}{', compiled' * compiled}"
+        if time.monotonic() > deadline:
+            late.append(name)
+            continue
+        started = time.monotonic()
+        found[size, compiled] = bench.measure(bench.filled(bench.job(size), size), compiled=compiled)
+        table.append([name, *found[size, compiled].cells()])
+        print(*table[-1], f"  (took {time.monotonic() - started:.0f} s)", flush=True)
+    streams = ", ".join(bench.engine.module.streams)
+    goal = f"goal: MFU of 40 % at rows of 16,384{f', {args.goal:,} tokens/s' * bool(args.goal)}"
+    model = f"{args.preset}, vocabulary {args.vocab_size:,}, {bench.precision}"
+    print_table(f"Rows of {streams}, {args.max_length} tokens at most; {model}; {goal}", HEADER, table)
+    if late:
+        print(f"no time left for rows of {'; '.join(late)}")
+    return found
+
+
+def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None, compiled: bool) -> None:
+    """alone: --recipe in rows of the same size."""
+    shipped = bench.job(args.mixed_rows)
+    full = bench.filled(shipped, args.mixed_rows)
+    table = [["mixed as shipped", *bench.measure(shipped, compiled=compiled).cells()]]
+    whole = bench.measure(full, compiled=compiled)
+    table.append(["mixed", *whole.cells()])
+    parts = []
+    for spec in full.specs:
+        parts.append(bench.measure(full, [spec], compiled=compiled))
+        table.append([f"  {spec.name} alone", *parts[-1].cells()])
+    title = f"`mixed` in rows of {args.mixed_rows:,} tokens{', compiled' * compiled}"
+    print_table(title, HEADER, table)
+    total = sum(part.seconds for part in parts)
+    print(f"  sum of its streams alone: {1e3 * total:.1f} ms, {total / whole.seconds:.2f} times mixed")
+    if alone:
+        print(f"  tokens/s over {args.recipe}'s: {whole.rate / alone.rate:.2f} (goal: within 10 %)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="xlmr-base")
+    parser.add_argument("--vocab_size", type=int, default=250_002, help="of the model; 0: the tokenizer's")
+    parser.add_argument("--recipe", default="tlm", help="of the rows of several sizes")
+    parser.add_argument("--rows", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="train.max_tokens")
+    parser.add_argument("--rows_per_step", type=int, default=4)
+    parser.add_argument("--mixed_rows", type=int, default=16384, help="train.max_tokens of `mixed`; 0: without mixed")
+    parser.add_argument("--max_length", type=int, default=128)
+    parser.add_argument("--ds_config", type=Path, default=HERE / f"ds_configs/zero2_{'bf16' if CUDA else 'cpu'}.json")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="fields of --recipe")
+    parser.add_argument("--workers", type=int, default=4, help="loader processes")
+    parser.add_argument("--seconds", type=float, default=150, help="after which no other size is begun")
+    parser.add_argument("--goal", type=int, help="tokens/s, to be printed")
+    args = parser.parse_args()
