@@ -7,12 +7,12 @@
 #
 # Packages that the host lacks are installed from the wheels in $WHEELS (default .whl/) into a temporary folder. Each part
 # has a time limit; one that fails does not stop the others, and the end lists it. Tables go to stdout and, where OUT is
-# set, to $OUT/PART.txt. PARTS="check step" runs those alone.
+# set, to $OUT/PART.txt. PARTS="check rows" runs those alone. Goals are printed beside the figures.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 WHEELS=${WHEELS:-.whl}
 NEEDED="deepspeed==0.19.8 webdataset==1.0.2 braceexpand hjson pydantic==2.14.3 pydantic-core==2.50.4 annotated-types typing-inspection"
-PARTS=${PARTS:-check step counts train gather head compile}
+PARTS=${PARTS:-check rows modern train head gather step}
 LIMIT=470
 
 if [ "${1:-}" = --wheels ]; then
@@ -56,25 +56,29 @@ part() { # NAME SECONDS COMMAND...
 
 if [ "${1:-}" = --cpu ]; then
     LIMIT=1800
-    part check 300 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
-    part step 300 python3 benchmarks/step.py --recipes alignlm ppa --preset tiny --words 20 --samples 32 --rounds 1 --warm 1
-    part counts 300 python3 benchmarks/counts.py
+    part check 400 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    small=(--vocab_size 0 --workers 0 --pairs 1000)
+    part rows 400 python3 benchmarks/rows.py --preset tiny "${small[@]}" --rows 512 1024 --mixed_rows 1024 --rows_per_step 2
+    part modern 300 python3 benchmarks/rows.py --preset modern-small "${small[@]}" --recipe mlm --rows 512 --mixed_rows 0 \
+        --rows_per_step 1 --seconds 30
     part train 300 python3 benchmarks/train_fp16.py --small --steps 20 --recipes tlm ppa
-    part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
     part head 300 python3 benchmarks/head.py --device cpu --rounds 1 --tokens 512
+    part gather 200 python3 benchmarks/gather.py --device cpu --rounds 1
+    part step 300 python3 benchmarks/step.py --recipes alignlm ppa --preset tiny --words 20 --samples 32 --rounds 1 --warm 1
 else
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
     python3 -c "import torch, triton, transformers as t; print('torch', torch.__version__, 'triton', triton.__version__, 'transformers', t.__version__)"
-    part check 100 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
-    # Pairs of 127 tokens: the stock loop pads nothing. One row a step, and several; gradients are reduced once.
-    base=(python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 --threads 8)
-    part step 150 "${base[@]}" --recipes alignlm ppa --stock_micro_batch 64 --max_tokens 32768 8192 --rounds 6 --warm 3
-    part counts 120 python3 benchmarks/counts.py --gpu
-    part train 150 python3 benchmarks/train_fp16.py --steps 30 --recipes align_mlm alignlm contextual dict_mlm mixed ppa xlm
-    part gather 90 python3 benchmarks/gather.py
-    part head 90 python3 benchmarks/head.py
-    part compile 150 "${base[@]}" --recipes alignlm --stock_micro_batch 64 --max_tokens 32768 --rounds 4 --warm 3 \
-        --set train.compile=true
+    part check 80 python3 -m pytest -q -p no:cacheprovider benchmarks/gpu_check.py
+    part rows 170 python3 benchmarks/rows.py --seconds 80
+    # mmBERT-base's shape, length and share of masked tokens; its authors' 108k tokens/s on an H100, twice.
+    part modern 120 python3 benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 \
+        --rows 16384 32768 8192 4096 --mixed_rows 0 --set streams.mlm.mask_prob=0.3 --goal 216000 --seconds 50
+    part train 120 python3 benchmarks/train_fp16.py --steps 30 --recipes align_mlm alignlm contextual dict_mlm mixed ppa xlm
+    part head 60 python3 benchmarks/head.py
+    part gather 60 python3 benchmarks/gather.py
+    # Pairs of 127 tokens: the stock loop pads nothing.
+    part step 100 python3 benchmarks/step.py --preset base --vocab_size 120000 --words 62 --samples 128 --workers 4 \
+        --threads 8 --recipes alignlm ppa --stock_micro_batch 64 --max_tokens 16384 --rounds 5 --warm 2
 fi
 
 echo

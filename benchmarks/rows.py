@@ -5,17 +5,16 @@
 
 One process, bf16 and ZeRO-2 on a GPU, dropout as shipped, on text of the demo world. A step has --rows_per_step rows;
 batches are made beforehand (loader.py measures the loader). Prints
-  1. of --recipe, for rows of each size, eager and compiled: real tokens/s, MFU by cost.StepFlops, ms of a step, and of one
-     step under torch's profiler kernels launched, ms that the host works (its waits for the GPU taken off) and the share
-     of time that the GPU computes. On a CPU operators that compute in place of launches, and processor time of the host
-  2. `mixed` in rows of 16,384 tokens (--mixed_rows): as shipped, and with as many samples as fill its rows, against the
-     sum of its streams alone and against --recipe
+  1. of --recipe, for rows of each size, eager and compiled: real tokens/s, MFU by cost.StepFlops, ms of a step; and of
+     one step under torch's profiler the kernels that were launched, ms that the host worked (without its waits for the
+     GPU) and the share of time that the GPU was busy. On a CPU the operators that compute instead of launches
+  2. `mixed` in rows of --mixed_rows tokens: as shipped, and with as many samples as fill its rows, against the sum of
+     its streams alone and against --recipe
 Sizes for which --seconds leave no time are named. Goals stand beside the figures; none makes the run fail.
 """
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,7 +22,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -75,7 +73,7 @@ class Bench:
 
     def __init__(self, recipe: str, data: list[Path], args: argparse.Namespace):
         self.recipe, self.data, self.args = recipe, data, args
-        job = self.job(args.mixed_rows)
+        job = self.job(args.rows[0])
         encoder = job.encoder()
         self.formula = StepFlops(encoder)
         given = read_ds_config(args.ds_config)
@@ -153,43 +151,35 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def sizes(bench: Bench, args: argparse.Namespace, deadline: float) -> dict[tuple[int, bool], Measured]:
-    """Eager and compiled, rows of each size; the size with a goal first."""
-    found: dict[tuple[int, bool], Measured] = {}
-    table, late = [], []
+def sizes(bench: Bench, args: argparse.Namespace, compiled: bool, deadline: float) -> dict[int, Measured]:
+    """Rows of each size; that of `mixed` first."""
+    found: dict[int, Measured] = {}
     order = sorted(args.rows, key=lambda size: size != args.mixed_rows)
-    for size, compiled in [(size, False) for size in order] + [(size, True) for size in order]:
-        name = f"{size:,}{', compiled' * compiled}"
-        if time.monotonic() > deadline:
-            late.append(name)
-            continue
-        started = time.monotonic()
-        found[size, compiled] = bench.measure(bench.filled(bench.job(size), size), compiled=compiled)
-        table.append([name, *found[size, compiled].cells()])
-        print(*table[-1], f"  (took {time.monotonic() - started:.0f} s)", flush=True)
-    streams = ", ".join(bench.engine.module.streams)
-    goal = f"goal: MFU of 40 % at rows of 16,384{f', {args.goal:,} tokens/s' * bool(args.goal)}"
-    model = f"{args.preset}, vocabulary {args.vocab_size:,}, {bench.precision}"
-    print_table(f"Rows of {streams}, {args.max_length} tokens at most; {model}; {goal}", HEADER, table)
+    for size in order:
+        if time.monotonic() < deadline:
+            started = time.monotonic()
+            found[size] = bench.measure(bench.filled(bench.job(size), size), compiled=compiled)
+            print(size, *found[size].cells(), f"(took {time.monotonic() - started:.0f} s)", sep="  ", flush=True)
+    goals = ["MFU of 40 % at rows of 16,384", *([f"{args.goal:,} tokens/s"] if args.goal else [])]
+    model = f"{args.preset}, vocabulary {args.vocab_size:,}, {bench.precision}, {args.max_length} tokens a sequence"
+    title = f"{args.recipe} in rows, {'compiled' if compiled else 'eager'}; {model}; goals: {', '.join(goals)}"
+    print_table(title, HEADER, [[f"{size:,}", *found[size].cells()] for size in args.rows if size in found])
+    late = [f"{size:,}" for size in args.rows if size not in found]
     if late:
-        print(f"no time left for rows of {'; '.join(late)}")
+        print(f"  no time left for rows of {', '.join(late)}")
     return found
 
 
-def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None, compiled: bool) -> None:
-    """alone: --recipe in rows of the same size."""
+def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None) -> None:
+    """Eager. alone: --recipe in rows of the same size."""
     shipped = bench.job(args.mixed_rows)
     full = bench.filled(shipped, args.mixed_rows)
-    table = [["mixed as shipped", *bench.measure(shipped, compiled=compiled).cells()]]
-    whole = bench.measure(full, compiled=compiled)
-    table.append(["mixed", *whole.cells()])
-    parts = []
-    for spec in full.specs:
-        parts.append(bench.measure(full, [spec], compiled=compiled))
-        table.append([f"  {spec.name} alone", *parts[-1].cells()])
-    title = f"`mixed` in rows of {args.mixed_rows:,} tokens{', compiled' * compiled}"
-    print_table(title, HEADER, table)
-    total = sum(part.seconds for part in parts)
+    whole = bench.measure(full)
+    parts = {spec.name: bench.measure(full, [spec]) for spec in full.specs}
+    table = [["mixed as shipped", *bench.measure(shipped).cells()], ["mixed", *whole.cells()]]
+    table += [[f"  {name} alone", *part.cells()] for name, part in parts.items()]
+    print_table(f"`mixed` in rows of {args.mixed_rows:,} tokens, and its streams alone, eager", HEADER, table)
+    total = sum(part.seconds for part in parts.values())
     print(f"  sum of its streams alone: {1e3 * total:.1f} ms, {total / whole.seconds:.2f} times mixed")
     if alone:
         print(f"  tokens/s over {args.recipe}'s: {whole.rate / alone.rate:.2f} (goal: within 10 %)")
@@ -208,5 +198,21 @@ def main() -> None:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY.SUB=VALUE", help="fields of --recipe")
     parser.add_argument("--workers", type=int, default=4, help="loader processes")
     parser.add_argument("--seconds", type=float, default=150, help="after which no other size is begun")
+    parser.add_argument("--pairs", type=int, default=20_000, help="of the demo world")
     parser.add_argument("--goal", type=int, help="tokens/s, to be printed")
     args = parser.parse_args()
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    deadline = time.monotonic() + args.seconds
+    with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
+        data = write_world(list(islice(text_pairs(None)[1], args.pairs)), 30_000, Path(folder) / "world")
+        distributed.start(distributed.find_place())
+        bench = Bench(args.recipe, data, args)
+        alone = sizes(bench, args, False, deadline)
+        if args.mixed_rows:
+            mixed(Bench("mixed", data, args), args, alone.get(args.mixed_rows))
+        sizes(bench, args, True, deadline)
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

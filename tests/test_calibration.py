@@ -113,7 +113,8 @@ def test_an_estimate_of_known_samples() -> None:
         errors = np.bincount(rows, weights=true - estimated)
         promise = float(np.sqrt(found.variance(np.bincount(rows, weights=estimated)).mean()))
         assert errors.std() <= 2 * promise + 10 and (noise == 0 or errors.std() >= promise / 3)
-    assert found.variance(np.array([0.0])) == 0 and Estimate().variance(np.array([500.0])) == 0
+    assert Estimate().variance(np.array([500.0])) == 0
+    assert Estimate(noise=2.0, counted=1000).variance(np.array([0, 10, 500, 1000])).tolist() == [0, 20.2, 1500, 4000]
 
 
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
@@ -244,16 +245,15 @@ def test_rows_are_nearly_full(job, demo: Path, recipe: str, world: int, max_toke
     assert len(found) == 3 * world * rows
 
 
-def fake(spread: float, noise: float, samples: int, world: int, max_tokens: int) -> Mixture:
-    """Samples of about 50 tokens, of one source, each a record."""
+def fake(sizes: np.ndarray, noise: float, samples: int, world: int, max_tokens: int) -> Mixture:
+    """Samples of one source, each a record of one of these sizes."""
 
     class Source:
-        name, fingerprint, records = "en-de", "x", 100_000
-        counts = np.array([100_000])
-        sizes = np.random.default_rng(0).normal(50, 50 * spread, 100_000).clip(5, 120)
+        name, fingerprint, records = "en-de", "x", len(sizes)
+        counts = np.array([len(sizes)])
 
         def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
-            return self.sizes[records]
+            return sizes[records]
 
     source: Any = Source()
     found = Calibration([1.0], {"s": Estimate(1.0, noise=noise, counted=10**9)})
@@ -263,10 +263,14 @@ def fake(spread: float, noise: float, samples: int, world: int, max_tokens: int)
     )
 
 
+def about_50(spread: float) -> np.ndarray:
+    return np.random.default_rng(0).normal(50, 50 * spread, 100_000).clip(5, 120)
+
+
 @pytest.mark.parametrize(("spread", "noise"), [(0.0, 0.0), (0.0, 1.0), (0.5, 0.0), (0.5, 1.0)])
 def test_room_is_left_for_what_differs(spread: float, noise: float) -> None:
     """Steps by the spread of lengths, rows by the noise of estimates; 2.6 standard deviations over the mean."""
-    mixture = fake(spread, noise, samples=256, world=4, max_tokens=1 << 20)
+    mixture = fake(about_50(spread), noise, samples=256, world=4, max_tokens=1 << 20)
     rows, shape = fit(mixture, MAX_LENGTH)
     mean = 64 * 50
     sigma = np.sqrt((64 * 50 * spread) ** 2 / 256 + noise * mean)
@@ -281,14 +285,22 @@ def test_room_is_left_for_what_differs(spread: float, noise: float) -> None:
     assert np.mean(fits) >= 0.985
 
 
+def test_there_is_room_for_the_row_with_the_most_sequences() -> None:
+    """A row that has no long sample has twice as many short ones."""
+    mixture = fake(np.where(np.arange(100_000) % 121 == 0, 400, 10), 0.1, samples=16 * 61, world=16, max_tokens=1 << 20)
+    rows, shape = fit(mixture, MAX_LENGTH)
+    found = np.hstack([expected(mixture, mixture.next_cut(), rows)[2] for _ in range(20)])
+    assert found.mean() + 16 < found.max() <= shape.sequences
+
+
 def test_a_shape_is_within_the_budget() -> None:
     """Rows are cut to have room for their noise too: one more row where there is none."""
-    mixture = fake(0.3, 20.0, samples=256, world=1, max_tokens=4600)
+    mixture = fake(about_50(0.3), 20.0, samples=256, world=1, max_tokens=4600)
     assert mixture.next_cut().rows == 3
     mixture.state = initial_state(mixture.streams)
     rows, shape = fit(mixture, MAX_LENGTH)
     assert rows == 4 and shape.tokens <= 4600
-    alone = fake(0.0, 0.0, samples=4, world=1, max_tokens=40)
+    alone = fake(about_50(0.0), 0.0, samples=4, world=1, max_tokens=40)
     rows, shape = fit(alone, MAX_LENGTH)
     assert rows == 4 and shape.tokens >= 50, "one sample is over the budget"
 
@@ -296,7 +308,7 @@ def test_a_shape_is_within_the_budget() -> None:
 def test_large_steps_are_fitted_by_few() -> None:
     """Planning a step of a thousand ranks takes tens of milliseconds."""
     for samples, steps in ((8, mixing.MAX_STEPS), (2048, 16), (65_536, mixing.MIN_STEPS)):
-        mixture = fake(0.3, 0.1, samples, world=1, max_tokens=1 << 30)
+        mixture = fake(about_50(0.3), 0.1, samples, world=1, max_tokens=1 << 30)
         drawn, next_cut = [], mixture.next_cut
         mixture.next_cut = lambda: drawn.append(1) or next_cut()  # type: ignore[method-assign]  # noqa: B023
         fit(mixture, MAX_LENGTH)
