@@ -398,6 +398,7 @@ def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
     for recipe in args.recipes:
         words = ["--ds_config", str(args.ds_config.resolve()), "--recipe", recipe]
         words += ["--data", *(str(path.resolve()) for path in args.data), "--set", *recipe_fields(recipe, args)]
+        words.append(f"train.steps={args.warm + args.rounds + 1}")  # a step is answered when the next one is asked for
         fixed = args.vocab_size, args.threads
         sides = [Side(args.before.resolve(), words, folder / recipe / "before", *fixed)]
         for size in args.max_tokens:
