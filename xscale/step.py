@@ -105,7 +105,7 @@ class StepModule(nn.Module):
                 if weights[stream, term]:
                     loss = loss + weights[stream, term] * value
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
-        predicted, of_predictions = self.predict(row, hidden_NH, predictions, inputs.labels, weights_M, largest)
+        predicted, of_predictions = self.predict(row, predictions, inputs.labels, weights_M, largest)
         self.reported = [*of_predictions, *numbers]
         vector_K = torch.cat(
             [*of_predictions.values(), *(value.reshape(1).to(loss.dtype) for value in numbers.values())]
@@ -115,22 +115,22 @@ class StepModule(nn.Module):
     def predict(
         self,
         row: Row,
-        hidden_NH: Tensor,
         predictions: list[tuple[str, Prediction]],
         labels_M: Tensor,
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor]]:
-        """One call of the vocabulary head. Without a prediction too: every row touches every weight."""
-        features = [p.features_MH for _, p in predictions] or [self.encoder.features(hidden_NH[:0])]
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(torch.cat(features), labels_M, weights_M, largest)
+        """One call of the vocabulary head. Also for no places: rows of a recipe that predicts all touch its weights."""
+        if not predictions:
+            return weights_M.new_zeros(()), {}
+        features_MH = torch.cat([p.features_MH for _, p in predictions])
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, labels_M, weights_M, largest)
         sizes = [row.predictions[stream, p.term] for stream, p in predictions]
         found: dict[Reported, Tensor] = {}
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
-        for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1) if sizes else (), strict=True):
-            found[Reported("loss", stream, p.term)], found[Reported(p.accuracy, stream, p.term)] = of_term.sum(1).split(
-                1
-            )
+        for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
+            loss_1, right_1 = of_term.sum(1).split(1)
+            found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
         return loss, found
 
 

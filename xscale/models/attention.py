@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SIMILAR = (7, 8)
-"""A sequence shorter than 7/8 of a block's first begins another block."""
+SIMILAR = (3, 4)
+"""A sequence shorter than 3/4 of a block's first begins another block: few blocks, a sixth of padding at most."""
 
 
 def attention(
