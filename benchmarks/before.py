@@ -118,8 +118,8 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
 
     words: arguments of train.py. vocab_size: of the model; 0: the tokenizer's. Nothing is saved.
     """
-    from xscale import distributed
-    from xscale.job import prepare
+    from xscale import ranks
+    from xscale.run.job import prepare
     from xscale.train import StopRequest, Trainer, parse_arguments
 
     class Through(Trainer):
@@ -129,12 +129,12 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
         def save(self, *args: Any, **kwargs: Any) -> None:
             pass
 
-    args, place = parse_arguments(words), distributed.find_place()
-    distributed.start(place)
+    args, place = parse_arguments(words), ranks.find_process()
+    ranks.start(place)
     job = prepare(args.recipe, args.set, args.data)
-    job.text.vocab_size = max(vocab_size, job.text.vocab_size)
+    job.tokenizer.vocab_size = max(vocab_size, job.tokenizer.vocab_size)
     args.out.mkdir(parents=True, exist_ok=True)
-    Through(args, job, place, distributed.Control(), StopRequest(None)).run()
+    Through(args, job, place, ranks.Control(), StopRequest(None)).run()
 
 
 def main(vocab_size: int, threads: int, words: list[str]) -> None:

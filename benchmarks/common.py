@@ -13,9 +13,9 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import LANGUAGES, World
 from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES, Line, write_shards
-from xscale.data.index import Source
+from xscale.data.shards import Source
 from xscale.data.text import read_lines
-from xscale.sample import Record
+from xscale.record import Record
 
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 """glibc keeps freed memory. Its defaults return large tensors to the system and pay page faults for each new one."""

@@ -171,8 +171,8 @@ def side(kind: str, stage: int, words: list[str]) -> None:
     calls = watch_collectives() if kind == "collectives" else []  # before DeepSpeed keeps any of these functions
     import torch
 
-    from xscale import engine
     from xscale.models import encoder
+    from xscale.step import engine
 
     torch.set_num_threads(1)
     presets = sys.modules.get("xscale.models.build", encoder)
@@ -315,8 +315,8 @@ def attention_as_one_operator() -> None:
 
         flat.attention = lambda qkv, *others, **options: OneOperator.apply(qkv)
         return
-    from xscale import engine
-    from xscale.data.collate import real_places
+    from xscale.data.piece import real_places
+    from xscale.step import engine
 
     varlen.runs_flash = lambda *arguments: True
     varlen.flash = lambda q, k, v, *others: OneOperator.apply(q, k, v)

@@ -18,19 +18,19 @@ import torch.nn.functional as F
 from common import text_pairs, write_world
 from torch import Tensor
 
-from xscale import distributed
-from xscale.data.collate import Reads
+from xscale import ranks
 from xscale.data.mixture import initial_state
+from xscale.data.piece import Reads
 from xscale.data.row import Row, Tokens, gather_index
-from xscale.distributed import Place
-from xscale.job import Job, prepare
 from xscale.models.attention import attention, runs_flash
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
-from xscale.step import RowPass, StepModule, step_weights
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
+from xscale.step.step import RowPass, StepModule, step_weights
 
 CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")
@@ -272,7 +272,7 @@ def job(world: list[Path], request: pytest.FixtureRequest) -> Job:
 
 
 def first_row(job: Job) -> Row:
-    (row,) = next(job.batches(Place(0, 1, 0, 1), DEVICE.type, initial_state(job.specs), 1)).rows
+    (row,) = next(job.batches(Process(0, 1, 0, 1), DEVICE.type, initial_state(job.specs), 1)).rows
     return row
 
 
@@ -316,9 +316,9 @@ def test_row(job: Job, dtype: torch.dtype) -> None:
 def test_row_repeats_on_deterministic_algorithms(job: Job) -> None:
     """Loss and gradients with dropout, bit for bit, in the narrowest type: what an exact resume rests on."""
     row = first_row(job)
-    distributed.set_deterministic(True)
+    ranks.set_deterministic(True)
     try:
         runs = [list(row_results(job, row, ready_module(job).to(DEVICE, DTYPES[-1]))) for _ in range(2)]
     finally:
-        distributed.set_deterministic(False)
+        ranks.set_deterministic(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -32,17 +32,17 @@ from common import median_time, print_table, text_pairs, timed, with_words, writ
 
 from data_tools.write_shards import SHARD_LINES
 from xscale.data.calibration import Calibration
-from xscale.data.index import OPEN_SHARDS, Source
 from xscale.data.loader import StepDataset
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.order import WINDOW_RECORDS, EpochOrder
-from xscale.distributed import Place
-from xscale.job import Job, prepare
+from xscale.data.shards import OPEN_SHARDS, Source
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
 
 WORDS, SAMPLES, MAX_LENGTH, VOCAB_SIZE = 15, 512, 128, 16_000
 UNIQUE_PAIRS = 20_000
 SPECS = [StreamSpec("tlm", (0,), SAMPLES, packed=False)]
-ALONE, DEVICE = Place(0, 1, 0, 1), "cpu"
+ALONE, DEVICE = Process(0, 1, 0, 1), "cpu"
 SMALL_SHARD = 1024
 """Records of a shard as others may write them."""
 REPEATS = 5
@@ -85,7 +85,7 @@ def speed(job: Job, steps: int) -> None:
     pairs, rows = steps * SAMPLES, sum(len(batch.rows) for batch in batches)
     tokens = sum(batch.work().tokens for batch in batches)
     title = (
-        f"1. TLM pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary {job.text.vocab_size:,}); "
+        f"1. TLM pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary {job.tokenizer.vocab_size:,}); "
         f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {job.max_tokens(DEVICE):,})"
     )
     table = [[name, *(f"{n / s:,.0f}" for n in (pairs, tokens)), f"{rows / s:,.1f}"] for name, s in seconds.items()]
@@ -95,7 +95,7 @@ def speed(job: Job, steps: int) -> None:
 
 def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
     """Each stage by itself, over the same records."""
-    (source,), text = job.sources, job.text
+    (source,), tokenizer = job.sources, job.tokenizer
     places = [
         place
         for plan in plans
@@ -111,7 +111,7 @@ def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
             lambda: [draws.next_step() for _ in plans], REPEATS
         ),
         "read records": median_time(lambda: [source.read(*place) for place in places], REPEATS),
-        "tokenise": median_time(lambda: [text.encode(step) for step in steps], REPEATS),
+        "tokenise": median_time(lambda: [tokenizer.encode(step) for step in steps], REPEATS),
     }
     whole = median_time(lambda: [dataset[plan] for plan in plans], REPEATS)
     seconds["mask, collate, lay out, the rest"] = whole - seconds["read records"] - seconds["tokenise"]

@@ -30,18 +30,19 @@ from before import HERE, free_port
 from common import print_table, text_pairs, write_world
 from counts import operator_counter
 
-from xscale import distributed, engine
-from xscale.cost import StepFlops
+from xscale import ranks
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import StreamSpec, initial_state
-from xscale.distributed import Place
-from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
-from xscale.job import Job, prepare
-from xscale.step import StepModule, optimizer_step
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
+from xscale.step import engine
+from xscale.step.cost import StepFlops
+from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
+from xscale.step.step import StepModule, optimizer_step
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
-ALONE = Place(0, 1, 0, 1)
+ALONE = Process(0, 1, 0, 1)
 FILL = 0.93
 """Share of a row's tokens that a step's samples are planned to have: lengths vary, and the cutter leaves 3 %."""
 WARM, STEPS = 3, 6
@@ -95,7 +96,7 @@ class Bench:
             fields |= {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
         more = self.args.set if self.recipe == self.args.recipe else []
         job = prepare(self.recipe, [*(f"{key}={value}" for key, value in fields.items()), *more], self.data)
-        job.text.vocab_size = self.args.vocab_size or job.text.vocab_size  # of the model
+        job.tokenizer.vocab_size = self.args.vocab_size or job.tokenizer.vocab_size  # of the model
         return job.calibrated()
 
     def filled(self, job: Job, max_tokens: int) -> Job:
@@ -216,7 +217,7 @@ def main() -> None:
     deadline = time.monotonic() + args.seconds
     with tempfile.TemporaryDirectory(prefix="xscale-bench-") as folder:
         data = write_world(list(islice(text_pairs(None)[1], args.pairs)), 30_000, Path(folder) / "world")
-        distributed.start(distributed.find_place())
+        ranks.start(ranks.find_process())
         bench = Bench(args.recipe, data, args)
         alone = sizes(bench, args, False, deadline)
         if args.mixed_rows:

@@ -21,7 +21,7 @@ FLOPs that an objective needs are cost.StepFlops'. MFU = these / (seconds x peak
 loop computes are counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
 --data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
 links; --words N joins its sentences until a pair has N words a side). --allocator default: glibc's malloc, and huge
-pages for large tensors as in every run of xscale (distributed.start), here for both loops; steady: malloc keeps freed
+pages for large tensors as in every run of xscale (ranks.start), here for both loops; steady: malloc keeps freed
 memory, from which the stock loop with its large logits gains most.
 """
 
@@ -50,24 +50,25 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
-from xscale import config, distributed, engine
-from xscale.cost import StepFlops
-from xscale.data.collate import Piece
+from xscale import config, ranks
 from xscale.data.mixture import Draw, Mixture, initial_state
+from xscale.data.piece import Piece
 from xscale.data.row import Row, make_row
-from xscale.distributed import Place
-from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import UserError
-from xscale.job import Job, prepare
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
-from xscale.step import RowPass, StepModule, StepSums, optimizer_step, step_weights
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
+from xscale.step import engine
+from xscale.step.cost import StepFlops
+from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
+from xscale.step.step import RowPass, StepModule, StepSums, optimizer_step, step_weights
 
 PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
 PARTS = ("data", "encoder forward", "heads, loss", "heads backward", "encoder backward, reduce", "optimizer, momentum")
 CUDA = torch.cuda.is_available()
-ALONE = Place(0, 1, 0, 1)
+ALONE = Process(0, 1, 0, 1)
 
 aten = torch.ops.aten
 for direction in ("", "_backward"):  # torch counts attention on CUDA only
@@ -326,9 +327,11 @@ def recipe_fields(recipe: str, args: argparse.Namespace) -> list[str]:
 
 def make_job(recipe: str, data: list[Path], args: argparse.Namespace, *more: str) -> Job:
     job = prepare(recipe, [*recipe_fields(recipe, args), *more], data)
-    if args.vocab_size and job.text.vocab_size > args.vocab_size:
-        raise UserError(f"the tokenizer has {job.text.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}")
-    job.text.vocab_size = args.vocab_size or job.text.vocab_size  # of the model
+    if args.vocab_size and job.tokenizer.vocab_size > args.vocab_size:
+        raise UserError(
+            f"the tokenizer has {job.tokenizer.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}"
+        )
+    job.tokenizer.vocab_size = args.vocab_size or job.tokenizer.vocab_size  # of the model
     return job.calibrated()
 
 
@@ -478,7 +481,7 @@ def first_row(job: Job) -> tuple[dict[str, Piece], Row]:
     mixture.max_tokens = 1 << 40
     plan, dataset = mixture.next_step(), job.dataset(job.specs)
     pieces = {name: dataset.pieces(name, plan)[0][0] for name in plan.rows[0]}
-    return pieces, make_row(pieces, job.recipe.data.max_length, job.text.sep_id)
+    return pieces, make_row(pieces, job.recipe.data.max_length, job.tokenizer.sep_id)
 
 
 @torch.no_grad()
@@ -574,7 +577,7 @@ def main() -> None:
             return
         if args.check:
             sys.exit(not check(args.recipes, args.data, args))
-        distributed.start(distributed.find_place())
+        ranks.start(ranks.find_process())
         if args.alone:
             alone(args.alone, args.recipes[0], args.data, args)
         else:

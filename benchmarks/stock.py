@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
 from xscale.errors import UserError
-from xscale.job import Job
 from xscale.models.encoder import HEADS
-from xscale.sample import Record
+from xscale.record import Record
+from xscale.run.job import Job
 
 Example = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -34,7 +34,7 @@ class Mlm(nn.Module):
     def __init__(self, lm: Any, job: Job, options: Any):
         super().__init__()
         self.job, self.options = job, options
-        self.tokenizer = job.text.tokenizer
+        self.tokenizer = job.tokenizer.hf
         self.languages = {language: number for number, language in enumerate(job.languages)}
         self.max_length = job.recipe.data.max_length
         self.mask = DataCollatorForLanguageModeling(

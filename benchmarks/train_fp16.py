@@ -29,11 +29,11 @@ from pathlib import Path
 from statistics import mean
 
 from data_tools import demo_corpus
-from xscale import distributed
+from xscale import ranks
 from xscale.config import RECIPES, load_recipe
-from xscale.distributed import Control
-from xscale.ds_config import Hardware
 from xscale.objectives import OBJECTIVES
+from xscale.ranks import Control
+from xscale.step.ds_config import Hardware
 from xscale.train import EXIT_STOPPED, parse_arguments, train_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,14 +134,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="xscale-fp16-") as folder:
         args.out, args.data = Path(folder), Path(folder) / "demo"
         demo_corpus.build(args.data, pairs=3000, mono=3000)
-        place = distributed.find_place()
+        process = ranks.find_process()
         fp16 = Hardware.here().fp16 is True
         check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
-        distributed.start(place)
+        ranks.start(process)
         control = Control()
 
         def train(words: argparse.Namespace) -> None:
-            if train_run(words, place, control) == EXIT_STOPPED:  # a signal ends one run only
+            if train_run(words, process, control) == EXIT_STOPPED:  # a signal ends one run only
                 sys.exit("stopped")
 
         for name in [EXACT, *args.recipes, *LAST]:

@@ -14,9 +14,9 @@ from data_tools import tokenizer as tokenizers
 from data_tools import write_shards as writer
 from data_tools.demo_world import LANGUAGES, World
 from data_tools.ranks import Ranks, run
-from xscale.data.index import find_sources
+from xscale.data.shards import find_sources
 from xscale.errors import UserError
-from xscale.sample import Record
+from xscale.record import Record
 
 HELDOUT = 1000
 VOCAB_SIZE = 4000

@@ -10,7 +10,7 @@ import numpy as np
 
 from data_tools.index import summary
 from data_tools.ranks import Ranks, run
-from xscale.data.index import Source, directories_below, idx_path, read_index, scan_shard, sha256_file
+from xscale.data.shards import Source, directories_below, idx_path, read_index, scan_shard, sha256_file
 from xscale.errors import UserError
 
 _LENGTH_SAMPLE = 10_000

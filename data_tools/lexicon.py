@@ -17,8 +17,8 @@ import numpy as np
 
 from data_tools.ranks import Ranks, run
 from xscale import rng
-from xscale.data.index import Source, find_sources
 from xscale.data.lexicon import pair_of, read_entries
+from xscale.data.shards import Source, find_sources
 from xscale.data.text import bare_word
 from xscale.errors import UserError
 

@@ -22,10 +22,10 @@ import webdataset
 from data_tools import align
 from data_tools import index as indexing
 from data_tools.ranks import Ranks, run
-from xscale.data.encode import TextEncoder
 from xscale.data.text import files_of, read_lines, split_sentences
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.sample import Record
+from xscale.record import Record
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
@@ -121,7 +121,7 @@ class TokenFilter:
     """Keeps records by word pieces: every side at least `least`, all sides together at most `most` (PPA 3.1)."""
 
     def __init__(self, tokenizer: Path, least: int, most: int):
-        self.encoder, self.least, self.most = TextEncoder(tokenizer), least, most
+        self.encoder, self.least, self.most = Tokenizer(tokenizer), least, most
 
     def reason(self, texts: tuple[str, ...]) -> str:
         sizes = [len(ids) for ids in self.encoder.encode(list(texts))]

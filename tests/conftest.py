@@ -16,7 +16,7 @@ import pytest
 
 from data_tools import demo_corpus, write_shards
 from data_tools.ranks import Ranks
-from xscale.data.encode import TextEncoder
+from xscale.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -28,8 +28,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def text_encoder(demo: Path) -> TextEncoder:
-    return TextEncoder(demo / "tokenizer")
+def tokenizer(demo: Path) -> Tokenizer:
+    return Tokenizer(demo / "tokenizer")
 
 
 class ThreadRanks(Ranks):

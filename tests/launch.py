@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from xscale.data.collate import Piece
 from xscale.data.mixture import initial_state
-from xscale.distributed import Place
-from xscale.job import Job, prepare
+from xscale.data.piece import Piece
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
 from xscale.train import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -108,7 +108,7 @@ def job_of(arguments: list[str]) -> Job:
 def pieces_of(job: Job, steps: int) -> Iterator[dict[str, Piece]]:
     """The whole of each of the first optimizer steps, by stream."""
     job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=1 << 30)))
-    mixture = job.mixture(Place(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs))
+    mixture = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs))
     dataset = job.dataset(job.specs)
     for _ in range(steps):
         plan = mixture.next_step()

@@ -10,16 +10,16 @@ import sys
 import traceback
 from pathlib import Path
 
-from xscale import distributed
-from xscale.distributed import Control
+from xscale import ranks
+from xscale.ranks import Control
 from xscale.train import parse_arguments, train_run
 
-place = distributed.find_place()
-distributed.start(place)
+process = ranks.find_process()
+ranks.start(process)
 control = Control()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
-        code = train_run(parse_arguments(arguments), place, control)
+        code = train_run(parse_arguments(arguments), process, control)
         assert code == 0, arguments
         gc.collect()  # engines are cycles
     control.barrier()

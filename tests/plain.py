@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from xscale.data.collate import Piece
-from xscale.data.encode import Example, Sequences, TextEncoder
+from xscale.data.piece import Piece
+from xscale.data.tokenizer import Example, Sequences, Tokenizer
 
 Word = tuple[int, int]
 """(side of the pair, number of the word)"""
@@ -144,15 +144,15 @@ class Model:
 
 
 def terms(
-    objective: str, model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+    objective: str, model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Of a stream's whole step. examples: its records."""
     if objective == "alignlm":
-        return alignlm(model, stream, piece, examples, options, text)
+        return alignlm(model, stream, piece, examples, options, tokenizer)
     if objective == "contextual":
-        return contextual(model, stream, piece, examples, options, text)
+        return contextual(model, stream, piece, examples, options, tokenizer)
     if objective == "ppa":
-        return ppa(model, stream, piece, examples, options, text)
+        return ppa(model, stream, piece, examples, options, tokenizer)
     found = {"mlm": words(model, piece)}
     if objective == "align_mlm":
         found["align"] = align(model, piece, options.alpha)
@@ -177,16 +177,22 @@ def align(model: Model, piece: Piece, alpha: float) -> Term:
     return Term(alpha, -cosine_N.sum(), len(cosine_N))
 
 
-def words_of(ids: list[int], sides: list[list[tuple[int, int]]], text: TextEncoder) -> list[Word | None]:
+def words_of(ids: list[int], sides: list[list[tuple[int, int]]], tokenizer: Tokenizer) -> list[Word | None]:
     """For each token of `[CLS] S [SEP] T [SEP]` its word; None: special.
 
     sides: each text's (token, word). The sequence may begin with either, and hold only the beginnings of both.
     """
-    first = ids.index(text.sep_id) - 1
+    first = ids.index(tokenizer.sep_id) - 1
     second = len(ids) - first - 3
     for swap in (0, 1):
         a, b = sides[swap][:first], sides[1 - swap][:second]
-        if ids == [text.cls_id, *(token for token, _ in a), text.sep_id, *(token for token, _ in b), text.sep_id]:
+        if ids == [
+            tokenizer.cls_id,
+            *(token for token, _ in a),
+            tokenizer.sep_id,
+            *(token for token, _ in b),
+            tokenizer.sep_id,
+        ]:
             return [None, *((swap, w) for _, w in a), None, *((1 - swap, w) for _, w in b), None]
     raise AssertionError("the sequence is not made of its pair")
 
@@ -218,7 +224,7 @@ def dense_A(words: list[Word | None], links: str | None, expand: str) -> Tensor:
 
 
 def alignlm(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Equations 1 to 11, with a matrix A for each pair and both predictions at every position."""
     by_identity = {int(example.identity): example for example in examples}
@@ -226,7 +232,7 @@ def alignlm(
     A_BLL = H_BLH.new_zeros(*H_BLH.shape[:2], H_BLH.shape[1])
     for b, (ids, identity) in enumerate(zip(originals(piece), piece.sequences.identities, strict=True)):
         example = by_identity[int(identity)]
-        A = dense_A(words_of(ids, sides_of(example), text), example.links, options.expand)
+        A = dense_A(words_of(ids, sides_of(example), tokenizer), example.links, options.expand)
         A_BLL[b, : len(ids), : len(ids)] = A
     H_star = A_BLL.transpose(1, 2) @ H_BLH
     counts_BL = A_BLL.sum(1)
@@ -244,7 +250,7 @@ def alignlm(
 
 
 def contextual(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """L and R, a link and a token at a time. The first half of the sequences is in the anchor language."""
     P = len(piece.sequences.lengths) // 2
@@ -261,7 +267,7 @@ def contextual(
         last: dict[Word, Tensor] = {}
         for side, b in ((anchor, p), (1 - anchor, P + p)):
             kept = sides_of(example)[side][: len(ids[b]) - 2]
-            assert ids[b] == [text.cls_id, *(token for token, _ in kept), text.sep_id]
+            assert ids[b] == [tokenizer.cls_id, *(token for token, _ in kept), tokenizer.sep_id]
             last |= {(side, w): now_BLH[b, 1 + i] for i, (_, w) in enumerate(kept)}
         for i, j in links_of(example.links):
             if (0, i) in last and (1, j) in last:
@@ -274,7 +280,7 @@ def contextual(
 
 
 def ppa(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, text: TextEncoder
+    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Equations 2 to 4, a pair and a negative at a time."""
     found, n = {}, len(piece.sequences.lengths)
@@ -289,7 +295,7 @@ def ppa(
     assert piece.beside is not None
     queries, keys = part_of(piece.sequences, n - P, n), piece.beside.sequences
     for query, key, identity in zip(ids_of(queries), ids_of(keys), queries.identities, strict=True):
-        sides = [[text.cls_id, *ids, text.sep_id] for ids in by_identity[int(identity)].ids]
+        sides = [[tokenizer.cls_id, *ids, tokenizer.sep_id] for ids in by_identity[int(identity)].ids]
         assert [query, key] in (sides, sides[::-1])
     total, right = zq_PD.new_zeros(()), 0
     negatives_KD = torch.empty(0, zq_PD.shape[1]) if model.queue_KD is None else model.queue_KD

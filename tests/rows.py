@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from xscale.data.collate import Piece
 from xscale.data.mixture import initial_state
+from xscale.data.piece import Piece
 from xscale.data.row import Row, make_row
-from xscale.distributed import Place
-from xscale.job import Job
 from xscale.objectives import OBJECTIVES, Parts
-from xscale.step import RowPass, StepModule
+from xscale.ranks import Process
+from xscale.run.job import Job
+from xscale.step.step import RowPass, StepModule
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 
@@ -96,7 +96,7 @@ def rows_of_step(
     """Rows of each of the first steps, by rank."""
     job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=max_tokens)))
     ranks = [
-        job.batches(Place(rank, world, rank, world), "cpu", initial_state(job.specs), steps, **options)
+        job.batches(Process(rank, world, rank, world), "cpu", initial_state(job.specs), steps, **options)
         for rank in range(world)
     ]
     for batches in zip(*ranks, strict=True):

@@ -16,12 +16,12 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from tests.test_dict_mlm import plain_loss, random_samples
 from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
-from xscale.data.collate import Context, Piece, Share
-from xscale.data.encode import Example, TextEncoder
-from xscale.data.index import find_sources
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.piece import Context, Piece, Share
+from xscale.data.shards import find_sources
+from xscale.data.tokenizer import Example, Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, align_mlm, mlm
@@ -31,15 +31,15 @@ LANGUAGES = {"de": 0, "en": 1, "fr": 2}
 Entry = tuple[list[int], list[int]]
 
 
-def random_entries(encoder: TextEncoder, count: int, seed: int) -> list[Entry]:
+def random_entries(tokenizer: Tokenizer, count: int, seed: int) -> list[Entry]:
     """Distinct by their first token, so that each can be told from the others."""
     generator = np.random.default_rng(seed)
-    firsts = generator.permutation(encoder.ordinary_ids)[:count]
+    firsts = generator.permutation(tokenizer.ordinary_ids)[:count]
 
     def more() -> list[int]:
-        return generator.choice(encoder.ordinary_ids, generator.integers(0, 4) * generator.integers(0, 2)).tolist()
+        return generator.choice(tokenizer.ordinary_ids, generator.integers(0, 4) * generator.integers(0, 2)).tolist()
 
-    return [([int(first), *more()], [int(generator.choice(encoder.ordinary_ids)), *more()]) for first in firsts]
+    return [([int(first), *more()], [int(generator.choice(tokenizer.ordinary_ids)), *more()]) for first in firsts]
 
 
 def made(entries: list[Entry], langs: tuple[str, str]) -> Lexicon:
@@ -52,32 +52,32 @@ ENTRIES = 53
 
 
 @pytest.fixture(scope="module")
-def entries(text_encoder: TextEncoder) -> list[Entry]:
-    return random_entries(text_encoder, ENTRIES, 0)
+def entries(tokenizer: Tokenizer) -> list[Entry]:
+    return random_entries(tokenizer, ENTRIES, 0)
 
 
 @pytest.fixture(scope="module")
-def context(entries: list[Entry], text_encoder: TextEncoder) -> Callable[..., Context]:
+def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., Context]:
     """context(step, part, parts): with two dictionaries of these entries."""
     lexicons = (made(entries[:20], ("en", "de")), made(entries[20:], ("fr", "en")))
 
     def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> Context:
-        return Context(text_encoder, 64, "drop", LANGUAGES, seed, lexicons, stream, Share(step, part, parts))
+        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, Share(step, part, parts))
 
     return make
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def model(text_encoder: TextEncoder, request: pytest.FixtureRequest) -> Any:
+def model(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    sizes = {"vocab_size": text_encoder.vocab_size, "pad_token_id": text_encoder.pad_id}
+    sizes = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_id}
     config = BertConfig(**shape, **sizes, tie_word_embeddings=request.param)
     lm = AutoModelForMaskedLM.from_config(config).double().eval()
     tied = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
     assert tied == request.param
     with torch.no_grad():
-        lm.get_input_embeddings().weight.copy_(torch.randn(text_encoder.vocab_size, 16))  # cosines far from 0
+        lm.get_input_embeddings().weight.copy_(torch.randn(tokenizer.vocab_size, 16))  # cosines far from 0
     return lm
 
 
@@ -101,10 +101,10 @@ def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
 
 
 @pytest.mark.parametrize(("subwords", "parts"), [("mean", 1), ("mean", 3), ("single", 2)])
-def test_loss_and_gradients(subwords: Any, parts: int, context, entries, text_encoder: TextEncoder, model: Any) -> None:
+def test_loss_and_gradients(subwords: Any, parts: int, context, entries, tokenizer: Tokenizer, model: Any) -> None:
     """L_MLM + alpha L_ALIGN of a step in several parts, summed up as a step sums its rows."""
     options = align_mlm.Options(0.3, alpha=7.0, subwords=subwords)
-    samples = random_samples(text_encoder, 6, 1)
+    samples = random_samples(tokenizer, 6, 1)
     pieces = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
 
     used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
@@ -141,8 +141,8 @@ def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, mod
     torch.testing.assert_close(-found.double(), exact, rtol=0, atol=1e-5)
 
 
-def test_the_rest_is_mlm(context, text_encoder: TextEncoder) -> None:
-    samples = random_samples(text_encoder, 9, 2)
+def test_the_rest_is_mlm(context, tokenizer: Tokenizer) -> None:
+    samples = random_samples(tokenizer, 9, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
     piece = align_mlm.collate(samples, align_mlm.Options(0.2), context())
     assert sequences_of(piece) == sequences_of(plain) and piece.targets["mlm"] == plain.targets["mlm"]
@@ -191,15 +191,15 @@ def test_single_leaves_out_longer_words(entries: list[Entry], context) -> None:
 
 
 @pytest.mark.parametrize("wanted", [None, 100])
-def test_a_step_of_any_number_of_ranks(demo: Path, text_encoder: TextEncoder, wanted: int | None) -> None:
+def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted: int | None) -> None:
     """Through the mixture and the loader, rows without text included: the same entries, each once."""
-    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", text_encoder)
+    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
     sources = find_sources([demo])
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
-    calibration = Calibration([source_statistics(source, text_encoder) for source in sources], {})
+    calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
     options = align_mlm.Options(pairs_per_step=wanted)
     streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
-    context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
+    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
     dataset = StepDataset(sources, streams, context, 3)
 
     def entries_of(world: int, max_tokens: int) -> list[dict[str, list[Entry]]]:
@@ -230,10 +230,10 @@ def test_a_step_of_any_number_of_ranks(demo: Path, text_encoder: TextEncoder, wa
 # 3. Pieces of nothing and trouble
 
 
-def test_a_piece_of_nothing(context, text_encoder: TextEncoder, model: Any) -> None:
+def test_a_piece_of_nothing(context, tokenizer: Tokenizer, model: Any) -> None:
     """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
     options, parts, touched = align_mlm.Options(), Parts(Encoder(model)), []
-    busy = align_mlm.collate(random_samples(text_encoder, 4, 6), options, context(0, 0, 60))
+    busy = align_mlm.collate(random_samples(tokenizer, 4, 6), options, context(0, 0, 60))
     without_text = align_mlm.collate([], options, context(0, 1, 60))
     empty = align_mlm.collate([], options, context(0, 59, 60))
     assert [piece.targets["align"] for piece in (busy, without_text, empty)] == [1, 1, 0]
@@ -251,9 +251,9 @@ def test_a_piece_of_nothing(context, text_encoder: TextEncoder, model: Any) -> N
     assert not any(gradient.any() for name, gradient in touched[1].items() if name != table)
 
 
-def test_only_longer_words(text_encoder: TextEncoder) -> None:
+def test_only_longer_words(tokenizer: Tokenizer) -> None:
     lexicon = made([([50, 51], [60])], ("en", "de"))
-    poor = Context(text_encoder, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
+    poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     sample = [[Example(("en",), ([50],), None, np.uint64(0))]]
     assert align_mlm.collate(sample, align_mlm.Options(), poor).targets["align"] == 1
     with pytest.raises(UserError, match=r"streams\.s: .* set subwords: mean"):

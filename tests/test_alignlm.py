@@ -17,13 +17,13 @@ from transformers import AutoModelForMaskedLM
 from tests.plain import dense_A, links_of, originals, sequences_of, words_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_encoder import CONFIGS
-from xscale.data import alignment
+from xscale.data.links import linked_states
 from xscale.data.calibration import Calibration
-from xscale.data.collate import Context, Piece, Reads
-from xscale.data.encode import Example, Sequences, TextEncoder, offsets
-from xscale.data.index import find_sources
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.piece import Context, Piece, Reads
+from xscale.data.shards import find_sources
+from xscale.data.tokenizer import Example, Sequences, Tokenizer, offsets
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -53,18 +53,18 @@ def random_pairs(number: int, seed: int = 0, longest: int = 14) -> list[Pair]:
     return pairs
 
 
-def examples_of(text: TextEncoder, pairs: list[Pair], langs: tuple[str, str] = ("en", "xx")) -> list[list[Example]]:
+def examples_of(tokenizer: Tokenizer, pairs: list[Pair], langs: tuple[str, str] = ("en", "xx")) -> list[list[Example]]:
     samples = []
-    for number, (*texts, links) in enumerate(pairs):
-        ids, words = text.encode_words(texts, "whitespace")
+    for number, (*texts, linked) in enumerate(pairs):
+        ids, words = tokenizer.encode_words(texts, "whitespace")
         counts = tuple(len(side.split()) for side in texts)
         identity = np.uint64(1000 + number)
-        samples.append([Example(langs, tuple(ids), tuple(words), identity, number, f"r{number}", links, counts)])
+        samples.append([Example(langs, tuple(ids), tuple(words), identity, number, f"r{number}", linked, counts)])
     return samples
 
 
-def context(text: TextEncoder, max_length: int = 128, overlong: str = "truncate") -> Context:
-    return Context(text, max_length, overlong, {"en": 0, "xx": 1, "de": 2})
+def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "truncate") -> Context:
+    return Context(tokenizer, max_length, overlong, {"en": 0, "xx": 1, "de": 2})
 
 
 def noise(module: nn.Module, scale: float = 0.05) -> None:
@@ -74,18 +74,18 @@ def noise(module: nn.Module, scale: float = 0.05) -> None:
             p.add_(torch.randn_like(p) * scale)
 
 
-def tiny(text: TextEncoder, seed: int = 0) -> Encoder:
+def tiny(tokenizer: Tokenizer, seed: int = 0) -> Encoder:
     encoder = build_encoder(
-        init=None, preset="tiny", dropout=0.0, max_length=128, vocab_size=text.vocab_size, pad_id=text.pad_id,
+        init=None, preset="tiny", dropout=0.0, max_length=128, vocab_size=tokenizer.vocab_size, pad_id=tokenizer.pad_id,
         languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=seed,
     )  # fmt: skip
     return encoder.double()
 
 
 @pytest.fixture(scope="module")
-def parts(text_encoder: TextEncoder) -> Parts:
+def parts(tokenizer: Tokenizer) -> Parts:
     torch.manual_seed(1)
-    encoder = tiny(text_encoder)
+    encoder = tiny(tokenizer)
     heads = alignlm.Heads(encoder, alignlm.Options()).double()
     noise(encoder)
     noise(heads)
@@ -95,12 +95,14 @@ def parts(text_encoder: TextEncoder) -> Parts:
 # 1. The paper, slowly
 
 
-def words_of_pair(pair: Pair, text: TextEncoder) -> list[list[tuple[int, int]]]:
+def words_of_pair(pair: Pair, tokenizer: Tokenizer) -> list[list[tuple[int, int]]]:
     """Tokens of both texts and their words; words are tokenised one by one."""
-    return [[(token, w) for w, word in enumerate(t.split()) for token in text.encode([word])[0]] for t in pair[:2]]
+    return [[(token, w) for w, word in enumerate(t.split()) for token in tokenizer.encode([word])[0]] for t in pair[:2]]
 
 
-def paper(parts: Parts, piece: Piece, pairs: list[Pair], text: TextEncoder, options: alignlm.Options) -> dict[str, Any]:
+def paper(
+    parts: Parts, piece: Piece, pairs: list[Pair], tokenizer: Tokenizer, options: alignlm.Options
+) -> dict[str, Any]:
     """Sums over masked tokens of L_mp and L_bp, and what is counted beside them."""
     lm, heads = parts.encoder.lm, parts.heads
     transform, decoder = lm.cls.predictions.transform, lm.cls.predictions.decoder
@@ -114,7 +116,7 @@ def paper(parts: Parts, piece: Piece, pairs: list[Pair], text: TextEncoder, opti
     found: dict[str, Any] = {"mono": torch.zeros((), dtype=torch.float64), "bi": torch.zeros((), dtype=torch.float64)}
     found |= dict.fromkeys(("swaps", "masked", "linked", "right", "bilingual_right", "multi"), 0)
     for pair, seen, targets, original in zip(pairs, *sequences_of(piece), originals(piece), strict=True):
-        words = words_of(original, words_of_pair(pair, text), text)
+        words = words_of(original, words_of_pair(pair, tokenizer), tokenizer)
         swap = words[1] is not None and words[1][0] == 1
         A = dense_A(words, pair[2], options.expand)
         H = lm.bert(input_ids=torch.tensor([seen])).last_hidden_state[0]
@@ -149,11 +151,11 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_loss_and_gradients_are_the_papers(text_encoder: TextEncoder, parts: Parts, case: str, seed: int) -> None:
+def test_loss_and_gradients_are_the_papers(tokenizer: Tokenizer, parts: Parts, case: str, seed: int) -> None:
     options, max_length = CASES[case]
     pairs = random_pairs(10, seed)
-    piece = alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, max_length))
-    expected = paper(parts, piece, pairs, text_encoder, options)
+    piece = alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, max_length))
+    expected = paper(parts, piece, pairs, tokenizer, options)
     assert piece.targets == {"mono": expected["masked"], "bi": expected["linked"]}
     assert 0 < expected["multi"] < expected["linked"] < expected["masked"], "the case tests too little"
     assert bool(expected["swaps"]) == options.shuffle_sides and expected["swaps"] < len(pairs)
@@ -178,9 +180,9 @@ def test_loss_and_gradients_are_the_papers(text_encoder: TextEncoder, parts: Par
     assert_same_gradients(gradients(whole(found.terms), *modules), gradients(whole(expected), *modules))
 
 
-def test_the_two_predictions_can_be_told_apart(text_encoder: TextEncoder, parts: Parts) -> None:
+def test_the_two_predictions_can_be_told_apart(tokenizer: Tokenizer, parts: Parts) -> None:
     """L_mp does not reach W2, W3; L_bp does not reach W1. Both reach `linear`, W and the encoder."""
-    piece = alignlm.collate(examples_of(text_encoder, random_pairs(6)), alignlm.Options(), context(text_encoder))
+    piece = alignlm.collate(examples_of(tokenizer, random_pairs(6)), alignlm.Options(), context(tokenizer))
     found = sums("alignlm", parts, piece, alignlm.Options())
     dense = parts.encoder.head.dense.weight
     weights = [parts.heads.W2.weight, parts.heads.W3.weight, dense, parts.heads.linear.weight]
@@ -201,7 +203,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     heads = alignlm.Heads(Encoder(lm), alignlm.Options()).double()
     ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
     places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
-    linked, partners = alignment.linked_states(np.array([[4, 9]]), places, ids.numel())
+    linked, partners = links.linked_states(np.array([[4, 9]]), places, ids.numel())
     identities = np.zeros(2, dtype=np.uint64)
     sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), np.zeros(14, dtype=int), None, identities)
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
@@ -220,14 +222,14 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
 # 2. Pieces that are cut differently, or empty
 
 
-def test_the_sums_do_not_depend_on_the_cut(text_encoder: TextEncoder, parts: Parts) -> None:
-    samples = examples_of(text_encoder, random_pairs(9, seed=3))
+def test_the_sums_do_not_depend_on_the_cut(tokenizer: Tokenizer, parts: Parts) -> None:
+    samples = examples_of(tokenizer, random_pairs(9, seed=3))
     options = alignlm.Options(shuffle_sides=True)
 
     def whole(size: int) -> dict[str, float]:
         totals: dict[str, float] = {}
         for start in range(0, len(samples), size):
-            piece = alignlm.collate(samples[start : start + size], options, context(text_encoder, 40))
+            piece = alignlm.collate(samples[start : start + size], options, context(tokenizer, 40))
             terms = sums("alignlm", parts, piece, options).terms
             values = {name: value.item() for name, value in terms.items()}
             for name, value in {**values, **{f"count {t}": n for t, n in piece.targets.items()}}.items():
@@ -246,11 +248,11 @@ EMPTY = {
 
 
 @pytest.mark.parametrize("normalize", ["sum", "mean"])
-def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, parts: Parts, normalize: Any) -> None:
+def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts, normalize: Any) -> None:
     """Zero loss, zero targets and zero gradients, for every parameter, where there is no sample."""
     options = alignlm.Options(mask_prob=0.9, normalize=normalize)
     pieces = {
-        name: alignlm.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
+        name: alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
         for name, pairs in EMPTY.items()
     }
     every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) for n, _ in m.named_parameters()}
@@ -285,7 +287,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    linked, reads = alignment.linked_states(links, masked, places)
+    linked, reads = linked_states(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
     ends = np.cumsum([0, *reads.counts]).tolist()
     rows = [reads.places[a:b].tolist() for a, b in pairwise(ends)]
@@ -293,17 +295,17 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     assert ends[-1] == len(reads.places)
 
 
-def test_words_without_tokens_keep_their_number(text_encoder: TextEncoder) -> None:
+def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     """A word that the tokenizer drops is still a word to whoever counted links: also the last one."""
     pairs = [("david \u200b will \u200b", "shitu vabipa", "2-0 3-1 1-1")]
-    (sample,) = examples_of(text_encoder, pairs)
+    (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0]) == 2 and sample[0].word_counts == (4, 2)
-    words = alignment.read_links(sample)
+    words = links.read_links(sample)
     layout = [[0, 1]]
-    sequences = alignlm.join_segments(text_encoder, alignment.segments(sample, layout), {"en": 0, "xx": 1})
-    tokens = alignment.word_tokens(sample, layout, sequences, words.first, "first")
-    ids = [[int(sequences.ids[place]) for place in link] for link in alignment.token_links(words.links, tokens)]
-    assert ids == [[text_encoder.encode(["will"])[0][0], text_encoder.encode(["shitu"])[0][0]]]
+    sequences = alignlm.join_segments(tokenizer, links.segments(sample, layout), {"en": 0, "xx": 1})
+    tokens = links.word_tokens(sample, layout, sequences, words.first, "first")
+    ids = [[int(sequences.ids[place]) for place in link] for link in links.token_links(words.links, tokens)]
+    assert ids == [[tokenizer.encode(["will"])[0][0], tokenizer.encode(["shitu"])[0][0]]]
 
 
 @pytest.mark.parametrize(
@@ -320,18 +322,18 @@ def test_words_without_tokens_keep_their_number(text_encoder: TextEncoder) -> No
         (None, ["no word links", "--align"]),
     ],
 )
-def test_links_that_do_not_fit_name_the_record(text_encoder: TextEncoder, links: str | None, words: list[str]) -> None:
+def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: str | None, words: list[str]) -> None:
     pairs: Any = [("david will", "shitu vabipa", "0-0"), ("david will", "naz vij", links)]
     with pytest.raises(UserError) as caught:
-        alignlm.collate(examples_of(text_encoder, pairs), alignlm.Options(), context(text_encoder))
+        alignlm.collate(examples_of(tokenizer, pairs), alignlm.Options(), context(tokenizer))
     assert all(word in str(caught.value) for word in ("'r1'", *words)), caught.value
 
 
-def test_links_between_words_that_were_cut_are_no_error(text_encoder: TextEncoder) -> None:
+def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) -> None:
     long = " ".join(ROOT_WORDS[:12])
-    (sample,) = examples_of(text_encoder, [(long, long, "11-11 0-0")])
-    piece = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(text_encoder, 16))
-    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(text_encoder.encode(["david"])[0])
+    (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])
+    piece = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(tokenizer, 16))
+    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(tokenizer.encode(["david"])[0])
 
 
 def test_options_are_checked() -> None:
@@ -341,13 +343,13 @@ def test_options_are_checked() -> None:
         alignlm.Options(bilingual_weight=-1)
 
 
-def test_gold_links_of_the_demo_corpus(demo: Path, text_encoder: TextEncoder) -> None:
+def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:
     """From shards through the loader: what a masked word is predicted from are its gold translations."""
     (source,) = (source for source in find_sources([demo]) if source.kind == "pair")
     objective = alignlm.OBJECTIVE
     options = alignlm.Options(shuffle_sides=True)
     stream = StreamCollate(objective.collate, options, objective.words(options))
-    dataset = StepDataset([source], {"alignlm": stream}, context(text_encoder), 5)
+    dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
     specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
     plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
@@ -365,8 +367,8 @@ def test_gold_links_of_the_demo_corpus(demo: Path, text_encoder: TextEncoder) ->
             place = next(p for p in at if original[p] == label and of_token[p] == sequence)
             record = records[keys[sequence]]
             texts = [side.split() for side in record.texts]
-            token = text_encoder.backend.id_to_token(int(original[place])).removeprefix("##")
-            theirs = [text_encoder.backend.id_to_token(int(original[c])) for c in partners.places[a:b]]
+            token = tokenizer.backend.id_to_token(int(original[place])).removeprefix("##")
+            theirs = [tokenizer.backend.id_to_token(int(original[c])) for c in partners.places[a:b]]
             links = links_of(record.links)
             translations = [(texts[0][i], texts[1][j]) for i, j in links]
             fits = [y for x, y in translations if token in x] + [x for x, y in translations if token in y]

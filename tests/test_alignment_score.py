@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests import launch
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source
 from xscale.data.lexicon import load_lexicon
-from xscale.eval.alignment import WordPairs, word_pairs
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
+from xscale.eval.alignment_score import WordPairs, word_pairs
 from xscale.models.build import build_encoder
 
 
@@ -37,21 +37,21 @@ def test_score_is_nearest_neighbour_search_by_hand() -> None:
     assert WordPairs(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
 
 
-def test_tokens_of_the_other_language_compete(demo: Path, text_encoder: TextEncoder) -> None:
+def test_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokenizer) -> None:
     """Every token of the target language's text is a candidate, the source language's own are not."""
     source = Source(demo / "pairs")
     path = next((demo / "lexicon").glob("*.txt"))
-    lexicon = load_lexicon(path, text_encoder)
-    gold = word_pairs(lexicon, [source], text_encoder)
+    lexicon = load_lexicon(path, tokenizer)
+    gold = word_pairs(lexicon, [source], tokenizer)
     side = source.langs.index(lexicon.langs[1])
     texts = [source.read(0, record).texts for record in range(source.shards[0].records)]
-    theirs = {i for text in texts for i in text_encoder.tokenizer(text[side], add_special_tokens=False)["input_ids"]}
-    unknown = text_encoder.tokenizer.unk_token_id
+    theirs = {i for text in texts for i in tokenizer.hf(text[side], add_special_tokens=False)["input_ids"]}
+    unknown = tokenizer.hf.unk_token_id
     assert set(gold.targets_C.tolist()) == (theirs - {unknown}) | {b for _, b in lexicon.single().tolist()}
     assert all(a != b for a, b in gold.pairs_P2.tolist())
 
 
-def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, text_encoder: TextEncoder) -> None:
+def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """Where each word's row is its translation's, all are found; a random table finds next to none."""
     path = next((demo / "lexicon").glob("*.txt"))
     source = Source(demo / "pairs")
@@ -60,8 +60,8 @@ def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, t
         preset="tiny",
         dropout=0.0,
         max_length=64,
-        vocab_size=text_encoder.vocab_size,
-        pad_id=text_encoder.pad_id,
+        vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id,
         languages=list(source.langs),
         language_embeddings=False,
         reset_positions=False,
@@ -70,12 +70,12 @@ def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, t
     random_out, planted_out = tmp_path / "random", tmp_path / "planted"
     encoder.lm.save_pretrained(random_out)
     with torch.no_grad():
-        for a, b in load_lexicon(path, text_encoder).single().tolist():
+        for a, b in load_lexicon(path, tokenizer).single().tolist():
             encoder.lm.get_input_embeddings().weight[b] = encoder.lm.get_input_embeddings().weight[a]
     encoder.lm.save_pretrained(planted_out)
     scores = {}
     for out in (random_out, planted_out):
-        text_encoder.tokenizer.save_pretrained(out)
+        tokenizer.hf.save_pretrained(out)
         arguments = ["--model", out, "--task", "alignment", "--data", demo / "pairs", "--out", tmp_path / "scores.json"]
         subprocess.run(
             [sys.executable, "-m", "xscale.eval.run", *map(str, arguments)],

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data_tools import demo_corpus, index, inspect, tokenizer, write_shards
 from data_tools.ranks import Ranks, run
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source
 from xscale.data.loader import select_sources
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
 EN = [f"one two three number {i}" for i in range(400)]
@@ -230,8 +230,8 @@ def test_index_and_inspect_without_shards(tmp_path: Path) -> None:
 
 def save_tokenizer(path: Path, **special: str) -> Path:
     vocabulary = {token: number for number, token in enumerate(["[UNK]", *special.values(), "a", "b"])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", **special).save_pretrained(path)
     return path
 
@@ -241,11 +241,11 @@ ALL_SPECIAL = {"mask_token": "[MASK]", "pad_token": "[PAD]", "cls_token": "[CLS]
 
 @pytest.mark.parametrize("missing", sorted(ALL_SPECIAL))
 def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> None:
-    TextEncoder(save_tokenizer(tmp_path / "whole", **ALL_SPECIAL))
+    Tokenizer(save_tokenizer(tmp_path / "whole", **ALL_SPECIAL))
     special = {name: token for name, token in ALL_SPECIAL.items() if name != missing}
     path = save_tokenizer(tmp_path / "tokenizer", **special)
     with pytest.raises(UserError, match=f"{path} has no {missing.removesuffix('_token')} token"):
-        TextEncoder(path)
+        Tokenizer(path)
 
 
 def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_tokenizer_that_is_none(tmp_path: Path) -> None:
     problems = {"absent": "does not exist", "broken": "cannot be loaded", ".": "cannot be loaded"}
     for name, problem in problems.items():
         with pytest.raises(UserError, match=f"tokenizer {tmp_path / name} {problem}"):
-            TextEncoder(tmp_path / name)
+            Tokenizer(tmp_path / name)
 
 
 def test_training_a_tokenizer_on_nothing(tmp_path: Path) -> None:

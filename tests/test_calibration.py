@@ -15,9 +15,9 @@ from xscale.data import mixture as mixing
 from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.loader import like_samples, tokens_of_lengths
 from xscale.data.mixture import Mixture, StreamSpec, expected, fit, initial_state
-from xscale.distributed import Place
 from xscale.errors import UserError
-from xscale.job import Job, prepare
+from xscale.ranks import Process
+from xscale.run.job import Job, prepare
 from xscale.train import Trainer
 
 MAX_LENGTH = 128
@@ -35,8 +35,8 @@ def job(demo: Path):
     return make
 
 
-def place(rank: int = 0, world: int = 1) -> Place:
-    return Place(rank, world, rank, world)
+def place(rank: int = 0, world: int = 1) -> Process:
+    return Process(rank, world, rank, world)
 
 
 def mixture_of(job: Job, rank: int = 0, world: int = 1, rows: int = 1) -> Mixture:
@@ -65,7 +65,7 @@ def test_records_of_one_length_and_records_of_no_sense() -> None:
     assert found.promised(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
 
 
-def test_records_of_all_shards_tell_a_source_s_line(text_encoder) -> None:
+def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
     """A source that begins otherwise than it goes on; and of each record some bytes hold no text."""
 
     class Source:
@@ -81,7 +81,7 @@ def test_records_of_all_shards_tell_a_source_s_line(text_encoder) -> None:
             return np.array([60 + 2 * self.words(shard, record) for record in records.tolist()])
 
     source: Any = Source()
-    assert tokens_of_lengths(source, text_encoder) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
+    assert tokens_of_lengths(source, tokenizer) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
 
 
 # 2. Streams

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_alignlm import EMPTY, Pair, context, examples_of, noise, random_pairs, tiny
-from xscale.data.encode import TextEncoder, fit_pairs
 from xscale.data.row import Tokens, make_row
+from xscale.data.tokenizer import Tokenizer, fit_pairs
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.objectives import contextual
 from xscale.objectives.base import Parts
-from xscale.step import to_device
+from xscale.step.step import to_device
 
 
 @pytest.fixture(scope="module")
-def parts(text_encoder: TextEncoder) -> Parts:
+def parts(tokenizer: Tokenizer) -> Parts:
     """A trained encoder that has moved away from its frozen beginning."""
     torch.manual_seed(2)
-    encoder = tiny(text_encoder)
+    encoder = tiny(tokenizer)
     noise(encoder)
     encoder.float().double()  # as fp32 masters would hold it
     companion = contextual.Frozen(encoder)
@@ -38,14 +38,16 @@ def initial(parts: Parts) -> Encoder:
 
 
 def paper(
-    f: Encoder, f0: Encoder, pairs: list[Pair], kept: list[tuple[int, int]], text: TextEncoder, english: int
+    f: Encoder, f0: Encoder, pairs: list[Pair], kept: list[tuple[int, int]], tokenizer: Tokenizer, english: int
 ) -> dict[str, Any]:
     """L and R, and their numbers of terms. kept: how many tokens of each text are left."""
 
     def states(encoder: Encoder, sentence: str, length: int) -> tuple[Tensor, dict[int, int]]:
         """States of a sentence's tokens without special ones, and the last token of each word."""
-        pieces = [(token, w) for w, word in enumerate(sentence.split()) for token in text.encode([word])[0]][:length]
-        ids = [text.cls_id, *(token for token, _ in pieces), text.sep_id]
+        pieces = [(token, w) for w, word in enumerate(sentence.split()) for token in tokenizer.encode([word])[0]][
+            :length
+        ]
+        ids = [tokenizer.cls_id, *(token for token, _ in pieces), tokenizer.sep_id]
         hidden = encoder.lm.bert(input_ids=torch.tensor([ids])).last_hidden_state[0]
         last = {}
         for i, (_, w) in enumerate(pieces):
@@ -70,14 +72,14 @@ def paper(
 
 @pytest.mark.parametrize(("anchor", "max_length"), [("en", 128), ("xx", 128), ("xx", 20), ("en", 14)])
 def test_loss_and_gradients_are_the_papers(
-    text_encoder: TextEncoder, parts: Parts, initial: Encoder, anchor: str, max_length: int
+    tokenizer: Tokenizer, parts: Parts, initial: Encoder, anchor: str, max_length: int
 ) -> None:
     options = contextual.Options(anchor=anchor, anchor_weight=0.7)
     pairs = random_pairs(10, seed=max_length)
-    samples = examples_of(text_encoder, pairs)
-    piece = contextual.collate(samples, options, context(text_encoder, max_length))
+    samples = examples_of(tokenizer, pairs)
+    piece = contextual.collate(samples, options, context(tokenizer, max_length))
     kept = [tuple(map(len, e.ids)) for e in fit_pairs([s[0] for s in samples], max_length, "truncate")[0]]
-    expected = paper(parts.encoder, initial, pairs, kept, text_encoder, ("en", "xx").index(anchor))
+    expected = paper(parts.encoder, initial, pairs, kept, tokenizer, ("en", "xx").index(anchor))
     assert piece.targets == {"align": expected["links"], "anchor": expected["tokens"]}
     assert piece.samples == 10 and len(piece.sequences.ids) == sum(map(sum, kept)) + 40
     assert bool(piece.too_long) == (max_length < 128) and expected["links"] > 10
@@ -94,36 +96,36 @@ def test_loss_and_gradients_are_the_papers(
     assert_same_gradients(gradients(whole(found.terms), parts.encoder), gradients(whole(expected), parts.encoder))
 
 
-def test_pairs_may_have_either_order_of_languages(text_encoder: TextEncoder, parts: Parts) -> None:
+def test_pairs_may_have_either_order_of_languages(tokenizer: Tokenizer, parts: Parts) -> None:
     """(en, xx) and the same pair as (xx, en), links turned round, are one thing."""
     pairs = random_pairs(4, seed=1)
     turned = [(b, a, " ".join("-".join(link.split("-")[::-1]) for link in links.split())) for a, b, links in pairs]
     values = []
     for langs, made in ((("en", "xx"), pairs), (("xx", "en"), turned)):
-        samples = examples_of(text_encoder, made, langs)
-        piece = contextual.collate(samples, contextual.Options(), context(text_encoder))
+        samples = examples_of(tokenizer, made, langs)
+        piece = contextual.collate(samples, contextual.Options(), context(tokenizer))
         terms = sums("contextual", parts, piece, contextual.Options()).terms
         values.append({term: value.item() / piece.targets[term] for term, value in terms.items()})
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
-def test_a_pair_without_the_anchor_language(text_encoder: TextEncoder) -> None:
-    samples = examples_of(text_encoder, random_pairs(1), ("de", "xx"))
+def test_a_pair_without_the_anchor_language(tokenizer: Tokenizer) -> None:
+    samples = examples_of(tokenizer, random_pairs(1), ("de", "xx"))
     with pytest.raises(UserError, match=r"'r0' is in de and xx, not in the anchor language 'en'"):
-        contextual.collate(samples, contextual.Options(), context(text_encoder))
+        contextual.collate(samples, contextual.Options(), context(tokenizer))
 
 
 @pytest.mark.parametrize(("links", "word"), [("0-9", "'0-9'"), (None, "no word links"), ("zero", "'zero'")])
-def test_links_that_do_not_fit_name_the_record(text_encoder: TextEncoder, links: Any, word: str) -> None:
-    samples = examples_of(text_encoder, [("david will", "naz vij", links)])
+def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: Any, word: str) -> None:
+    samples = examples_of(tokenizer, [("david will", "naz vij", links)])
     with pytest.raises(UserError, match=f"record 'r0'.*{word}|{word}.*record 'r0'"):
-        contextual.collate(samples, contextual.Options(), context(text_encoder))
+        contextual.collate(samples, contextual.Options(), context(tokenizer))
 
 
-def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, parts: Parts) -> None:
+def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts) -> None:
     options = contextual.Options()
     pieces = {
-        name: contextual.collate(examples_of(text_encoder, pairs), options, context(text_encoder, 16, "drop"))
+        name: contextual.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
         for name, pairs in EMPTY.items()
     }
     for name, piece in pieces.items():
@@ -145,25 +147,25 @@ def test_an_idle_rank_touches_the_same_parameters(text_encoder: TextEncoder, par
 # The frozen copy
 
 
-def fresh(text: TextEncoder, dropout: float) -> Encoder:
+def fresh(tokenizer: Tokenizer, dropout: float) -> Encoder:
     return build_encoder(
-        init=None, preset="tiny", dropout=dropout, max_length=32, vocab_size=text.vocab_size, pad_id=text.pad_id,
-        languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=0,
+        init=None, preset="tiny", dropout=dropout, max_length=32, vocab_size=tokenizer.vocab_size,
+        pad_id=tokenizer.pad_id, languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=0,
     )  # fmt: skip
 
 
-def beside(text: TextEncoder) -> tuple[Tokens, Tensor, dict[str, Tensor]]:
+def beside(tokenizer: Tokenizer) -> tuple[Tokens, Tensor, dict[str, Tensor]]:
     """What the copy reads of three pairs."""
-    piece = contextual.collate(examples_of(text, random_pairs(3)), contextual.Options(), context(text))
+    piece = contextual.collate(examples_of(tokenizer, random_pairs(3)), contextual.Options(), context(tokenizer))
     inputs = to_device(make_row({"s": piece}, LONGEST, FILLER).inputs, CPU)
     return *inputs.beside["s"], inputs.arrays["s"]
 
 
-def test_before_the_first_step_nothing_has_moved(text_encoder: TextEncoder) -> None:
+def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
     """R = 0 at the start; training the encoder, or updating, leaves the copy where it was."""
-    encoder = fresh(text_encoder, 0.0)
+    encoder = fresh(tokenizer, 0.0)
     companion = contextual.OBJECTIVE.companion(encoder, None, contextual.Options())
-    piece = contextual.collate(examples_of(text_encoder, random_pairs(3)), contextual.Options(), context(text_encoder))
+    piece = contextual.collate(examples_of(tokenizer, random_pairs(3)), contextual.Options(), context(tokenizer))
 
     def anchor() -> float:
         return sums("contextual", Parts(encoder, None, companion), piece, contextual.Options()).terms["anchor"].item()
@@ -177,10 +179,10 @@ def test_before_the_first_step_nothing_has_moved(text_encoder: TextEncoder) -> N
     assert anchor() == moved
 
 
-def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(text_encoder: TextEncoder) -> None:
-    encoder = fresh(text_encoder, 0.5).train()
+def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokenizer: Tokenizer) -> None:
+    encoder = fresh(tokenizer, 0.5).train()
     companion = contextual.Frozen(encoder)
-    read = beside(text_encoder)
+    read = beside(tokenizer)
     state = torch.get_rng_state()
     first, again = (companion.read(encoder, *read) for _ in range(2))
     assert torch.equal(first, again) and torch.equal(state, torch.get_rng_state())
@@ -188,10 +190,10 @@ def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(text_en
     assert not isinstance(companion, torch.nn.Module), "DeepSpeed would cast it"
 
 
-def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(text_encoder: TextEncoder) -> None:
-    encoder = fresh(text_encoder, 0.0)
+def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokenizer) -> None:
+    encoder = fresh(tokenizer, 0.0)
     companion = contextual.Frozen(encoder)
-    read = tokens, places, _ = beside(text_encoder)
+    read = tokens, places, _ = beside(tokenizer)
     exact = companion.read(encoder, *read)
     encoder.bfloat16()
     rounded = companion.read(encoder, *read)
@@ -200,15 +202,15 @@ def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(text_encoder: Tex
     assert {w.dtype for w in companion.state_dict().values() if w.is_floating_point()} == {torch.float32}
 
 
-def test_the_copy_survives_a_checkpoint(text_encoder: TextEncoder) -> None:
-    encoder = fresh(text_encoder, 0.0)
+def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
+    encoder = fresh(tokenizer, 0.0)
     saved = contextual.Frozen(encoder)
     file = io.BytesIO()
     torch.save({"contextual": saved.state_dict()}, file)
     noise(encoder)
     file.seek(0)
     resumed = contextual.Frozen(encoder)
-    read = beside(text_encoder)
+    read = beside(tokenizer)
     resumed.read(encoder.bfloat16(), *read)
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])
     encoder.float()

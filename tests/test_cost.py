@@ -10,18 +10,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from xscale import cost
 from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.row import Row, Tokens, Work
-from xscale.distributed import Place
-from xscale.job import prepare
 from xscale.models.attention import attention_blocks, attention_blocks_backward
 from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
-from xscale.step import RowPass, StepModule
+from xscale.ranks import Process
+from xscale.run.job import prepare
+from xscale.step import cost
+from xscale.step.step import RowPass, StepModule
 
 
 def recipe_of(*sets: str) -> Recipe:
@@ -193,7 +193,7 @@ def counter() -> FlopCounterMode:
 
 def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
     job = prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
-    (batch,) = job.batches(Place(0, 1, 0, 1), "cpu", initial_state(job.specs), 1)
+    (batch,) = job.batches(Process(0, 1, 0, 1), "cpu", initial_state(job.specs), 1)
     return StepModule(job.encoder(), job.recipe), batch.rows[0]
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from data_tools import demo_corpus, inspect, tokenizer, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
-from xscale.data.index import Source
+from xscale.data.shards import Source
 from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.errors import UserError
 

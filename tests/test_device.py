@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
 from tests.rows import CPU, rows_of_step, totals_of
-from xscale import checkpoint
 from xscale.data.row import Row
-from xscale.job import Job
-from xscale.step import RowPass, StepModule, by_one_buffer, step_weights, to_device
+from xscale.run import checkpoint
+from xscale.run.job import Job
+from xscale.step.step import RowPass, StepModule, by_one_buffer, step_weights, to_device
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "align_mlm=3"]
 

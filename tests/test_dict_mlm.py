@@ -14,9 +14,9 @@ from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from xscale import rng
 from xscale.config import load_recipe
-from xscale.data.collate import Context
-from xscale.data.encode import Example, TextEncoder
 from xscale.data.lexicon import Lexicon
+from xscale.data.piece import Context
+from xscale.data.tokenizer import Example, Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, dict_mlm, mlm
@@ -27,11 +27,11 @@ Translations = dict[str, dict[int, set[int]]]
 """Language -> token -> its single-token translations."""
 
 
-def random_lexicons(encoder: TextEncoder, generator: np.random.Generator) -> tuple[Lexicon, ...]:
+def random_lexicons(tokenizer: Tokenizer, generator: np.random.Generator) -> tuple[Lexicon, ...]:
     """en-de and fr-en over a third of the vocabulary; some entries have two tokens on a side, some are identical."""
     lexicons = []
     for langs in (("en", "de"), ("fr", "en")):
-        ids = generator.choice(encoder.ordinary_ids[:900], (600, 2))
+        ids = generator.choice(tokenizer.ordinary_ids[:900], (600, 2))
         ids[:30, 1] = ids[:30, 0]
         sides = [[[int(x)] if generator.random() < 0.8 else [int(x), 7] for x in column] for column in ids.T]
         lexicons.append(Lexicon(langs, [("a", "b")] * 600, (sides[0], sides[1]), "", Path("x")))
@@ -48,7 +48,7 @@ def translations(lexicons: tuple[Lexicon, ...]) -> Translations:
     return found
 
 
-def random_samples(encoder: TextEncoder, count: int, seed: int) -> list[list[Example]]:
+def random_samples(tokenizer: Tokenizer, count: int, seed: int) -> list[list[Example]]:
     """Samples of a few sentences each, of random ids, lengths and languages."""
     generator = np.random.default_rng(seed)
     samples = []
@@ -58,7 +58,7 @@ def random_samples(encoder: TextEncoder, count: int, seed: int) -> list[list[Exa
             [
                 Example(
                     (language,),
-                    (generator.choice(encoder.ordinary_ids[:1200], generator.integers(1, 12)).tolist(),),
+                    (generator.choice(tokenizer.ordinary_ids[:1200], generator.integers(1, 12)).tolist(),),
                     None,
                     np.uint64(generator.integers(2**63)),
                 )
@@ -69,16 +69,16 @@ def random_samples(encoder: TextEncoder, count: int, seed: int) -> list[list[Exa
 
 
 @pytest.fixture(scope="module")
-def context(text_encoder: TextEncoder) -> Context:
-    lexicons = random_lexicons(text_encoder, np.random.default_rng(0))
-    return Context(text_encoder, 64, "drop", LANGUAGES, lexicons=lexicons, stream="dict_mlm")
+def context(tokenizer: Tokenizer) -> Context:
+    lexicons = random_lexicons(tokenizer, np.random.default_rng(0))
+    return Context(tokenizer, 64, "drop", LANGUAGES, lexicons=lexicons, stream="dict_mlm")
 
 
 @pytest.fixture(scope="module")
-def model(text_encoder: TextEncoder) -> Any:
+def model(tokenizer: Tokenizer) -> Any:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = BertConfig(**shape, vocab_size=text_encoder.vocab_size, pad_token_id=text_encoder.pad_id)
+    config = BertConfig(**shape, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     return AutoModelForMaskedLM.from_config(config).double().eval()
 
 
@@ -89,7 +89,7 @@ def expected_sequences(
 
     MLM's own choices are taken from MLM, which tests/test_encode_masking.py covers.
     """
-    table, encoder = translations(context.lexicons), context.encoder
+    table, tokenizer = translations(context.lexicons), context.tokenizer
     firsts, room = [], 0  # the first sentence of each sequence gives its identity and, here, its language
     for sample in samples:
         room = 0
@@ -112,7 +112,7 @@ def expected_sequences(
             if options.synonym == "input":
                 shown[place] = translation
             else:
-                shown[place], said[place] = encoder.mask_id, translation
+                shown[place], said[place] = tokenizer.mask_id, translation
     return inputs, labels, used
 
 
@@ -125,8 +125,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_sequences_by_loops(options: dict_mlm.Options, context: Context, text_encoder: TextEncoder) -> None:
-    samples = random_samples(text_encoder, 60, 1)
+def test_sequences_by_loops(options: dict_mlm.Options, context: Context, tokenizer: Tokenizer) -> None:
+    samples = random_samples(tokenizer, 60, 1)
     inputs, labels, used = expected_sequences(samples, options, context)
     piece = dict_mlm.collate(samples, options, context)
     assert sequences_of(piece) == (inputs, labels) and used > 30
@@ -135,10 +135,10 @@ def test_sequences_by_loops(options: dict_mlm.Options, context: Context, text_en
 
 
 @pytest.mark.parametrize("synonym", ["input", "label"])
-def test_the_rules(synonym: str, context: Context, text_encoder: TextEncoder) -> None:
+def test_the_rules(synonym: str, context: Context, tokenizer: Tokenizer) -> None:
     """Half of the targets that have a translation use it; all others are as in MLM."""
     table = translations(context.lexicons)
-    samples = random_samples(text_encoder, 1500, 2)
+    samples = random_samples(tokenizer, 1500, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.3, language_embeddings=True), context)
     piece = dict_mlm.collate(samples, dict_mlm.Options(0.3, language_embeddings=True, synonym=synonym), context)
     places = plain.reads["masked"].places
@@ -155,13 +155,13 @@ def test_the_rules(synonym: str, context: Context, text_encoder: TextEncoder) ->
         known = table[names[plain.sequences.languages[place]]].get(was, set())
         with_entry += bool(known)
         shown_or_said, other = (shown, label) if synonym == "input" else (label, shown)
-        if shown_or_said in known and other == (was if synonym == "input" else text_encoder.mask_id):
+        if shown_or_said in known and other == (was if synonym == "input" else tokenizer.mask_id):
             used += 1
             continue
         assert label == was and shown == plain.sequences.ids[place], "not as in MLM"
         if not known:
             without += 1
-            masked += shown == text_encoder.mask_id
+            masked += shown == tokenizer.mask_id
             kept += shown == was
     # MLM's random token may be a translation by chance.
     assert piece.targets["translated"] <= used < piece.targets["translated"] + 0.01 * with_entry
@@ -169,7 +169,7 @@ def test_the_rules(synonym: str, context: Context, text_encoder: TextEncoder) ->
     assert abs(masked / without - 0.8) < 0.03 and abs(kept / without - 0.1) < 0.03, "no entry: masked as in MLM"
 
 
-def test_translations_are_equally_likely(context: Context, text_encoder: TextEncoder) -> None:
+def test_translations_are_equally_likely(context: Context, tokenizer: Tokenizer) -> None:
     table = translations(context.lexicons)["en"]
     token = max(table, key=lambda t: len(table[t]))
     samples = [[Example(("en",), ([token] * 40,), None, np.uint64(i * 7919))] for i in range(400)]
@@ -180,7 +180,7 @@ def test_translations_are_equally_likely(context: Context, text_encoder: TextEnc
     assert (np.abs(counts[1] - mean) < 5 * mean**0.5).all()
 
 
-def test_other_languages_words_are_not_translated(context: Context, text_encoder: TextEncoder) -> None:
+def test_other_languages_words_are_not_translated(context: Context, tokenizer: Tokenizer) -> None:
     """A German word has no French translation here, though the same id is in fr-en."""
     table = translations(context.lexicons)
     token = next(t for t in table["fr"] if t not in table["de"])
@@ -190,19 +190,19 @@ def test_other_languages_words_are_not_translated(context: Context, text_encoder
 
 
 @pytest.mark.parametrize("options", CASES[::2])
-def test_a_record_is_the_same_in_any_company(options: Any, context: Context, text_encoder: TextEncoder) -> None:
-    samples = random_samples(text_encoder, 40, 3)
+def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tokenizer: Tokenizer) -> None:
+    samples = random_samples(tokenizer, 40, 3)
     inputs, labels = sequences_of(dict_mlm.collate(samples, options, context))
     alone = [sequences_of(dict_mlm.collate([sample], options, context)) for sample in reversed(samples)]
     assert [x for one in reversed(alone) for x in one[0]] == inputs
     assert [x for one in reversed(alone) for x in one[1]] == labels
-    again = random_samples(text_encoder, 40, 3)
+    again = random_samples(tokenizer, 40, 3)
     moved = [[Example(e.langs, e.ids, None, e.identity + np.uint64(1)) for e in sample] for sample in again]
     assert sequences_of(dict_mlm.collate(moved, options, context)) != (inputs, labels)
 
 
-def test_no_share_is_mlm(context: Context, text_encoder: TextEncoder) -> None:
-    samples = random_samples(text_encoder, 20, 4)
+def test_no_share_is_mlm(context: Context, tokenizer: Tokenizer) -> None:
+    samples = random_samples(tokenizer, 20, 4)
     plain = mlm.collate(samples, mlm.MaskedOptions(), context)
     piece = dict_mlm.collate(samples, dict_mlm.Options(dict_share=0.0), context)
     assert sequences_of(piece) == sequences_of(plain)
@@ -224,8 +224,8 @@ def plain_loss(model: Any, inputs: list[list[int]], labels: list[dict[int, int]]
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_loss_and_gradients(options: Any, context: Context, text_encoder: TextEncoder, model: Any) -> None:
-    samples = random_samples(text_encoder, 8, 5)
+def test_loss_and_gradients(options: Any, context: Context, tokenizer: Tokenizer, model: Any) -> None:
+    samples = random_samples(tokenizer, 8, 5)
     inputs, labels, used = expected_sequences(samples, options, context)
     expected = plain_loss(model, inputs, labels)
     piece = dict_mlm.collate(samples, options, context)
@@ -238,10 +238,10 @@ def test_loss_and_gradients(options: Any, context: Context, text_encoder: TextEn
     )
 
 
-def test_a_piece_of_nothing(context: Context, text_encoder: TextEncoder, model: Any) -> None:
+def test_a_piece_of_nothing(context: Context, tokenizer: Tokenizer, model: Any) -> None:
     """No target, no loss, but the same fields and the same parameters as any other."""
     options, parts = dict_mlm.Options(), Parts(Encoder(model))
-    busy = dict_mlm.collate(random_samples(text_encoder, 4, 6), options, context)
+    busy = dict_mlm.collate(random_samples(tokenizer, 4, 6), options, context)
     idle = dict_mlm.collate([], options, context)
     for name in ("reads", "labels", "targets", "arrays"):
         assert getattr(idle, name).keys() == getattr(busy, name).keys()
@@ -256,11 +256,11 @@ def test_a_piece_of_nothing(context: Context, text_encoder: TextEncoder, model: 
 # 3. Trouble
 
 
-def test_a_dictionary_without_single_tokens(context: Context, text_encoder: TextEncoder) -> None:
+def test_a_dictionary_without_single_tokens(context: Context, tokenizer: Tokenizer) -> None:
     lexicon = Lexicon(("en", "de"), [("a", "b")], ([[50, 51]], [[60]]), "", Path("x"))
-    poor = Context(text_encoder, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
+    poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     with pytest.raises(UserError, match=r"streams\.s: data\.lexicons has no entry of a single token"):
-        dict_mlm.collate(random_samples(text_encoder, 2, 0), dict_mlm.Options(), poor)
+        dict_mlm.collate(random_samples(tokenizer, 2, 0), dict_mlm.Options(), poor)
 
 
 @pytest.fixture

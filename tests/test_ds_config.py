@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from xscale.config import RECIPES, Recipe, load_recipe
-from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
+from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
 CPU, CPU_FP16, OLD_CPU = Hardware("cpu", False, True), Hardware("cpu", True, True), Hardware("cpu", False, False)

@@ -16,11 +16,11 @@ from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
 from xscale.data import masking
 from xscale.data.calibration import Calibration
-from xscale.data.collate import Context, Piece
-from xscale.data.encode import Example, Sequences, TextEncoder, fit_pairs, join_segments, offsets, pack_sentences
-from xscale.data.index import find_sources
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.piece import Context, Piece
+from xscale.data.shards import find_sources
+from xscale.data.tokenizer import Example, Sequences, Tokenizer, fit_pairs, join_segments, offsets, pack_sentences
 from xscale.objectives import mlm, tlm
 
 LANGUAGES = {"en": 0, "xx": 1}
@@ -38,10 +38,10 @@ def hugging_face(demo: Path) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(str(demo / "tokenizer"))
 
 
-def examples_of(encoder: TextEncoder, texts: list[tuple[str, ...]], words: bool = False) -> list[Example]:
+def examples_of(tokenizer: Tokenizer, texts: list[tuple[str, ...]], words: bool = False) -> list[Example]:
     made = []
     for number, sides in enumerate(texts):
-        ids, numbers = encoder.encode_words(list(sides))
+        ids, numbers = tokenizer.encode_words(list(sides))
         langs = ("en", "xx")[: len(sides)]
         made.append(Example(langs, tuple(ids), tuple(numbers) if words else None, np.uint64(1000 + number)))
     return made
@@ -54,8 +54,8 @@ def fake(*lengths: int, identity: int = 0) -> Example:
     return Example(("en", "xx")[: len(lengths)], ids, words, np.uint64(identity))
 
 
-def context(encoder: TextEncoder, max_length: int = 128, overlong: str = "drop") -> Context:
-    return Context(encoder, max_length, overlong, LANGUAGES)
+def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "drop") -> Context:
+    return Context(tokenizer, max_length, overlong, LANGUAGES)
 
 
 def found_in(piece: Piece) -> list[dict[str, Any]]:
@@ -67,28 +67,28 @@ def found_in(piece: Piece) -> list[dict[str, Any]]:
 # 1. Token ids
 
 
-def test_pairs_are_encoded_as_hugging_face_does(text_encoder, hugging_face, pairs) -> None:
+def test_pairs_are_encoded_as_hugging_face_does(tokenizer, hugging_face, pairs) -> None:
     joined = join_segments(
-        text_encoder, [[(e, 0), (e, 1)] for e in examples_of(text_encoder, pairs)], LANGUAGES, reset_positions=False
+        tokenizer, [[(e, 0), (e, 1)] for e in examples_of(tokenizer, pairs)], LANGUAGES, reset_positions=False
     )
     expected = [hugging_face(*pair)["input_ids"] for pair in pairs]
     assert [ids.tolist() for ids in np.split(joined.ids, np.cumsum(joined.lengths)[:-1])] == expected
-    sentences = [[(e, 0)] for e in examples_of(text_encoder, pairs)]
-    joined = join_segments(text_encoder, sentences, LANGUAGES)
+    sentences = [[(e, 0)] for e in examples_of(tokenizer, pairs)]
+    joined = join_segments(tokenizer, sentences, LANGUAGES)
     assert joined.ids.tolist() == [token for en, _ in pairs for token in hugging_face(en)["input_ids"]]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
 def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kind: str) -> None:
     tokenizers.train((side for pair in pairs for side in pair), kind, 400, lowercase=True).save_pretrained(tmp_path)
-    encoder, reference = TextEncoder(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    tokenizer, reference = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
     odd = [("Ünïcode TEXT", "日本語 🙂"), ("a  b\tc", "."), *pairs[:50]]
-    examples = examples_of(encoder, odd, words=True)
-    joined = join_segments(encoder, [[(e, 0), (e, 1)] for e in examples], LANGUAGES)
+    examples = examples_of(tokenizer, odd, words=True)
+    joined = join_segments(tokenizer, [[(e, 0), (e, 1)] for e in examples], LANGUAGES)
     expected = [reference(*pair) for pair in odd]
     assert joined.ids.tolist() == [token for one in expected for token in one["input_ids"]]
-    assert encoder.mask_id == reference.mask_token_id and encoder.vocab_size == len(reference)
-    assert set(encoder.ordinary_ids.tolist()) == set(range(len(reference))) - set(reference.all_special_ids)
+    assert tokenizer.mask_id == reference.mask_token_id and tokenizer.vocab_size == len(reference)
+    assert set(tokenizer.ordinary_ids.tolist()) == set(range(len(reference))) - set(reference.all_special_ids)
     for example, pair in zip(examples, odd, strict=True):
         for words, text in zip(example.words, pair, strict=True):
             assert words == reference(text, add_special_tokens=False).word_ids()
@@ -98,9 +98,9 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
 def test_whitespace_words(tmp_path: Path, pairs, kind: str) -> None:
     """Numbers of whitespace words, as word links count them; the tokens are those of the plain text."""
     tokenizers.train((side for pair in pairs for side in pair), kind, 400, lowercase=False).save_pretrained(tmp_path)
-    encoder, reference = TextEncoder(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
+    tokenizer, reference = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
     texts = ["it's one, two; (three)", " the  dog\tsleeps . ", *(side for pair in pairs[:50] for side in pair)]
-    ids, words = encoder.encode_words(texts, "whitespace")
+    ids, words = tokenizer.encode_words(texts, "whitespace")
     for text, tokens, numbers in zip(texts, ids, words, strict=True):
         assert tokens == reference(text, add_special_tokens=False)["input_ids"]
         assert numbers == sorted(numbers) and set(numbers) == set(range(len(text.split())))
@@ -109,32 +109,32 @@ def test_whitespace_words(tmp_path: Path, pairs, kind: str) -> None:
             assert own == reference(word, add_special_tokens=False)["input_ids"]
 
 
-def test_texts_that_spell_special_tokens(text_encoder, hugging_face) -> None:
+def test_texts_that_spell_special_tokens(tokenizer, hugging_face) -> None:
     text = "a [MASK] and a [SEP] in the text"
-    assert text_encoder.encode([text]) == [hugging_face(text, add_special_tokens=False)["input_ids"]]
-    sequences = join_segments(text_encoder, [[(e, 0)] for e in examples_of(text_encoder, [(text,)] * 400)], LANGUAGES)
-    _, targets = masking.mask_tokens(sequences, text_encoder, 0.5)
+    assert tokenizer.encode([text]) == [hugging_face(text, add_special_tokens=False)["input_ids"]]
+    sequences = join_segments(tokenizer, [[(e, 0)] for e in examples_of(tokenizer, [(text,)] * 400)], LANGUAGES)
+    _, targets = masking.mask_tokens(sequences, tokenizer, 0.5)
     assert not set(sequences.ids[targets].tolist()) & set(hugging_face.all_special_ids)
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_positions_languages_and_words_by_loops(text_encoder, pairs, reset: bool) -> None:
-    examples = examples_of(text_encoder, pairs[:20], words=True)
+def test_positions_languages_and_words_by_loops(tokenizer, pairs, reset: bool) -> None:
+    examples = examples_of(tokenizer, pairs[:20], words=True)
     sequences = [[(e, 0), (e, 1)] for e in examples[:10]] + [
         [(a, 1), (b, 1), (c, 1)] for a, b, c in zip(*[iter(examples[10:19])] * 3, strict=True)
     ]
-    joined = join_segments(text_encoder, sequences, LANGUAGES, reset)
+    joined = join_segments(tokenizer, sequences, LANGUAGES, reset)
     at = 0
     for number, sequence in enumerate(sequences):
         ids, positions, languages, words = (
-            [text_encoder.cls_id],
+            [tokenizer.cls_id],
             [0],
             [LANGUAGES[sequence[0][0].langs[sequence[0][1]]]],
             [-1],
         )
         before = 0
         for segment, (example, side) in enumerate(sequence):
-            for i, token in enumerate([*example.ids[side], text_encoder.sep_id]):
+            for i, token in enumerate([*example.ids[side], tokenizer.sep_id]):
                 positions.append(i if reset and segment else len(ids))
                 ids.append(token)
                 languages.append(LANGUAGES[example.langs[side]])
@@ -204,10 +204,10 @@ def test_packing_keeps_sentences_whole(sizes: list[int], max_length: int, overlo
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_too_long_is_counted(text_encoder, overlong: str) -> None:
+def test_too_long_is_counted(tokenizer, overlong: str) -> None:
     """Also where nothing of a piece is left."""
     for sizes, long in (([(5, 5), (90, 90), (3, 200)], 2), ([(90, 90), (100, 100)], 2)):
-        piece = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(text_encoder, 64, overlong))
+        piece = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(tokenizer, 64, overlong))
         assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
         assert (
             piece.samples
@@ -215,7 +215,7 @@ def test_too_long_is_counted(text_encoder, overlong: str) -> None:
             == (len(sizes) if overlong == "truncate" else len(sizes) - long)
         )
     for lengths, long in (([5, 200], 1), ([200], 1)):
-        piece = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(text_encoder, 64, overlong))
+        piece = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
         assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
 
 
@@ -235,12 +235,12 @@ def within(successes: int, trials: int, p: float, sigmas: float = 5) -> bool:
 
 
 @pytest.mark.parametrize("mask_prob", [0.15, 0.3])
-def test_masking_rates(text_encoder, mask_prob: float) -> None:
+def test_masking_rates(tokenizer, mask_prob: float) -> None:
     """15 % of the ordinary tokens; of these 80 % [MASK], 10 % random, 10 % unchanged."""
     generator = np.random.default_rng(0)
-    ids = generator.integers(0, text_encoder.vocab_size, 400_000)
-    special = np.isin(ids, text_encoder.tokenizer.all_special_ids)
-    masked, targets = masking.mask_tokens(flat(ids, 100), text_encoder, mask_prob)
+    ids = generator.integers(0, tokenizer.vocab_size, 400_000)
+    special = np.isin(ids, tokenizer.hf.all_special_ids)
+    masked, targets = masking.mask_tokens(flat(ids, 100), tokenizer, mask_prob)
     assert targets.tolist() == sorted(set(targets.tolist()))
     assert not special[targets].any(), "a special token is predicted"
     assert within(len(targets), int((~special).sum()), mask_prob)
@@ -248,24 +248,24 @@ def test_masking_rates(text_encoder, mask_prob: float) -> None:
     untouched[targets] = False
     assert (masked[untouched] == ids[untouched]).all(), "a token changed that is not predicted"
     became, was = masked[targets], ids[targets]
-    ordinary = text_encoder.vocab_size - len(text_encoder.tokenizer.all_special_ids)
+    ordinary = tokenizer.vocab_size - len(tokenizer.hf.all_special_ids)
     same = 1 / ordinary  # a random token may be the old one
-    assert within(int((became == text_encoder.mask_id).sum()), len(targets), 0.8)
+    assert within(int((became == tokenizer.mask_id).sum()), len(targets), 0.8)
     assert within(int((became == was).sum()), len(targets), 0.1 + 0.1 * same)
-    random_ids = became[(became != was) & (became != text_encoder.mask_id)]
+    random_ids = became[(became != was) & (became != tokenizer.mask_id)]
     assert within(len(random_ids), len(targets), 0.1 * (1 - same))
-    assert not set(random_ids.tolist()) & set(text_encoder.tokenizer.all_special_ids)
-    seen = np.bincount(random_ids, minlength=text_encoder.vocab_size)[text_encoder.ordinary_ids]
+    assert not set(random_ids.tolist()) & set(tokenizer.hf.all_special_ids)
+    seen = np.bincount(random_ids, minlength=tokenizer.vocab_size)[tokenizer.ordinary_ids]
     mean = len(random_ids) / ordinary
     assert (seen > 0).mean() > 1 - 2 * np.exp(-mean) - 0.01, "some ids are never drawn"
     assert ((seen - mean) ** 2 / mean).mean() < 1.4, "random ids are not uniform"
     assert within(int(seen[: ordinary // 2].sum()), len(random_ids), (ordinary // 2) / ordinary)
 
 
-def test_every_place_is_masked_equally(text_encoder) -> None:
+def test_every_place_is_masked_equally(tokenizer) -> None:
     """First and last tokens too, and neighbours independently."""
-    ids = np.full(400_000, text_encoder.ordinary_ids[0])
-    _, targets = masking.mask_tokens(flat(ids, 20), text_encoder, 0.15)
+    ids = np.full(400_000, tokenizer.ordinary_ids[0])
+    _, targets = masking.mask_tokens(flat(ids, 20), tokenizer, 0.15)
     per_place = np.bincount(targets % 20, minlength=20)
     assert all(within(int(n), 20_000, 0.15) for n in per_place)
     chosen = np.zeros(len(ids))
@@ -276,13 +276,13 @@ def test_every_place_is_masked_equally(text_encoder) -> None:
     assert within(per_sequence[0], 20_000, 0.85**20)
 
 
-def test_whole_words(text_encoder) -> None:
+def test_whole_words(tokenizer) -> None:
     """All tokens of a word or none, each word with mask_prob, each token with its own 80-10-10."""
     generator = np.random.default_rng(1)
     words = np.concatenate([[-1, *np.sort(generator.integers(0, 12, 28)), -1] for _ in range(8000)])
-    ids = generator.choice(text_encoder.ordinary_ids, len(words))
-    ids[words < 0] = text_encoder.cls_id
-    masked, targets = masking.mask_tokens(flat(ids, 30, words), text_encoder, 0.15, whole_word=True)
+    ids = generator.choice(tokenizer.ordinary_ids, len(words))
+    ids[words < 0] = tokenizer.cls_id
+    masked, targets = masking.mask_tokens(flat(ids, 30, words), tokenizer, 0.15, whole_word=True)
     chosen = np.zeros(len(ids), dtype=bool)
     chosen[targets] = True
     groups: dict[tuple[int, int], set[bool]] = {}
@@ -292,15 +292,15 @@ def test_whole_words(text_encoder) -> None:
     assert not chosen[words < 0].any()
     assert all(len(outcomes) == 1 for outcomes in groups.values()), "a word is masked in part"
     assert within(sum(True in outcomes for outcomes in groups.values()), len(groups), 0.15)
-    assert within(int((masked[targets] == text_encoder.mask_id).sum()), len(targets), 0.8)
+    assert within(int((masked[targets] == tokenizer.mask_id).sum()), len(targets), 0.8)
 
 
-def test_whole_words_of_both_sides_are_independent(text_encoder) -> None:
+def test_whole_words_of_both_sides_are_independent(tokenizer) -> None:
     """Word 0 of the second sentence is not word 0 of the first."""
     pair = Example(("en", "xx"), ([50, 51], [60, 61]), ([0, 0], [0, 0]), np.uint64(0))
     many = [Example(pair.langs, pair.ids, pair.words, np.uint64(i)) for i in range(4000)]
-    joined = join_segments(text_encoder, [[(e, 0), (e, 1)] for e in many], LANGUAGES)
-    _, targets = masking.mask_tokens(joined, text_encoder, 0.5, whole_word=True)
+    joined = join_segments(tokenizer, [[(e, 0), (e, 1)] for e in many], LANGUAGES)
+    _, targets = masking.mask_tokens(joined, tokenizer, 0.5, whole_word=True)
     hits = np.zeros(len(joined.ids), dtype=bool)
     hits[targets] = True
     hits = hits.reshape(-1, 7)
@@ -311,34 +311,34 @@ def test_whole_words_of_both_sides_are_independent(text_encoder) -> None:
 # 4. Masks depend on the record, not on its company
 
 
-def test_masks_do_not_depend_on_the_batch(text_encoder, pairs) -> None:
-    examples = examples_of(text_encoder, pairs, words=True)
+def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
+    examples = examples_of(tokenizer, pairs, words=True)
     for objective, samples in (
         (tlm.collate, [[e] for e in examples]),
         (mlm.collate, [[a, b, c] for a, b, c in zip(*[iter(examples)] * 3, strict=True)]),
     ):
         for options in (tlm.Options(), tlm.Options(whole_word=True), tlm.Options(shuffle_sides=True)):
-            whole = found_in(objective(samples, options, context(text_encoder)))
+            whole = found_in(objective(samples, options, context(tokenizer)))
             shuffled = np.random.default_rng(0).permutation(len(samples))
             for size in (1, 7, len(samples)):
                 alone = {}
                 for start in range(0, len(samples), size):
                     batch = shuffled[start : start + size].tolist()
-                    made = objective([samples[i] for i in batch], options, context(text_encoder))
+                    made = objective([samples[i] for i in batch], options, context(tokenizer))
                     alone |= dict(zip(batch, found_in(made), strict=True))
                 assert [alone[i] for i in range(len(samples))] == whole
 
 
-def step_rows(demo: Path, encoder: TextEncoder, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
+def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
     """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (2,), 25, packed=False)]
-    calibration = Calibration([source_statistics(source, encoder) for source in sources], {})
+    calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
         "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words="tokenizer"),
     }
-    dataset = StepDataset(sources, collates, context(encoder, 64), seed)
+    dataset = StepDataset(sources, collates, context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
     ranks = [Mixture(specs, sources, calibration, rank=rank, **arguments) for rank in range(world)]
     result = []
@@ -365,14 +365,14 @@ def step_rows(demo: Path, encoder: TextEncoder, world: int, max_tokens: int, ste
     return result
 
 
-def test_a_step_is_the_same_at_every_world_size(demo: Path, text_encoder) -> None:
+def test_a_step_is_the_same_at_every_world_size(demo: Path, tokenizer) -> None:
     """Down to the masks; there are ranks without a sample."""
-    expected = step_rows(demo, text_encoder, 1, 10_000, 3)
+    expected = step_rows(demo, tokenizer, 1, 10_000, 3)
     for world, max_tokens in ((2, 128), (3, 10_000), (40, 64)):
-        assert step_rows(demo, text_encoder, world, max_tokens, 3) == expected
+        assert step_rows(demo, tokenizer, world, max_tokens, 3) == expected
 
 
-def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
+def test_epochs_and_seeds_mask_differently(demo: Path, tokenizer) -> None:
     def masks(steps: list[Any]) -> dict[str, list[list[int]]]:
         found: dict[str, list[list[int]]] = {}
         for step in steps:
@@ -381,11 +381,11 @@ def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
         return found
 
     two_epochs = {
-        key: times for key, times in masks(step_rows(demo, text_encoder, 1, 4096, 48)).items() if len(times) == 2
+        key: times for key, times in masks(step_rows(demo, tokenizer, 1, 4096, 48)).items() if len(times) == 2
     }
     assert len(two_epochs) > 550
     assert sum(first == second for first, second in two_epochs.values()) < 0.1 * len(two_epochs)
-    other = masks(step_rows(demo, text_encoder, 1, 4096, 24, seed=4))
+    other = masks(step_rows(demo, tokenizer, 1, 4096, 24, seed=4))
     shared = [(times[0], other[key][0]) for key, times in two_epochs.items() if key in other]
     assert len(shared) > 500 and sum(a == b for a, b in shared) < 0.1 * len(shared)
 
@@ -394,9 +394,9 @@ def test_epochs_and_seeds_mask_differently(demo: Path, text_encoder) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, TLM, {"whole_word": True}, {"shuffle_sides": True, **TLM}])
-def test_pieces_of_tlm(text_encoder, hugging_face, pairs, options: dict[str, bool]) -> None:
-    examples = examples_of(text_encoder, pairs, words=True)
-    piece = tlm.collate([[e] for e in examples], tlm.Options(**options), context(text_encoder))
+def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool]) -> None:
+    examples = examples_of(tokenizer, pairs, words=True)
+    piece = tlm.collate([[e] for e in examples], tlm.Options(**options), context(tokenizer))
     cuts = np.cumsum(piece.sequences.lengths)[:-1]
     positions, languages = (np.split(getattr(piece.sequences, name), cuts) for name in ("positions", "languages"))
     swaps = 0
@@ -419,25 +419,25 @@ def test_pieces_of_tlm(text_encoder, hugging_face, pairs, options: dict[str, boo
     assert not np.isin(labels, hugging_face.all_special_ids).any()
 
 
-def test_pieces_of_mlm(text_encoder, hugging_face, pairs) -> None:
+def test_pieces_of_mlm(tokenizer, hugging_face, pairs) -> None:
     samples = [
-        list(group) for group in zip(*[iter(examples_of(text_encoder, [(en,) for en, _ in pairs]))] * 10, strict=True)
+        list(group) for group in zip(*[iter(examples_of(tokenizer, [(en,) for en, _ in pairs]))] * 10, strict=True)
     ]
-    piece = mlm.collate(samples, mlm.MaskedOptions(), context(text_encoder, 48))
+    piece = mlm.collate(samples, mlm.MaskedOptions(), context(tokenizer, 48))
     rows = found_in(piece)
     ids = [hugging_face(en, add_special_tokens=False)["input_ids"] for en, _ in pairs]
-    in_turn = [token for row in rows for token in row["original"] if token not in (text_encoder.cls_id,)]
-    assert in_turn == [token for sentence in ids for token in [*sentence, text_encoder.sep_id]]
-    assert all(row["original"][0] == text_encoder.cls_id and row["original"][-1] == text_encoder.sep_id for row in rows)
+    in_turn = [token for row in rows for token in row["original"] if token not in (tokenizer.cls_id,)]
+    assert in_turn == [token for sentence in ids for token in [*sentence, tokenizer.sep_id]]
+    assert all(row["original"][0] == tokenizer.cls_id and row["original"][-1] == tokenizer.sep_id for row in rows)
     assert max(len(row["original"]) for row in rows) <= 48 < sum(map(len, ids)) / len(samples) * 1.5
     assert piece.reads.keys() == {"masked"} and not piece.types and not piece.arrays and piece.beside is None
 
 
-def test_a_piece_of_nothing_has_no_target(text_encoder) -> None:
+def test_a_piece_of_nothing_has_no_target(tokenizer) -> None:
     for piece in (
-        tlm.collate([], tlm.Options(), context(text_encoder)),
-        mlm.collate([], mlm.MaskedOptions(), context(text_encoder)),
-        mlm.collate([], mlm.MaskedOptions(whole_word=True), context(text_encoder)),
+        tlm.collate([], tlm.Options(), context(tokenizer)),
+        mlm.collate([], mlm.MaskedOptions(), context(tokenizer)),
+        mlm.collate([], mlm.MaskedOptions(whole_word=True), context(tokenizer)),
     ):
         assert piece.targets == {"mlm": 0} and piece.samples == piece.too_long == 0
         assert piece.reads.keys() == {"masked"} and piece.labels.keys() == {"mlm"}
@@ -445,9 +445,9 @@ def test_a_piece_of_nothing_has_no_target(text_encoder) -> None:
         assert len(piece.reads["masked"]) == len(piece.labels["mlm"]) == 0
 
 
-def test_estimated_lengths_fill_sequences(demo: Path, text_encoder) -> None:
+def test_estimated_lengths_fill_sequences(demo: Path, tokenizer) -> None:
     """Packed samples are cut by bytes; the estimate must leave hardly any sample split or half empty."""
-    steps = step_rows(demo, text_encoder, 1, 4096, 30)
+    steps = step_rows(demo, tokenizer, 1, 4096, 30)
     lengths = [len(original) for step in steps for original, *_ in step["mlm"]]
     assert len(lengths) < 1.1 * 30 * 9
     assert np.mean(lengths) > 0.7 * 64 and max(lengths) <= 64

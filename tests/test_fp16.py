@@ -12,7 +12,7 @@ import pytest
 
 from tests import launch
 from xscale.config import RECIPES
-from xscale.ds_config import Hardware
+from xscale.step.ds_config import Hardware
 
 pytestmark = pytest.mark.slow
 

@@ -19,12 +19,12 @@ from data_tools import lexicon as tool
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source, find_sources
 from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, load_lexicon
+from xscale.data.shards import Source, find_sources
 from xscale.data.text import bare_word
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.job import find_lexicons
+from xscale.run.job import find_lexicons
 
 
 @pytest.fixture
@@ -48,12 +48,12 @@ def made(*pairs: tuple[list[int], list[int]], langs: tuple[str, str] = ("en", "x
 # 1. Files
 
 
-def test_entries_become_ids(demo: Path, text_encoder: TextEncoder) -> None:
+def test_entries_become_ids(demo: Path, tokenizer: Tokenizer) -> None:
     path = demo / "lexicon" / "en-xx.txt"
-    lexicon = load_lexicon(path, text_encoder)
+    lexicon = load_lexicon(path, tokenizer)
     lines = [tuple(line.split()) for line in path.read_text().splitlines()]
     assert lexicon.langs == ("en", "xx") and lexicon.words == lines
-    tokenizer = text_encoder.tokenizer
+    tokenizer = tokenizer.hf
     for words, *ids in zip(lexicon.words, *lexicon.ids, strict=True):
         assert ids == [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     single = [[a[0], b[0]] for a, b in zip(*lexicon.ids, strict=True) if len(a) == 1 and len(b) == 1]
@@ -61,19 +61,19 @@ def test_entries_become_ids(demo: Path, text_encoder: TextEncoder) -> None:
     assert f"{len(lines):,} entries, {len(single):,} of one token" in lexicon.summary()
 
 
-def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, text_encoder: TextEncoder) -> None:
+def test_the_fingerprint_is_of_the_content(demo: Path, dictionary, tokenizer: Tokenizer) -> None:
     path = demo / "lexicon" / "en-xx.txt"
     lines = path.read_text().splitlines()
     same = dictionary("b/en-xx.0-5000.txt", *lines[:3], *lines)  # repeats change nothing
     other = dictionary("c/en-xx.txt", *lines[1:])
-    prints = [load_lexicon(p, text_encoder).fingerprint for p in (path, same, other)]
+    prints = [load_lexicon(p, tokenizer).fingerprint for p in (path, same, other)]
     assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.mark.parametrize("name", ["dictionary.txt", "en_xx.txt", "en-xx-fr.txt", "-xx.txt"])
-def test_a_file_name_that_says_no_pair(name: str, dictionary, text_encoder: TextEncoder) -> None:
+def test_a_file_name_that_says_no_pair(name: str, dictionary, tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match=rf"{name}.*en-de\.txt"):
-        load_lexicon(dictionary(name, "a b"), text_encoder)
+        load_lexicon(dictionary(name, "a b"), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -86,25 +86,25 @@ def test_a_file_name_that_says_no_pair(name: str, dictionary, text_encoder: Text
         (["日 本"], "knows no entry"),
     ],
 )
-def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, text_encoder) -> None:
+def test_a_malformed_file_names_its_line(lines: list[str], message: str, dictionary, tokenizer) -> None:
     path = dictionary("en-xx.txt", *lines)
     with pytest.raises(UserError, match=message) as error:
-        load_lexicon(path, text_encoder)
+        load_lexicon(path, tokenizer)
     assert str(path) in str(error.value)
 
 
-def test_columns_in_the_wrong_order(demo: Path, dictionary, text_encoder: TextEncoder) -> None:
+def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer) -> None:
     sources = find_sources([demo])
     for name in ("en-xx.txt", "xx-en.txt"):
         good = demo / "lexicon" / name
-        check_order(load_lexicon(good, text_encoder), good, sources)
+        check_order(load_lexicon(good, tokenizer), good, sources)
         a, b = name.removesuffix(".txt").split("-")
         bad = dictionary(f"{b}-{a}.txt", *good.read_text().splitlines())
         with pytest.raises(UserError, match=rf"columns look like {a} {b}.*Rename it to {name}"):
-            check_order(load_lexicon(bad, text_encoder), bad, sources)
+            check_order(load_lexicon(bad, tokenizer), bad, sources)
     absent = dictionary("en-fr.txt", "dog mo")
     with pytest.raises(UserError, match="no text in fr"):
-        check_order(load_lexicon(absent, text_encoder), absent, sources)
+        check_order(load_lexicon(absent, tokenizer), absent, sources)
 
 
 # 2. Which dictionaries a run uses

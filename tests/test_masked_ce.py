@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.triton_kernel import compiled, fenced, memory_instructions, run_python
-from xscale.job import Job, prepare
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
-from xscale.step import StepModule
+from xscale.run.job import Job, prepare
+from xscale.step.step import StepModule
 
 V, H = 61, 16
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.data.calibration import Calibration, Estimate
-from xscale.data.index import find_sources
 from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, initial_state, pack, source_weights
+from xscale.data.shards import find_sources
 
 LENGTH = 64
-Place = tuple[int, int, int, int]  # source, epoch, shard, record
+Process = tuple[int, int, int, int]  # source, epoch, shard, record
 
 
 class FakeSource:
@@ -74,19 +74,19 @@ def mixture(
     )
 
 
-def plain(plan: StepPlan) -> dict[str, list[list[tuple[int, Place]]]]:
+def plain(plan: StepPlan) -> dict[str, list[list[tuple[int, Process]]]]:
     """stream -> rows -> (number of the sample, place) of each record."""
 
-    def records(draw: Any) -> list[tuple[int, Place]]:
+    def records(draw: Any) -> list[tuple[int, Process]]:
         columns = (draw.sample, draw.source, draw.epoch, draw.shard, draw.record)
         return [(sample, tuple(place)) for sample, *place in zip(*(c.tolist() for c in columns), strict=True)]
 
     return {name: [records(row[name]) for row in plan.rows] for name in plan.rows[0]}
 
 
-def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Place]]]:
+def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Process]]]:
     """The step's global batch: stream -> sample -> its records in order, over the plans of all ranks."""
-    batch: dict[str, dict[int, list[Place]]] = defaultdict(dict)
+    batch: dict[str, dict[int, list[Process]]] = defaultdict(dict)
     for plan in plans:
         for name, rows in plain(plan).items():
             for row in rows:
@@ -96,9 +96,9 @@ def samples(plans: list[StepPlan]) -> dict[str, dict[int, list[Place]]]:
     return dict(batch)
 
 
-def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Place]]]:
+def consumed(steps: int, **arguments: Any) -> dict[tuple[str, int], list[list[Process]]]:
     """(stream, source) -> samples in order of consumption."""
-    found: dict[tuple[str, int], list[list[Place]]] = defaultdict(list)
+    found: dict[tuple[str, int], list[list[Process]]] = defaultdict(list)
     for plan in itertools.islice(mixture(**arguments), steps):
         for name, batch in samples([plan]).items():
             for sample in sorted(batch):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale import rng
-from xscale.data.index import OPEN_SHARDS
 from xscale.data.order import EpochOrder
+from xscale.data.shards import OPEN_SHARDS
 
 SEED = np.uint64(1234567)
 counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)

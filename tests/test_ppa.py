@@ -23,45 +23,45 @@ from tests.plain import ids_of, originals, part_of, sequences_of
 from tests.rows import CPU, FILLER, PlainEngine, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from xscale import export, rng, train
 from xscale.config import RECIPES, load_recipe
-from xscale.data.collate import Context, Piece
-from xscale.data.encode import Example, TextEncoder
 from xscale.data.mixture import initial_state
+from xscale.data.piece import Context, Piece
 from xscale.data.row import make_row
-from xscale.distributed import Place
-from xscale.engine import build_engine
+from xscale.data.tokenizer import Example, Tokenizer
 from xscale.errors import UserError
-from xscale.job import Job
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
-from xscale.step import StepModule, optimizer_step, to_device
+from xscale.ranks import Process
+from xscale.run.job import Job
+from xscale.step.engine import build_engine
+from xscale.step.step import StepModule, optimizer_step, to_device
 
 MAX_LENGTH = 32
 
 
-def build(text: TextEncoder, **changes: Any) -> Encoder:
+def build(tokenizer: Tokenizer, **changes: Any) -> Encoder:
     defaults: dict[str, Any] = {
-        "init": None, "preset": "tiny", "dropout": 0.0, "max_length": 64, "vocab_size": text.vocab_size,
-        "pad_id": text.pad_id, "languages": ["en", "xx"], "language_embeddings": False, "reset_positions": False,
+        "init": None, "preset": "tiny", "dropout": 0.0, "max_length": 64, "vocab_size": tokenizer.vocab_size,
+        "pad_id": tokenizer.pad_id, "languages": ["en", "xx"], "language_embeddings": False, "reset_positions": False,
         "seed": 1,
     }  # fmt: skip
     return build_encoder(**(defaults | changes))
 
 
-def make_pairs(text: TextEncoder, n: int, seed: int = 0) -> list[Example]:
+def make_pairs(tokenizer: Tokenizer, n: int, seed: int = 0) -> list[Example]:
     """Pairs of 1 to 12 tokens a side, with random identities."""
     chance = np.random.default_rng(seed)
 
     def sentence() -> list[int]:
-        return chance.choice(text.ordinary_ids, chance.integers(1, 13)).tolist()
+        return chance.choice(tokenizer.ordinary_ids, chance.integers(1, 13)).tolist()
 
     identities = rng.hash64(rng.key("test", seed), np.arange(n))
     return [Example(("en", "xx"), (sentence(), sentence()), None, identities[i], i) for i in range(n)]
 
 
-def collate(text: TextEncoder, pairs: list[Example], options: Any, objective: str = "ppa") -> Piece:
-    context = Context(text, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
+def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective: str = "ppa") -> Piece:
+    context = Context(tokenizer, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
     return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
 
 
@@ -71,9 +71,9 @@ def read(moco: ppa.Moco, encoder: Encoder, piece: Piece) -> Tensor:
     return moco.read(encoder, *inputs.beside["s"], inputs.arrays["s"])
 
 
-def make_parts(text: TextEncoder, options: ppa.Options, dtype: torch.dtype = torch.float64, **changes: Any) -> Parts:
+def make_parts(tokenizer: Tokenizer, options: ppa.Options, dtype: torch.dtype = torch.float64, **changes: Any) -> Parts:
     """Query and key differ, the queue holds 5 keys too few."""
-    encoder = build(text, **changes).to(dtype).train()
+    encoder = build(tokenizer, **changes).to(dtype).train()
     torch.manual_seed(3)
     heads = ppa.heads(encoder, options)
     if heads is None:
@@ -92,15 +92,15 @@ def make_parts(text: TextEncoder, options: ppa.Options, dtype: torch.dtype = tor
 # Equations
 
 
-def plain_z(base: Any, w1: Tensor, w2: Tensor, text: TextEncoder, ids: list[int], normalize: bool) -> Tensor:
-    hidden = base(input_ids=torch.tensor([[text.cls_id, *ids, text.sep_id]])).last_hidden_state[0, 0]
+def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[int], normalize: bool) -> Tensor:
+    hidden = base(input_ids=torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]])).last_hidden_state[0, 0]
     h = hidden / hidden.square().sum().sqrt()
     z = w2 @ torch.relu(w1 @ h)
     return z / z.square().sum().sqrt() if normalize else z
 
 
 def plain_moco(
-    parts: Parts, text: TextEncoder, views: list[tuple[list[int], list[int]]], options: ppa.Options
+    parts: Parts, tokenizer: Tokenizer, views: list[tuple[list[int], list[int]]], options: ppa.Options
 ) -> Tensor:
     """Equations 2 and 3, one pair and one negative at a time."""
     moco = parts.companion
@@ -109,9 +109,9 @@ def plain_moco(
     total = torch.zeros((), dtype=torch.float64)
     for query_ids, key_ids in views:
         query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
-        zq = plain_z(*query, text, query_ids, options.normalize_z)
+        zq = plain_z(*query, tokenizer, query_ids, options.normalize_z)
         key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
-        zk = plain_z(*key, text, key_ids, options.normalize_z).detach()
+        zk = plain_z(*key, tokenizer, key_ids, options.normalize_z).detach()
         positive = torch.exp(zq @ zk / options.temperature)
         total = total - torch.log(positive / (positive + sum(torch.exp(zq @ k / options.temperature) for k in queue)))
     return total
@@ -144,13 +144,13 @@ def queries_of(piece: Piece) -> list[list[int]]:
     ],
     ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm"],
 )
-def test_loss_and_gradients_are_the_equations(text_encoder: TextEncoder, options: ppa.Options) -> None:
+def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa.Options) -> None:
     """Both orders of sides: loss and every gradient to 1e-9, in fp64."""
-    text, parts = text_encoder, make_parts(text_encoder, options)
+    text, parts = tokenizer, make_parts(tokenizer, options)
     pairs = make_pairs(text, 9, seed=4)
     piece = collate(text, pairs, options)
     views, swaps = [], set()
-    cls, sep = [text.cls_id], [text.sep_id]
+    cls, sep = [tokenizer.cls_id], [tokenizer.sep_id]
     assert piece.beside is not None
     queries, keys, unmasked = queries_of(piece), ids_of(piece.beside.sequences), originals(piece)
     words = list(zip(*sequences_of(piece), strict=True))
@@ -181,13 +181,13 @@ def test_loss_and_gradients_are_the_equations(text_encoder: TextEncoder, options
     assert_same_gradients(gradients(total, *modules), expected)
 
 
-def test_rows_do_not_matter(text_encoder: TextEncoder) -> None:
+def test_rows_do_not_matter(tokenizer: Tokenizer) -> None:
     """The sums over 3 + 1 + 5 pairs are those over 9: the queue stands still within a step."""
     options = ppa.Options(queue_size=23, projection=30)
-    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
+    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
 
     def total(*cuts: list[Example]) -> dict[str, float]:
-        found = [sums("ppa", parts, collate(text_encoder, cut, options), options) for cut in cuts]
+        found = [sums("ppa", parts, collate(tokenizer, cut, options), options) for cut in cuts]
         terms = {name: sum_of(float(x.terms[name].detach()) for x in found) for name in ("moco", "tlm")}
         return terms | {name: sum_of(x.metrics[name][0] for x in found) for name in found[0].metrics}
 
@@ -195,11 +195,11 @@ def test_rows_do_not_matter(text_encoder: TextEncoder) -> None:
     assert total(pairs) == pytest.approx(total(pairs[:3], pairs[3:4], pairs[4:]), rel=1e-12)
 
 
-def test_accuracy_and_age_of_known_keys(text_encoder: TextEncoder) -> None:
+def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
     options = ppa.Options(queue_size=9, projection=300, prefill=False)
-    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 4)
-    piece = collate(text_encoder, pairs, options)
+    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
+    piece = collate(tokenizer, pairs, options)
     inputs = to_device(make_row({"s": piece}, MAX_LENGTH, FILLER).inputs, CPU)
     places = inputs.gather[1][-4:].long()
     zq = parts.heads(parts.encoder(inputs.tokens)[places]).detach()
@@ -214,10 +214,10 @@ def test_accuracy_and_age_of_known_keys(text_encoder: TextEncoder) -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"replace_tlm_with_mlm": True}, {"tlm_weight": 0.0}, {"moco_weight": 0.0}])
-def test_a_piece_of_nothing_touches_the_same_parameters(text_encoder: TextEncoder, changes: dict[str, Any]) -> None:
+def test_a_piece_of_nothing_touches_the_same_parameters(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
     options = ppa.Options(queue_size=9, **changes)
-    parts = make_parts(text_encoder, options)
-    busy, idle = (collate(text_encoder, pairs, options) for pairs in (make_pairs(text_encoder, 3), []))
+    parts = make_parts(tokenizer, options)
+    busy, idle = (collate(tokenizer, pairs, options) for pairs in (make_pairs(tokenizer, 3), []))
     for name in ("reads", "labels", "targets", "arrays"):
         assert getattr(idle, name).keys() == getattr(busy, name).keys()
     assert (idle.beside is None) == (busy.beside is None)
@@ -233,11 +233,11 @@ def test_a_piece_of_nothing_touches_the_same_parameters(text_encoder: TextEncode
         assert len(parts.companion._batch.take()) == 3, "a piece of nothing has no keys"
 
 
-def test_overlong_pairs_are_dropped_from_both_terms(text_encoder: TextEncoder) -> None:
+def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:
     options = ppa.Options(queue_size=9)
-    pairs = make_pairs(text_encoder, 3)
+    pairs = make_pairs(tokenizer, 3)
     pairs[1] = replace(pairs[1], ids=([7] * 20, [8] * 20))
-    piece = collate(text_encoder, pairs, options)
+    piece = collate(tokenizer, pairs, options)
     assert piece.too_long == 1 and piece.targets["moco"] == 2 and piece.samples == 2
     assert piece.arrays["number"].tolist() == [0, 2] and len(piece.sequences.lengths) == 4
     assert piece.beside is not None and len(piece.beside.sequences.lengths) == 2
@@ -246,12 +246,12 @@ def test_overlong_pairs_are_dropped_from_both_terms(text_encoder: TextEncoder) -
 # Table 5
 
 
-def test_without_moco_is_tlm_in_shuffled_order(text_encoder: TextEncoder) -> None:
+def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
     """-MoCo: the piece and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
     options, like = ppa.Options(moco_weight=0.0), tlm.Options(shuffle_sides=True)
-    parts, pairs = make_parts(text_encoder, options), make_pairs(text_encoder, 9)
+    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
     assert parts.heads is None and ppa.companion(parts.encoder, None, options) is None
-    ours, theirs = collate(text_encoder, pairs, options), collate(text_encoder, pairs, like, "tlm")
+    ours, theirs = collate(tokenizer, pairs, options), collate(tokenizer, pairs, like, "tlm")
     assert sequences_of(ours) == sequences_of(theirs) and ours.beside is None and not ours.arrays
     assert (ours.reads.keys(), ours.types) == (theirs.reads.keys(), theirs.types)
     for name in ("positions", "languages", "identities"):
@@ -262,27 +262,27 @@ def test_without_moco_is_tlm_in_shuffled_order(text_encoder: TextEncoder) -> Non
     assert torch.equal(found.terms["tlm"], sums("tlm", Parts(parts.encoder), theirs, like).terms["mlm"])
 
 
-def test_without_tlm_nothing_is_masked(text_encoder: TextEncoder) -> None:
+def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
     both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
-    parts, pairs = make_parts(text_encoder, both), make_pairs(text_encoder, 9)
-    piece = collate(text_encoder, pairs, options)
+    parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
+    piece = collate(tokenizer, pairs, options)
     assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number"} and not piece.labels
     assert piece.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
-    assert ids_of(piece.sequences) == queries_of(collate(text_encoder, pairs, both)), "only the views are read"
+    assert ids_of(piece.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
     found = sums("ppa", parts, piece, options).terms
-    whole = sums("ppa", parts, collate(text_encoder, pairs, both), both).terms
+    whole = sums("ppa", parts, collate(tokenizer, pairs, both), both).terms
     assert found.keys() == {"moco"}
     torch.testing.assert_close(found["moco"], whole["moco"], rtol=1e-12, atol=0)
     touched = gradients(found["moco"], parts.encoder, parts.heads)
     assert not any(gradient.any() for name, gradient in touched.items() if "lm.cls" in name)
 
 
-def test_mlm_in_place_of_tlm_masks_sides_independently(text_encoder: TextEncoder) -> None:
+def test_mlm_in_place_of_tlm_masks_sides_independently(tokenizer: Tokenizer) -> None:
     """Two equal sides of a pair are masked at different places; the order of sides is that of TLM."""
     options = ppa.Options(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
-    same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(text_encoder, 4)]
-    context = Context(text_encoder, 64, "drop", {"en": 0, "xx": 1})
+    same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(tokenizer, 4)]
+    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1})
     _, targets = sequences_of(ppa.collate([[pair] for pair in same], options, context))
     assert len(targets) == 8
     assert all(targets[2 * i].keys() != targets[2 * i + 1].keys() for i in range(4))
@@ -323,46 +323,46 @@ def test_global_order_from_shuffled_rows() -> None:
     assert torch.equal(batch.take(), vectors) and not batch
 
 
-def test_keys_enter_in_global_order(text_encoder: TextEncoder) -> None:
+def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     """Row i of the step's keys is the key of pair number i, by the key encoder of before the update."""
     options = ppa.Options(queue_size=23, projection=7, prefill=False)
-    parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
+    parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.companion
-    whole = read(moco, parts.encoder, collate(text_encoder, pairs, options))
+    whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
     assert torch.equal(moco._batch.take(), whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
-        read(moco, parts.encoder, collate(text_encoder, [pairs[i] for i in cut], options))
+        read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
     moco.update(applied=True)
     rows = [(start + i) % 23 for i in range(8)]
     torch.testing.assert_close(moco.queue.ring_KD[rows], whole, rtol=0, atol=1e-6)
     assert moco.queue.born_K[rows].tolist() == [1] * 8
-    assert (read(moco, parts.encoder, collate(text_encoder, pairs, options)) - whole).abs().max() > 1e-5
+    assert (read(moco, parts.encoder, collate(tokenizer, pairs, options)) - whole).abs().max() > 1e-5
 
 
-def test_keys_are_read_once_a_row(text_encoder: TextEncoder) -> None:
+def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
     """However many forward passes a row has, as where gradient norms are measured; and without gradient."""
     options = ppa.Options(queue_size=9, projection=7)
-    parts = make_parts(text_encoder, options)
-    sums("ppa", parts, collate(text_encoder, make_pairs(text_encoder, 3), options), options)
+    parts = make_parts(tokenizer, options)
+    sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
     (keys,) = (vectors for vectors, _ in parts.companion._batch._parts)
     assert len(keys) == 3 and not keys.requires_grad
 
 
-def test_an_encoder_in_evaluation_has_keys_without_dropout(text_encoder: TextEncoder) -> None:
+def test_an_encoder_in_evaluation_has_keys_without_dropout(tokenizer: Tokenizer) -> None:
     options = ppa.Options(queue_size=9)
-    parts = make_parts(text_encoder, options)
+    parts = make_parts(tokenizer, options)
     parts.encoder.eval()
-    read(parts.companion, parts.encoder, collate(text_encoder, make_pairs(text_encoder, 3), options))
+    read(parts.companion, parts.encoder, collate(tokenizer, make_pairs(tokenizer, 3), options))
     assert not parts.companion.momentum.masters.training
 
 
 # Momentum encoder
 
 
-def test_update_is_the_equation(text_encoder: TextEncoder) -> None:
+def test_update_is_the_equation(tokenizer: Tokenizer) -> None:
     """theta_k = m theta_k + (1 - m) theta_q for every weight and none of the query's; buffers are copied."""
-    encoder = build(text_encoder).double()
+    encoder = build(tokenizer).double()
     projection = ppa.Projection(encoder.width, 9, True).double()
     encoder.lm.base_model.register_buffer("counter", torch.zeros(3))
     key = MomentumEncoder(encoder, projection, 0.9)
@@ -383,9 +383,9 @@ def test_update_is_the_equation(text_encoder: TextEncoder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_masters_are_fp32_where_the_query_is_not(text_encoder: TextEncoder, dtype: torch.dtype) -> None:
+def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
     """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""
-    encoder = build(text_encoder)
+    encoder = build(tokenizer)
     key = MomentumEncoder(encoder, torch.nn.Identity(), 0.999)
     encoder.to(dtype)
     cast, _ = key.forward_modules(train=True)
@@ -407,15 +407,15 @@ def test_masters_are_fp32_where_the_query_is_not(text_encoder: TextEncoder, dtyp
     assert all(torch.equal(c, k.to(dtype)) for c, k in zip(cast.parameters(), key.masters.parameters(), strict=True))
 
 
-def test_key_encoder_has_the_querys_dropout(text_encoder: TextEncoder) -> None:
+def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
     """Or none, with momentum_eval; the same seed gives the same keys."""
-    pairs = make_pairs(text_encoder, 3)
+    pairs = make_pairs(tokenizer, 3)
     for options, expected in [
         (ppa.Options(queue_size=9), False),
         (ppa.Options(queue_size=9, momentum_eval=True), True),
     ]:
-        parts = make_parts(text_encoder, options, torch.float32, dropout=0.3)
-        piece, keys = collate(text_encoder, pairs, options), []
+        parts = make_parts(tokenizer, options, torch.float32, dropout=0.3)
+        piece, keys = collate(tokenizer, pairs, options), []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
             keys.append(read(parts.companion, parts.encoder, piece))
@@ -423,13 +423,13 @@ def test_key_encoder_has_the_querys_dropout(text_encoder: TextEncoder) -> None:
         assert torch.equal(keys[0], keys[2]) == expected
 
 
-def test_saved_state_is_exact(text_encoder: TextEncoder) -> None:
+def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
     """Through torch.save into a fresh companion, in bf16 too: the same keys and the same state a step later."""
     for dtype in (torch.float32, torch.bfloat16):
         options = ppa.Options(queue_size=11, projection=7, momentum=0.9)
-        parts, pairs = make_parts(text_encoder, options, torch.float32), make_pairs(text_encoder, 8)
+        parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
         parts.encoder.to(dtype), parts.heads.to(dtype)
-        piece = collate(text_encoder, pairs, options)
+        piece = collate(tokenizer, pairs, options)
 
         def step(parts: Parts, piece: Piece = piece) -> None:
             read(parts.companion, parts.encoder, piece)
@@ -439,7 +439,7 @@ def test_saved_state_is_exact(text_encoder: TextEncoder) -> None:
         file = io.BytesIO()
         torch.save(parts.companion.state_dict(), file)
         file.seek(0)
-        other = make_parts(text_encoder, options, torch.float32, seed=9)
+        other = make_parts(tokenizer, options, torch.float32, seed=9)
         fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
         fresh.companion.momentum.query = parts.companion.momentum.query
         fresh.companion.momentum.forward_modules(train=True)  # a copy in dtype is there before the load, too
@@ -475,20 +475,20 @@ def make_job(demo: Path, *sets: str) -> Job:
     return launch.job_of([*recipe, "--set", *SETS, *sets])
 
 
-def prefill(engine: PlainEngine, job: Job, place: Place) -> None:
-    trainer: Any = SimpleNamespace(engine=engine, job=job, place=place, recipe=job.recipe, device="cpu")
+def prefill(engine: PlainEngine, job: Job, process: Process) -> None:
+    trainer: Any = SimpleNamespace(engine=engine, job=job, process=process, recipe=job.recipe, device="cpu")
     train.Trainer.prefill(trainer)
 
 
-def run_steps(job: Job, place: Place, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
+def run_steps(job: Job, process: Process, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
     """Prefill and some steps of the recipe; the companion's final state."""
     engine = PlainEngine(StepModule(job.encoder(), job.recipe), skip)
     moco = engine.module.companions["ppa"]
-    prefill(engine, job, place)
-    for batch in job.batches(place, "cpu", initial_state(job.specs), steps):
+    prefill(engine, job, process)
+    for batch in job.batches(process, "cpu", initial_state(job.specs), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
-        optimizer_step(engine, job.recipe, batch.rows, totals, step=batch.step, rank=place.rank, world=place.world)
+        optimizer_step(engine, job.recipe, batch.rows, totals, step=batch.step, rank=process.rank, world=process.world)
         if check:
             check(batch, before, engine)
     return moco.state_dict()
@@ -513,13 +513,13 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
         assert moco.queue.next == (before["queue"]["next"] + 7) % 17
         applied.append(not skipped)
 
-    run_steps(make_job(demo), Place(0, 1, 0, 1), 5, {1, 3}, check)
+    run_steps(make_job(demo), Process(0, 1, 0, 1), 5, {1, 3}, check)
     assert applied == [True, False, True, False, True]
 
 
 def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
     """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
-    job, place = make_job(demo), Place(0, 1, 0, 1)
+    job, place = make_job(demo), Process(0, 1, 0, 1)
     engine = PlainEngine(StepModule(job.encoder(), job.recipe))
     moco: Any = engine.module.companions["ppa"]
     assert isinstance(moco, Prefilled) and moco.prefill_samples == 17
@@ -549,12 +549,12 @@ def test_no_prefill_where_not_wanted(demo: Path) -> None:
     def check(batch: Any, before: dict, engine: PlainEngine) -> None:
         assert before["queue"]["filled"] == min(7 * batch.step, 17)
 
-    run_steps(job, Place(0, 1, 0, 1), 3, set(), check)
+    run_steps(job, Process(0, 1, 0, 1), 3, set(), check)
 
 
-def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, text_encoder: TextEncoder) -> None:
+def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
-    build(text_encoder).lm.save_pretrained(tmp_path)
+    build(tokenizer).lm.save_pretrained(tmp_path)
     job = make_job(demo, f"model.init={tmp_path}")
     assert all(module.training for module in StepModule(job.encoder(), job.recipe).modules())
 
@@ -604,7 +604,7 @@ def _rank(rank: int, world: int, port: int, demo: Path, out: Path) -> None:
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    state = run_steps(make_job(demo), Place(rank, world, rank, world), 4, {2})
+    state = run_steps(make_job(demo), Process(rank, world, rank, world), 4, {2})
     torch.save(state, out / f"{world}-{rank}.pt")
     if world > 1:
         dist.destroy_process_group()

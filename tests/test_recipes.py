@@ -12,10 +12,10 @@ from transformers import AutoModelForMaskedLM, ElectraConfig
 from tests import launch
 from xscale import export
 from xscale.config import RECIPES
-from xscale.data.index import find_sources
-from xscale.engine import operators_directory
+from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import Exported
+from xscale.step.engine import operators_directory
 
 pytestmark = pytest.mark.slow
 

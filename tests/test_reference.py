@@ -12,16 +12,16 @@ from transformers import AutoModelForMaskedLM, DistilBertConfig, ModernBertConfi
 
 from tests import launch, plain
 from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
-from xscale import step
 from xscale.config import RECIPES
-from xscale.data.collate import Piece
-from xscale.data.encode import Example
 from xscale.data.mixture import initial_state
+from xscale.data.piece import Piece
 from xscale.data.row import Row, make_row
-from xscale.distributed import Place
-from xscale.job import Job
+from xscale.data.tokenizer import Example
 from xscale.objectives import OBJECTIVES
-from xscale.step import Reported, RowPass, StepModule, StepSums, optimizer_step, step_weights
+from xscale.ranks import Process
+from xscale.run.job import Job
+from xscale.step import step
+from xscale.step.step import Reported, RowPass, StepModule, StepSums, optimizer_step, step_weights
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""
@@ -99,7 +99,7 @@ def make_case(job: Job) -> Case:
     pieces, examples = samples_of(job)
     model = plain_model(module, job)
     terms = {
-        name: plain.terms(stream.objective, model, name, pieces[name], examples[name], stream.options, job.text)
+        name: plain.terms(stream.objective, model, name, pieces[name], examples[name], stream.options, job.tokenizer)
         for name, stream in job.recipe.streams.items()
     }
     shares = []
@@ -131,7 +131,7 @@ def plain_model(module: StepModule, job: Job) -> plain.Model:
 def samples_of(job: Job) -> tuple[dict[str, Piece], dict[str, list[Example]]]:
     """The first step as one piece of each stream, and its records."""
     (pieces,) = launch.pieces_of(job, 1)
-    draws, _ = job.mixture(Place(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).draw()
+    draws, _ = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).draw()
     dataset = job.dataset(job.specs)
     return pieces, {stream: list(dataset._examples(stream, [draw])) for stream, draw in draws.items()}
 
@@ -215,7 +215,7 @@ def test_a_step_is_the_reference(case: Case, cut: str) -> None:
 def test_rows_filled_up_to_one_shape(case: Case) -> None:
     """As those of a compiled encoder are: what fills them adds nothing."""
     job = replace(case.job, recipe=replace(case.job.recipe, train=replace(case.job.recipe.train, max_tokens=100)))
-    fitted = job.fit(Place(0, 2, 0, 2), "cpu")
+    fitted = job.fit(Process(0, 2, 0, 2), "cpu")
     (ranks,) = rows_of_step(job, 2, 100, fitted=fitted)
     sizes = {(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) for rows in ranks for row in rows}
     assert sizes == {tuple(fitted[1])} and max(row.work.tokens for rows in ranks for row in rows) < fitted[1].tokens
@@ -223,12 +223,12 @@ def test_rows_filled_up_to_one_shape(case: Case) -> None:
 
 
 @pytest.mark.parametrize("recipe", KINDS)
-def test_models_of_other_types(demo: Path, tmp_path: Path, text_encoder: Any, recipe: str) -> None:
+def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recipe: str) -> None:
     """Positions that do not begin at 0, rotary ones and local attention, and a type without a flat pass."""
     torch.manual_seed(0)
     make, shape = KINDS[recipe]
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
-    config = make(**shape, **special, vocab_size=text_encoder.vocab_size, pad_token_id=text_encoder.pad_id)
+    config = make(**shape, **special, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
     case = make_case(prepare(demo, recipe, f"model.init={tmp_path}"))
     assert case.module.encoder.lm.config.model_type == config.model_type
@@ -282,7 +282,7 @@ def piece_of_nothing(job: Job, stream: str) -> Piece:
 
 
 def row_gradients(case: Case, pieces: dict[str, Piece]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    row = make_row(pieces, case.job.recipe.data.max_length, case.job.text.sep_id)
+    row = make_row(pieces, case.job.recipe.data.max_length, case.job.tokenizer.sep_id)
     weights = step_weights(case.job.recipe, totals_of([row]), 0)
     loss, _ = RowPass(case.module, row, CPU, (0,))(case.module, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
@@ -399,7 +399,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     model = plain_model(case.module, case.job)
     _, examples = samples_of(case.job)
     for name, stream in case.job.recipe.streams.items():
-        arguments = case.pieces[name], examples[name], stream.options, case.job.text
+        arguments = case.pieces[name], examples[name], stream.options, case.job.tokenizer
         terms = plain.terms(stream.objective, model, name, *arguments)
         loss = sum(t.factor * t.total / t.targets for t in terms.values())
         loss = loss * stream.weight / max(stream.warm_in, 1)

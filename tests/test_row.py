@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xscale import step
-from xscale.data.collate import Beside, Piece, Reads
-from xscale.data.encode import Sequences, offsets
+from xscale.data.piece import Beside, Piece, Reads
 from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
-from xscale.step import to_device
+from xscale.data.tokenizer import Sequences, offsets
+from xscale.step import step
+from xscale.step.step import to_device
 
 LONGEST, FILLER = 9, 77
 LENGTHS = st.lists(st.integers(1, LONGEST), max_size=6)

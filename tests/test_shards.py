@@ -21,8 +21,8 @@ import webdataset
 from data_tools import demo_corpus, index, inspect, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
-from xscale.data import index as shards
-from xscale.data.index import Source, find_sources
+from xscale.data import shards as shards
+from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForMaskedLM
 
 from tests import launch
 from xscale import export, train
-from xscale.data.collate import Piece
+from xscale.data.piece import Piece
 from xscale.data.row import make_row
-from xscale.distributed import Place
 from xscale.objectives import OBJECTIVES
-from xscale.step import RowPass, StepModule
+from xscale.ranks import Process
+from xscale.step.step import RowPass, StepModule
 
 pytestmark = pytest.mark.slow
 
@@ -77,9 +77,9 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     measured = launch.metrics(out)
     job = launch.job_of([*arguments, "data.workers=0"])
     module = StepModule(job.encoder(), job.recipe)
-    place = Place(0, 1, 0, 1)
+    process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    train.Trainer.prefill(SimpleNamespace(engine=fake, job=job, place=place, recipe=job.recipe, device="cpu"))  # type: ignore
+    train.Trainer.prefill(SimpleNamespace(engine=fake, job=job, process=process, recipe=job.recipe, device="cpu"))  # type: ignore
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -88,7 +88,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         optimizer.zero_grad()
         before = [torch.zeros_like(p) for p in module.parameters()]
         for name, piece in pieces.items():
-            row = make_row({name: piece}, job.recipe.data.max_length, job.text.sep_id)
+            row = make_row({name: piece}, job.recipe.data.max_length, job.tokenizer.sep_id)
             terms = OBJECTIVES[job.recipe.streams[name].objective].terms(job.recipe.streams[name].options)
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
             weights = {(name, term): warm * factor / piece.targets[term] for term, factor in terms.items()}

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests import launch
-from xscale.ds_config import Hardware
+from xscale.step.ds_config import Hardware
 
 pytestmark = pytest.mark.slow
 

@@ -38,9 +38,9 @@ import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
-from xscale import distributed  # noqa: E402
-from xscale.engine import load_adam  # noqa: E402
-from xscale.zero import gather_for_every_pass, one_reduction  # noqa: E402
+from xscale import ranks  # noqa: E402
+from xscale.step.engine import load_adam  # noqa: E402
+from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
 
 N, S, D, V = 24, 5, 16, 61
 STEPS = 20
@@ -255,7 +255,7 @@ def fail(case: dict[str, Any], out: Path) -> dict[str, Any]:
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     torch.set_num_threads(1)
-    distributed.start(distributed.find_place())
+    ranks.start(ranks.find_process())
     supported = {"fp16": get_accelerator().is_fp16_supported(), "bf16": get_accelerator().is_bf16_supported()}
     results = {}
     for name, case in cases.items():

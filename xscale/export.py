@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
-from xscale import checkpoint as checkpoints
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, positions
+from xscale.run import checkpoint as checkpoints
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""

@@ -23,20 +23,22 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from xscale import checkpoint as checkpoints
-from xscale import cost, distributed, engine, rng, run_folder
+from xscale import ranks, rng
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.row import Work
-from xscale.distributed import Control, Place
-from xscale.ds_config import Hardware, read_ds_config, resolve_ds_config
 from xscale.errors import RankError, UserError
-from xscale.eval import alignment
-from xscale.job import Job, describe, prepare
-from xscale.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
+from xscale.eval import alignment_score
 from xscale.objectives import Prefilled
-from xscale.step import StepModule, StepSums, optimizer_step, to_device
+from xscale.ranks import Control, Process
+from xscale.run import checkpoint as checkpoints
+from xscale.run import folder
+from xscale.run.job import Job, describe, prepare
+from xscale.run.metrics import LINE_SECONDS, LOG, JsonLines, Reporter, start_logging
+from xscale.step import cost, engine
+from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
+from xscale.step.step import StepModule, StepSums, optimizer_step, to_device
 
 EXIT_USER_ERROR, EXIT_STOPPED = 2, 75
 DEMO = Path("data/demo")
@@ -86,26 +88,26 @@ class StopRequest:
 class Trainer:
     """The loop and what it keeps between steps."""
 
-    def __init__(self, args: argparse.Namespace, job: Job, place: Place, control: Control, stop: StopRequest):
-        self.args, self.job, self.place, self.control, self.stop = args, job, place, control, stop
+    def __init__(self, args: argparse.Namespace, job: Job, process: Process, control: Control, stop: StopRequest):
+        self.args, self.job, self.process, self.control, self.stop = args, job, process, control, stop
         self.recipe = job.recipe
         self.folder = args.out / "checkpoints"
         self.pending: list[tuple[dict[str, Any], StepSums, dict[tuple[str, str], int]]] = []
         self.last_flush = time.monotonic()
 
     def run(self) -> int:
-        args, recipe, place, control = self.args, self.recipe, self.place, self.control
+        args, recipe, process, control = self.args, self.recipe, self.process, self.control
         hardware = Hardware.here()
         ds_config, precision, notes = resolve_ds_config(
             read_ds_config(args.ds_config),
             args.ds_config,
             recipe,
-            place.world,
+            process.world,
             hardware,
         )
         for note in [*notes, *(lexicon.summary() for lexicon in self.job.lexicons)]:
             LOG.info(note)
-        checkpoint = run_folder.find_checkpoint(args.out, args.resume, self.job.identity(), place, control)
+        checkpoint = folder.find_checkpoint(args.out, args.resume, self.job.identity(), process, control)
         first = checkpoint.step if checkpoint else 0
         if first >= recipe.train.steps:
             LOG.info(f"{args.out} is complete: {first} of {recipe.train.steps} steps")
@@ -115,14 +117,14 @@ class Trainer:
         self.job = self.job.calibrated(self.calibration(checkpoint))
         self.write_config(ds_config)
         state = checkpoint.manifest["state"] if checkpoint else initial_state(self.job.specs)
-        fitted = self.job.fit(place, self.device) if recipe.train.compile else None
-        batches = self.job.batches(place, self.device, state, recipe.train.steps - first, fitted=fitted)
+        fitted = self.job.fit(process, self.device) if recipe.train.compile else None
+        batches = self.job.batches(process, self.device, state, recipe.train.steps - first, fitted=fitted)
         stage = ds_config.get("zero_optimization", {}).get("stage", 0)
-        if checkpoint is not None and checkpoint.manifest["world_size"] != place.world:
+        if checkpoint is not None and checkpoint.manifest["world_size"] != process.world:
             if stage >= 3:
                 raise UserError(
                     f"{checkpoint.path} was saved by {checkpoint.manifest['world_size']} ranks, this run has "
-                    f"{place.world}; with ZeRO stage 3 a run goes on with as many as before (stages 0 to 2 rescale)"
+                    f"{process.world}; with ZeRO stage 3 a run goes on with as many as before (stages 0 to 2 rescale)"
                 )
             if stage > 0:
                 ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
@@ -132,7 +134,7 @@ class Trainer:
         self.flops = cost.StepFlops(module.encoder)
         self.engine = engine.build_engine(module, ds_config)
         if checkpoint:
-            checkpoints.load(self.engine, checkpoint, place, control)
+            checkpoints.load(self.engine, checkpoint, process, control)
             engine.follow_schedule(self.engine)
             for name, companion_state in checkpoints.companions(checkpoint).items():
                 self.engine.module.companions[name].load_state_dict(companion_state)
@@ -141,16 +143,16 @@ class Trainer:
                 + "; ".join(positions_report(checkpoint.manifest["state"], self.job.specs, self.job.sources))
             )
         LOG.info(
-            f"training {parameters:,} parameters in {precision} on {place.world} rank(s) of {hardware.device}, "
+            f"training {parameters:,} parameters in {precision} on {process.world} rank(s) of {hardware.device}, "
             f"ZeRO stage {stage}, steps {first} to {recipe.train.steps}"
             + ("; the first step compiles the encoder, which may take minutes" if recipe.train.compile else "")
         )
-        self.reporter = Reporter(args.out, first, recipe.train.steps, list(recipe.streams)) if place.is_main else None
-        trace = args.out / "trace" / f"rank{place.rank}.jsonl" if args.trace else None
+        self.reporter = Reporter(args.out, first, recipe.train.steps, list(recipe.streams)) if process.is_main else None
+        trace = args.out / "trace" / f"rank{process.rank}.jsonl" if args.trace else None
         self.trace = JsonLines(trace, first)
         self.word_pairs = {
-            lexicon.name: alignment.word_pairs(lexicon, self.job.sources, self.job.text)
-            for lexicon in (self.job.lexicons if place.is_main and recipe.train.measure_every else ())
+            lexicon.name: alignment_score.word_pairs(lexicon, self.job.sources, self.job.tokenizer)
+            for lexicon in (self.job.lexicons if process.is_main and recipe.train.measure_every else ())
         }
         if not checkpoint:
             self.prefill()
@@ -177,10 +179,10 @@ class Trainer:
                     f"is contrasted with earlier keys of its own; a smaller queue_size avoids it"
                 )
             steps = 2 * -(-wanted // spec.samples)
-            for batch in self.job.batches(self.place, self.device, initial_state([spec]), steps, [spec]):
+            for batch in self.job.batches(self.process, self.device, initial_state([spec]), steps, [spec]):
                 for number, row in enumerate(batch.rows):
-                    place = (batch.step, number, self.place.rank)
-                    torch.manual_seed(rng.torch_seed(self.recipe.train.seed, "prefill", name, *place))
+                    process = (batch.step, number, self.process.rank)
+                    torch.manual_seed(rng.torch_seed(self.recipe.train.seed, "prefill", name, *process))
                     inputs = to_device(row.inputs, self.engine.device)
                     (beside,), (arrays,) = inputs.beside.values(), inputs.arrays.values()
                     companion.read(self.engine.module.encoder, *beside, arrays)
@@ -200,7 +202,7 @@ class Trainer:
         return self.control.from_main(lambda: self.job.calibrated().calibration)
 
     def loop(self, batches: Iterator[StepBatch], first: int, state: dict[str, Any]) -> int:
-        recipe, place = self.recipe, self.place
+        recipe, process = self.recipe, self.process
         too_long = 0
         for step in range(first, recipe.train.steps):
             started = time.monotonic()
@@ -208,7 +210,7 @@ class Trainer:
             waited = time.monotonic() - started
             assert batch.step == step, (batch.step, step)
             targets, here = batch.targets(), batch.work()
-            flush = place.is_main and started - self.last_flush >= FLUSH_SECONDS
+            flush = process.is_main and started - self.last_flush >= FLUSH_SECONDS
             *numbers, samples, long, stopping, flushing = self.control.sum(
                 [
                     *targets.values(),
@@ -232,8 +234,8 @@ class Trainer:
                 batch.rows,
                 global_targets,
                 step=step,
-                rank=place.rank,
-                world=place.world,
+                rank=process.rank,
+                world=process.world,
                 measure=measure and engine.keeps_whole_weights(self.engine),
             )
             entry: dict[str, Any] = {"step": step + 1, "lr": lr, "skipped": self.engine.skipped_steps - skipped}
@@ -248,7 +250,7 @@ class Trainer:
             if measure:
                 entry |= self.alignment_scores()
             entry["step_s"] = time.monotonic() - started
-            entry |= self.flops.metrics(work, entry["step_s"], place.world)
+            entry |= self.flops.metrics(work, entry["step_s"], process.world)
             self.pending.append((entry, sums, global_targets))
             self.trace_step(step + 1, batch)
             state, too_long = batch.state, too_long + long
@@ -276,7 +278,7 @@ class Trainer:
             return
         started = time.monotonic()
         path = checkpoints.save(
-            self.engine, self.folder, step, self.manifest(state), self.write_more, self.place, self.control
+            self.engine, self.folder, step, self.manifest(state), self.write_more, self.process, self.control
         )
         if path is None:
             message = f"no disk space for a checkpoint in {self.folder}; free some"
@@ -284,7 +286,7 @@ class Trainer:
                 raise UserError(message + " and start again from the newest one")
             LOG.error(message + "; training goes on, older checkpoints are untouched")
             return
-        if self.place.is_main:
+        if self.process.is_main:
             checkpoints.clean(self.folder, self.recipe.checkpoint.keep)
         self.saved = step
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
@@ -296,7 +298,7 @@ class Trainer:
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
-        self.job.text.tokenizer.save_pretrained(path / checkpoints.HF)
+        self.job.tokenizer.hf.save_pretrained(path / checkpoints.HF)
         companions = self.engine.module.companions
         if companions:
             states = {name: companion.state_dict() for name, companion in companions.items()}
@@ -334,7 +336,7 @@ class Trainer:
                 self.trace.write({"step": step, "stream": stream, "keys": keys})
 
     def write_config(self, ds_config: dict[str, Any]) -> None:
-        if self.place.is_main:
+        if self.process.is_main:
             out = self.args.out
             (out / "config.yaml").write_text(
                 yaml.safe_dump(self.recipe.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8"
@@ -345,71 +347,71 @@ class Trainer:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    place = distributed.find_place()
+    process = ranks.find_process()
     try:
-        return train(args, place)
+        return train(args, process)
     except UserError as error:
         # Most mistakes are seen by every rank: one message a node is enough.
-        if place.local_rank == 0 or isinstance(error, RankError):
-            where = f"[rank {place.rank}] " if place.world > 1 else ""
+        if process.local_rank == 0 or isinstance(error, RankError):
+            where = f"[rank {process.rank}] " if process.world > 1 else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
     except KeyboardInterrupt:
         return 130
 
 
-def train(args: argparse.Namespace, place: Place) -> int:
-    if args.dry_run and not place.is_main:
+def train(args: argparse.Namespace, process: Process) -> int:
+    if args.dry_run and not process.is_main:
         return 0
     if args.data is None:
         args.data = [DEMO]
-        if place.is_main and not DEMO.exists():
+        if process.is_main and not DEMO.exists():
             from data_tools import demo_corpus
 
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
             demo_corpus.build(DEMO)
     if args.dry_run:
         job = prepare(args.recipe, args.set, args.data)
-        run_folder.claim_out(args.out, job.identity(), args.resume)
-        checkpoint = run_folder.find_checkpoint(args.out, args.resume, job.identity(), Place(0, 1, 0, 1), Control())
+        folder.claim_out(args.out, job.identity(), args.resume)
+        checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Process(0, 1, 0, 1), Control())
         hardware = Hardware.here()
         resolved, precision, notes = resolve_ds_config(
             read_ds_config(args.ds_config),
             args.ds_config,
             job.recipe,
-            place.world,
+            process.world,
             hardware,
         )
         print(*notes, sep="\n")
-        describe(job.calibrated(), resolved, precision, place, hardware.device)
+        describe(job.calibrated(), resolved, precision, process, hardware.device)
         print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
         return 0
-    distributed.start(place)
+    ranks.start(process)
     control = Control()
-    code = train_run(args, place, control)
+    code = train_run(args, process, control)
     control.barrier()
     dist.destroy_process_group()
     return code
 
 
-def train_run(args: argparse.Namespace, place: Place, control: Control) -> int:
+def train_run(args: argparse.Namespace, process: Process, control: Control) -> int:
     """One run, in a process group that is up."""
     job = prepare(args.recipe, args.set, args.data)
-    distributed.set_deterministic(job.recipe.train.deterministic)
+    ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     problem = None
-    if place.is_main:
+    if process.is_main:
         try:
-            run_folder.claim_out(args.out, job.identity(), args.resume)
+            folder.claim_out(args.out, job.identity(), args.resume)
             args.out.mkdir(parents=True, exist_ok=True)
-            lock = run_folder.lock_out(args.out)  # noqa: F841  held until this process ends
+            lock = folder.lock_out(args.out)  # noqa: F841  held until this process ends
             start_logging(args.out)
         except UserError as error:
             problem = str(error)
     problem = control.gather(problem)[0]
     if problem:
         raise UserError(problem)
-    return Trainer(args, job, place, control, stop).run()
+    return Trainer(args, job, process, control, stop).run()
 
 
 if __name__ == "__main__":

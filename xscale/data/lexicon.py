@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from xscale.data.encode import TextEncoder, offsets
-from xscale.data.index import Source
+from xscale.data.shards import Source
 from xscale.data.text import bare_word, read_lines
+from xscale.data.tokenizer import Tokenizer, offsets
 from xscale.errors import UserError
 
 _NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
@@ -96,12 +96,12 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
     return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])
 
 
-def load_lexicon(path: Path, encoder: TextEncoder) -> Lexicon:
+def load_lexicon(path: Path, tokenizer: Tokenizer) -> Lexicon:
     """Raises UserError naming file and line."""
     langs = pair_of(path)
     words = read_entries(path)
-    unknown = encoder.tokenizer.unk_token_id
-    ids = [encoder.encode([entry[side] for entry in words]) for side in (0, 1)]
+    unknown = tokenizer.hf.unk_token_id
+    ids = [tokenizer.encode([entry[side] for entry in words]) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
         raise UserError(f"{path}: the tokenizer knows no entry of it; is it the dictionary of another language?")

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
 from xscale.data.calibration import Calibration, estimate, line
-from xscale.data.collate import Context, Piece, Share
-from xscale.data.encode import Example, TextEncoder, Words
-from xscale.data.index import Source
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
+from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Example, Tokenizer, Words
 from xscale.errors import RankError, UserError
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
@@ -88,7 +88,7 @@ class StepDataset(Dataset):
                 make_row(
                     {name: found[row][0] for name, found in pieces.items()},
                     self.context.max_length,
-                    self.context.encoder.sep_id,
+                    self.context.tokenizer.sep_id,
                     self.shape,
                 ),
                 keys={name: found[row][1] for name, found in pieces.items()},
@@ -117,9 +117,9 @@ class StepDataset(Dataset):
         texts = [text for record in records for text in record.texts]
         words: list[list[int]] | None = None
         if words_of:
-            ids, words = self.context.encoder.encode_words(texts, words_of)
+            ids, words = self.context.tokenizer.encode_words(texts, words_of)
         else:
-            ids = self.context.encoder.encode(texts)
+            ids = self.context.tokenizer.encode(texts)
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
         numbers = [number for draw in draws for number in draw.sample.tolist()]
         at = 0
@@ -214,9 +214,9 @@ def calibrate(
     specs: list[StreamSpec], sources: list[Source], dataset: StepDataset, *, seed: int, alpha: float, max_length: int
 ) -> Calibration:
     """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine."""
-    encoder = dataset.context.encoder
-    lines = [tokens_of_lengths(source, encoder) for source in sources]
-    found = Calibration([source_statistics(source, encoder) for source in sources], {}, lines)
+    tokenizer = dataset.context.tokenizer
+    lines = [tokens_of_lengths(source, tokenizer) for source in sources]
+    found = Calibration([source_statistics(source, tokenizer) for source in sources], {}, lines)
     for spec in specs:
         many = replace(spec, samples=CALIBRATION_DRAWN)
         mixture = Mixture(
@@ -242,7 +242,7 @@ def like_samples(promised: np.ndarray, max_length: int) -> list[np.ndarray]:
     return [*groups, *np.split(alone, len(alone))] if len(alone) else groups
 
 
-def tokens_of_lengths(source: Source, encoder: TextEncoder, shards: int = 8, sample: int = 32) -> tuple[float, float]:
+def tokens_of_lengths(source: Source, tokenizer: Tokenizer, shards: int = 8, sample: int = 32) -> tuple[float, float]:
     """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
     chosen = np.unique(np.linspace(0, len(source.counts) - 1, shards).round().astype(int))
     places = [
@@ -251,18 +251,18 @@ def tokens_of_lengths(source: Source, encoder: TextEncoder, shards: int = 8, sam
         for record in np.unique(np.linspace(0, source.counts[shard] - 1, sample).round().astype(int))
     ]
     texts = [source.read(*place).texts for place in places]
-    ids = iter(encoder.encode([text for of_record in texts for text in of_record]))
+    ids = iter(tokenizer.encode([text for of_record in texts for text in of_record]))
     tokens = np.array([sum(len(next(ids)) + 1 for _ in of_record) for of_record in texts], dtype=float)
     lengths = np.concatenate([source.lengths(shard, np.array([record])) for shard, record in places]).astype(float)
     return line(lengths, tokens)
 
 
-def source_statistics(source: Source, encoder: Any, sample: int = 512) -> float:
+def source_statistics(source: Source, tokenizer: Tokenizer, sample: int = 512) -> float:
     """Tokens per stored byte of a source, from its first records. The same on every machine."""
     n = min(sample, source.shards[0].records)
     records = [source.read(0, i) for i in range(n)]
     stored = int(source.lengths(0, np.arange(n)).sum())
-    return encoder.tokens_per_byte([text for record in records for text in record.texts], stored)
+    return tokenizer.tokens_per_byte([text for record in records for text in record.texts], stored)
 
 
 def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:

@@ -8,30 +8,30 @@ and the token's place in it.
 import numpy as np
 
 from xscale import rng
-from xscale.data.encode import Sequences, TextEncoder
+from xscale.data.tokenizer import Sequences, Tokenizer
 
 KEEP, RANDOM = 0.9, 0.8
 """Above KEEP a chosen token stays, above RANDOM it becomes a random one, below it becomes [MASK]."""
 
 
 def mask_tokens(
-    sequences: Sequences, encoder: TextEncoder, mask_prob: float, whole_word: bool = False
+    sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
     """Masked token ids [N], and the sorted indices [M] of the tokens to predict."""
     per_token = sequences.identities[sequences.numbers]
     place = sequences.offsets.astype(np.uint64)
-    maskable = ~encoder.is_special[sequences.ids]
+    maskable = ~tokenizer.is_special[sequences.ids]
     unit = place
     if whole_word:
-        assert sequences.words is not None, "whole-word masking needs TextEncoder.encode_words"
+        assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
         unit = sequences.words.astype(np.uint64)
     chosen = maskable & (rng.uniform(per_token ^ _purpose("choose"), unit) < mask_prob)
     targets = np.flatnonzero(chosen)
     per_token, place = per_token[targets], place[targets]
     action = rng.uniform(per_token ^ _purpose("action"), place)
-    pick = rng.uniform(per_token ^ _purpose("random id"), place) * len(encoder.ordinary_ids)
+    pick = rng.uniform(per_token ^ _purpose("random id"), place) * len(tokenizer.ordinary_ids)
     ids = sequences.ids.copy()
-    replaced = np.where(action < RANDOM, encoder.mask_id, encoder.ordinary_ids[pick.astype(np.int64)])
+    replaced = np.where(action < RANDOM, tokenizer.mask_id, tokenizer.ordinary_ids[pick.astype(np.int64)])
     ids[targets] = np.where(action < KEEP, replaced, ids[targets])
     return ids, targets
 

@@ -15,9 +15,9 @@ import numpy as np
 from xscale import rng
 from xscale.data.calibration import Calibration
 from xscale.data.cut import cut
-from xscale.data.index import Source
 from xscale.data.order import EpochOrder
 from xscale.data.row import Shape
+from xscale.data.shards import Source
 
 PACK_FILL = 0.9
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from xscale import rng
-from xscale.data.collate import Context
-from xscale.data.encode import Example
-from xscale.data.index import Source
+from xscale.data.piece import Context
 from xscale.data.row import make_row
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Example
 from xscale.eval.model import Exported, read_all
 from xscale.objectives import tlm
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.step import to_device
+from xscale.step.step import to_device
 
 BATCH, MAX_LENGTH = 32, 512
 
@@ -23,19 +23,19 @@ BATCH, MAX_LENGTH = 32, 512
 def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     """tlm_loss (nats a masked token), masked_accuracy, unigram_entropy (nats a token). Masks are the same each time."""
     records = read_all(source, limit)
-    ids = model.text.encode([text for _, _, texts in records for text in texts])
+    ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
     identities = rng.hash64(rng.key("heldout"), np.arange(len(records)))
     samples = [
         [Example(langs, tuple(ids[2 * i : 2 * i + 2]), None, identities[i])] for i, (_, langs, _) in enumerate(records)
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
     options = tlm.Options(language_embeddings=model.language_embeddings, reset_positions=model.reset_positions)
-    context = Context(model.text, MAX_LENGTH, "drop", model.language_ids(source))
+    context = Context(model.tokenizer, MAX_LENGTH, "drop", model.language_ids(source))
     loss = correct = targets = 0.0
     with torch.inference_mode():
         for start in range(0, len(samples), BATCH):
             piece = tlm.collate(samples[start : start + BATCH], options, context)
-            inputs = to_device(make_row({"tlm": piece}, MAX_LENGTH, model.text.sep_id).inputs, model.device)
+            inputs = to_device(make_row({"tlm": piece}, MAX_LENGTH, model.tokenizer.sep_id).inputs, model.device)
             states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
             _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
             loss += float(losses_M.double().sum())

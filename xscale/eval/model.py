@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from xscale import export
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 
@@ -30,7 +30,7 @@ class Exported:
             ) from None
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoder = Encoder(lm).eval().to(self.device)
-        self.text = TextEncoder(path)
+        self.tokenizer = Tokenizer(path)
         trained = getattr(lm.config, "xscale", None) or {}
         self.languages: list[str] = trained.get("languages", [])
         self.language_embeddings: bool = trained.get("language_embeddings", False)

@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.collate import Piece, Reads
-from xscale.data.encode import Example, join_segments
-from xscale.data.index import Source
+from xscale.data.piece import Piece, Reads
 from xscale.data.row import make_row
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Example, join_segments
 from xscale.eval.model import Exported, read_all
 from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.step import to_device
+from xscale.step.step import to_device
 
 BATCH = 64
 
@@ -37,13 +37,13 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 def embed(model: Exported, texts: list[str], language: int) -> Tensor:
     """Unit vectors [n_texts, H]: the mean over a sentence's tokens, without special tokens, of the last states."""
     limit = positions(model.encoder.lm.config)
-    ids = [sentence[: limit - 2] for sentence in model.text.encode(texts)]
+    ids = [sentence[: limit - 2] for sentence in model.tokenizer.encode(texts)]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     found = []
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
         examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in chosen]
-        sequences = join_segments(model.text, [[(example, 0)] for example in examples], {"": language})
+        sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
         special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in chosen])
         counts = np.array([len(sentence) for sentence in chosen])
         piece = Piece(
@@ -53,7 +53,7 @@ def embed(model: Exported, texts: list[str], language: int) -> Tensor:
             len(chosen),
             types=model.language_embeddings,
         )
-        inputs = to_device(make_row({"": piece}, limit, model.text.sep_id).inputs, model.device)
+        inputs = to_device(make_row({"": piece}, limit, model.tokenizer.sep_id).inputs, model.device)
         with torch.inference_mode():
             found.append(F.normalize(alignment_gather(model.encoder(inputs.tokens), *inputs.gather), dim=-1))
     vectors = torch.cat(found)

@@ -7,11 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from xscale.data.index import Source, find_sources
+from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
-from xscale.eval import alignment, heldout, retrieval
+from xscale.eval import alignment_score, heldout, retrieval
 from xscale.eval.model import Exported, write_json
-from xscale.job import find_lexicons
+from xscale.run.job import find_lexicons
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def main() -> int:
 
 def measure(task: str, model: Exported, source: Source, args: argparse.Namespace) -> dict[str, float]:
     if task == "alignment":
-        return alignment.evaluate(model, source, args.lexicons or find_lexicons([source], source.directory))
+        return alignment_score.evaluate(model, source, args.lexicons or find_lexicons([source], source.directory))
     evaluate = {"heldout": heldout.evaluate, "retrieval": retrieval.evaluate}[task]
     return evaluate(model, source, args.limit)
 

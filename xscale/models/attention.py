@@ -68,7 +68,7 @@ class Block(NamedTuple):
     L: int
     heads: int
     real: Tensor | None
-    """Place of each of its tokens in [n * L]; None: there is no padding."""
+    """Process of each of its tokens in [n * L]; None: there is no padding."""
     token: Tensor | None
     """Which of its tokens stands at each place, at padding any [n * L]."""
     masks: list[Tensor]

@@ -27,9 +27,9 @@ from typing import Literal
 import numpy as np
 from torch import Tensor, nn
 
-from xscale.data import alignment
-from xscale.data.collate import Context, Piece, masked_lm
-from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.data import links
+from xscale.data.piece import Context, Piece, masked_lm
+from xscale.data.tokenizer import Example, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
@@ -78,12 +78,12 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
     sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
-    sequences = join_segments(context.encoder, alignment.segments(pairs, layout), context.language_ids)
+    sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     piece = masked_lm(sequences, context, mask_prob=options.mask_prob, too_long=too_long)
     masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
-    words = alignment.read_links(pairs)
-    tokens = alignment.word_tokens(pairs, layout, sequences, words.first, options.expand)
-    linked, partners = alignment.linked_states(alignment.token_links(words.links, tokens), masked, len(sequences.ids))
+    words = links.read_links(pairs)
+    tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
+    linked, partners = links.linked_states(links.token_links(words.links, tokens), masked, len(sequences.ids))
     arrays = {"links": np.asarray(partners.counts)} if options.normalize == "mean" else {}
     return replace(
         piece,

@@ -16,9 +16,9 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from xscale.data.encode import Words
 from xscale.data.loader import Collate
 from xscale.data.row import Tokens
+from xscale.data.tokenizer import Words
 from xscale.models.encoder import Encoder
 
 

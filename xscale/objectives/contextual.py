@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xscale.data import alignment
-from xscale.data.collate import Beside, Context, Piece, Reads
-from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.data import links
+from xscale.data.piece import Beside, Context, Piece, Reads
 from xscale.data.row import Tokens
+from xscale.data.tokenizer import Example, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -79,12 +79,12 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
-    sequences = join_segments(context.encoder, alignment.segments(pairs, layout), context.language_ids)
-    words = alignment.read_links(pairs)
-    last = alignment.word_tokens(pairs, layout, sequences, words.first, "last")
-    first, second = alignment.token_links(words.links, last).T
-    alone = join_segments(context.encoder, alignment.segments(pairs, anchors), context.language_ids)
-    places = np.flatnonzero(~context.encoder.is_special[alone.ids])
+    sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
+    words = links.read_links(pairs)
+    last = links.word_tokens(pairs, layout, sequences, words.first, "last")
+    first, second = links.token_links(words.links, last).T
+    alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
+    places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
     return Piece(
         sequences=sequences,
         reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},

@@ -18,9 +18,9 @@ from typing import Literal
 import numpy as np
 
 from xscale import rng
-from xscale.data.collate import Context, Piece
-from xscale.data.encode import Example, Sequences
 from xscale.data.lexicon import synonyms
+from xscale.data.piece import Context, Piece
+from xscale.data.tokenizer import Example, Sequences
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
@@ -53,7 +53,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     if options.synonym == "input":
         shown[masked[used]] = translations[used]
     else:
-        shown[masked[used]] = context.encoder.mask_id
+        shown[masked[used]] = context.tokenizer.mask_id
         labels = np.where(used, translations, labels)
     return replace(
         piece,

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from xscale.data.collate import Context, Piece, masked_lm
-from xscale.data.encode import Example, Sequences, Words, join_segments, pack_sentences
+from xscale.data.piece import Context, Piece, masked_lm
+from xscale.data.tokenizer import Example, Sequences, Words, join_segments, pack_sentences
 from xscale.errors import UserError
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
@@ -44,7 +44,7 @@ def pack(samples: list[list[Example]], context: Context) -> tuple[Sequences, int
         packed, long = pack_sentences(sample, context.max_length, context.overlong)
         sequences += packed
         too_long += long
-    return join_segments(context.encoder, sequences, context.language_ids), too_long
+    return join_segments(context.tokenizer, sequences, context.language_ids), too_long
 
 
 def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: Context) -> Piece:

@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.data.collate import Beside, Context, Piece, Reads, masked_lm
-from xscale.data.encode import Example, Sequences, behind, fit_pairs, join_segments
+from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
+from xscale.data.tokenizer import Example, Sequences, behind, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
@@ -124,7 +124,7 @@ def word_level(sides: list[tuple[Example, int]], options: Options, context: Cont
         sequences = [[(replace(pair, identity=pair.identity ^ _SIDE[s]), s)] for pair, s in both]
     else:
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
-    joined = join_segments(context.encoder, sequences, context.language_ids)
+    joined = join_segments(context.tokenizer, sequences, context.language_ids)
     piece = masked_lm(joined, context, mask_prob=options.mask_prob)
     (labels,), (count,) = piece.labels.values(), piece.targets.values()
     return replace(piece, labels={options.word_term: labels}, targets={options.word_term: count})
@@ -135,7 +135,7 @@ _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
     """`[CLS] s [SEP]` for each (pair, number of its text)."""
-    return join_segments(context.encoder, [[side] for side in sides], context.language_ids)
+    return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
 # Model

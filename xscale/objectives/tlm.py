@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from xscale import rng
-from xscale.data.collate import Context, Piece, masked_lm
-from xscale.data.encode import Example, fit_pairs, join_segments
+from xscale.data.piece import Context, Piece, masked_lm
+from xscale.data.tokenizer import Example, fit_pairs, join_segments
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
@@ -28,7 +28,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
     return masked_lm(
-        join_segments(context.encoder, sequences, context.language_ids, options.reset_positions),
+        join_segments(context.tokenizer, sequences, context.language_ids, options.reset_positions),
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,

@@ -19,7 +19,7 @@ from xscale.data.row import Inputs, Row
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
-from xscale.zero import one_reduction
+from xscale.step.zero import one_reduction
 
 Weights = dict[tuple[str, str], float]
 """(stream, term) -> what the step's loss multiplies the sum over the term's targets with."""

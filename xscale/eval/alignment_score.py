@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source
 from xscale.data.lexicon import Lexicon, load_lexicon, pair_of
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import Exported
 
@@ -55,7 +55,7 @@ def evaluate(model: Exported, source: Source, lexicons: list[Path]) -> dict[str,
     scores = {}
     for path in lexicons:
         if set(pair_of(path)) == set(source.langs):
-            gold = word_pairs(load_lexicon(path, model.text), [source], model.text)
+            gold = word_pairs(load_lexicon(path, model.tokenizer), [source], model.tokenizer)
             scores["->".join(pair_of(path))] = gold.score(model.encoder.embeddings)
             scores["words"] = scores.get("words", 0) + len(gold.queries)
     if not scores:
@@ -66,15 +66,15 @@ def evaluate(model: Exported, source: Source, lexicons: list[Path]) -> dict[str,
     return scores
 
 
-def word_pairs(lexicon: Lexicon, sources: list[Source], text: TextEncoder) -> WordPairs:
+def word_pairs(lexicon: Lexicon, sources: list[Source], tokenizer: Tokenizer) -> WordPairs:
     """Of the dictionary's direction. The other language's tokens are those of its text, and of the dictionary."""
     pairs = lexicon.single()
     pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-    seen = tokens_of(lexicon.langs[1], sources, text)
+    seen = tokens_of(lexicon.langs[1], sources, tokenizer)
     return WordPairs(pairs, np.union1d(seen, pairs[:, 1]))
 
 
-def tokens_of(language: str, sources: list[Source], text: TextEncoder) -> np.ndarray:
+def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
     """Distinct ids in the first records of every source that has the language."""
     sentences = [
         source.read(0, record).texts[source.langs.index(language)]
@@ -82,5 +82,5 @@ def tokens_of(language: str, sources: list[Source], text: TextEncoder) -> np.nda
         if language in source.langs
         for record in range(min(SAMPLE, source.shards[0].records))
     ]
-    found = np.unique(np.array([token for ids in text.encode(sentences) for token in ids], dtype=np.int64))
-    return found[~text.is_special[found]]
+    found = np.unique(np.array([token for ids in tokenizer.encode(sentences) for token in ids], dtype=np.int64))
+    return found[~tokenizer.is_special[found]]

@@ -32,7 +32,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Process:
     rank: int
     world: int
     local_rank: int
@@ -43,23 +43,23 @@ class Place:
         return self.rank == 0
 
 
-def find_place() -> Place:
+def find_process() -> Process:
     """Reads the launcher's environment (deepspeed, torchrun, mpirun, srun) and completes torch's variables from it."""
     env = os.environ
     for rank, world, local_rank, local_world in _LAUNCHERS.values():
         if rank in env and world in env and _is_step(rank):
-            place = Place(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
+            process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
             break
     else:
-        place = Place(0, 1, 0, 1)
-    env.update(RANK=str(place.rank), WORLD_SIZE=str(place.world), LOCAL_RANK=str(place.local_rank))
-    env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(place.local_world)
+        process = Process(0, 1, 0, 1)
+    env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
+    env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = _first_host(place)
+        env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
         job = env.get("SLURM_JOB_ID", "")
         env["MASTER_PORT"] = str(20000 + int(job) % 20000) if job.isdigit() else "29500"
-    return place
+    return process
 
 
 def _is_step(rank_variable: str) -> bool:
@@ -72,17 +72,17 @@ def _local_world(variable: str) -> int:
     return int(text.split("(")[0].split(",")[0])  # SLURM may write "2(x3),1"
 
 
-def _first_host(place: Place) -> str:
+def _first_host(process: Process) -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if nodes and place.world > place.local_world:
+    if nodes and process.world > process.local_world:
         hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
         return hosts.stdout.split()[0]
-    if place.world > place.local_world:
+    if process.world > process.local_world:
         raise UserError("MASTER_ADDR is not set and this launcher does not tell the first host; export MASTER_ADDR")
     return "127.0.0.1"
 
 
-def start(place: Place) -> torch.device:
+def start(process: Process) -> torch.device:
     """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -98,7 +98,7 @@ def start(place: Place) -> torch.device:
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if cuda:
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
     deepspeed.init_distributed("nccl" if cuda else "gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 

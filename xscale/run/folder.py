@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xscale import checkpoint as checkpoints
-from xscale.checkpoint import Checkpoint
-from xscale.distributed import Control, Place
 from xscale.errors import UserError
-from xscale.metrics import LOG
+from xscale.ranks import Control, Process
+from xscale.run import checkpoint as checkpoints
+from xscale.run.checkpoint import Checkpoint
+from xscale.run.metrics import LOG
 
 IDENTITY = "identity.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
@@ -69,25 +69,25 @@ def compare(saved: Any, current: Any, where: str = "") -> list[str]:
 
 
 def find_checkpoint(
-    out: Path, resume: str, identity: dict[str, Any], place: Place, control: Control
+    out: Path, resume: str, identity: dict[str, Any], process: Process, control: Control
 ) -> Checkpoint | None:
     """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = checkpoints.newest_valid(out / "checkpoints", place, control, LOG.warning)
+        found = checkpoints.newest_valid(out / "checkpoints", process, control, LOG.warning)
         if found is None and checkpoints.complete_steps(out / "checkpoints"):
             raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
     else:
         path = Path(resume)
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if (folder / checkpoints.MANIFEST).exists():
-            problem = checkpoints.verify(folder, place, control)
+            problem = checkpoints.verify(folder, process, control)
             if problem:
                 raise UserError(f"checkpoint {folder} is not usable: {problem}")
             found = checkpoints.read(folder)
         else:
-            found = checkpoints.newest_valid(folder, place, control, LOG.warning)
+            found = checkpoints.newest_valid(folder, process, control, LOG.warning)
         if found is None:
             raise UserError(f"--resume {resume}: no complete checkpoint there")
     differences = compare(found.manifest["identity"], identity) if found else []

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from xscale.errors import UserError
-from xscale.sample import Record
+from xscale.record import Record
 
 FORMAT_VERSION = 1
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])

@@ -8,25 +8,26 @@ from typing import Any
 
 import yaml
 
-from xscale import checkpoint as checkpoints
-from xscale import config, cost, export
+from xscale import config, export
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data import mixture as mixing
 from xscale.data.calibration import Calibration
-from xscale.data.collate import Context
-from xscale.data.encode import TextEncoder
-from xscale.data.index import Source, find_sources
 from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
+from xscale.data.piece import Context
 from xscale.data.row import Shape
-from xscale.distributed import Place
+from xscale.data.shards import Source, find_sources
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder, load_pretrained
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
-from xscale.step import StepModule
+from xscale.ranks import Process
+from xscale.run import checkpoint as checkpoints
+from xscale.step import cost
+from xscale.step.step import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
@@ -39,7 +40,7 @@ class Job:
 
     recipe: Recipe
     sources: list[Source]
-    text: TextEncoder
+    tokenizer: Tokenizer
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
@@ -80,7 +81,7 @@ class Job:
         return {
             "recipe": self.recipe.identity(),
             "data": data,
-            "tokenizer": self.text.fingerprint,
+            "tokenizer": self.tokenizer.fingerprint,
             "lexicons": lexicons,
         }
 
@@ -91,8 +92,8 @@ class Job:
             preset=model.preset,
             dropout=model.dropout,
             max_length=self.recipe.data.max_length,
-            vocab_size=self.text.vocab_size,
-            pad_id=self.text.pad_id,
+            vocab_size=self.tokenizer.vocab_size,
+            pad_id=self.tokenizer.pad_id,
             languages=self.languages,
             language_embeddings=self.any_stream("language_embeddings"),
             reset_positions=self.any_stream("reset_positions"),
@@ -104,7 +105,7 @@ class Job:
         return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
 
     def mixture(
-        self, place: Place, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
+        self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
     ) -> Mixture:
         assert self.calibration is not None
         return Mixture(
@@ -115,22 +116,22 @@ class Job:
             alpha=self.recipe.data.alpha,
             max_length=self.recipe.data.max_length,
             max_tokens=self.max_tokens(device),
-            rank=place.rank,
-            world=place.world,
+            rank=process.rank,
+            world=process.world,
             rows=rows,
             state=state,
         )
 
-    def fit(self, place: Place, device: str) -> tuple[int, Shape]:
+    def fit(self, process: Process, device: str) -> tuple[int, Shape]:
         """Rows of a step on a rank, and a shape that nearly all fit."""
-        mixture = self.mixture(place, device, self.specs, initial_state(self.specs))
+        mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return mixing.fit(mixture, self.recipe.data.max_length)
 
     def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
         recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages)}
         context = Context(
-            self.text, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
+            self.tokenizer, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
         )
         collates = {}
         for spec in specs:
@@ -141,7 +142,7 @@ class Job:
 
     def batches(
         self,
-        place: Place,
+        process: Process,
         device: str,
         state: dict[str, Any],
         steps: int,
@@ -152,7 +153,7 @@ class Job:
         fitted: least number of rows, and the shape that they are filled up to."""
         specs = specs or self.specs
         rows, shape = fitted or (1, None)
-        mixture = self.mixture(place, device, specs, state, rows)
+        mixture = self.mixture(process, device, specs, state, rows)
         return loading.step_batches(mixture, self.dataset(specs, shape), self.recipe.data.workers, steps)
 
 
@@ -164,21 +165,21 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
         source.check_sizes()
     streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
-    text = TextEncoder(find_tokenizer(recipe, data[0]))
-    check_tokenizer(recipe.model.init, text)
+    tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
+    check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})
-    lexicons = load_lexicons(recipe, text, sources, data[0])
-    check_needs(recipe, text, specs, sources, lexicons)
-    return Job(recipe, sources, text, specs, languages, lexicons)
+    lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
+    check_needs(recipe, tokenizer, specs, sources, lexicons)
+    return Job(recipe, sources, tokenizer, specs, languages, lexicons)
 
 
-def load_lexicons(recipe: Recipe, text: TextEncoder, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
+def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
     """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
     needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
     paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
     lexicons = []
     for path in paths:
-        lexicon = load_lexicon(path, text)
+        lexicon = load_lexicon(path, tokenizer)
         check_order(lexicon, path, sources)
         lexicons.append(lexicon)
     return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
@@ -200,7 +201,7 @@ def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
 
 
 def check_needs(
-    recipe: Recipe, text: TextEncoder, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
+    recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
 ) -> None:
     """Raises UserError where an objective lacks its dictionary or word links, or its options or the tokenizer do not
     fit the stream."""
@@ -208,7 +209,7 @@ def check_needs(
         stream = recipe.streams[spec.name]
         objective = OBJECTIVES[stream.objective]
         if objective.words(stream.options) == "whitespace":
-            check_words(spec.name, text, sources[spec.sources[0]])
+            check_words(spec.name, tokenizer, sources[spec.sources[0]])
         needs = objective.needs
         if needs == "lexicon" and not lexicons:
             raise UserError(
@@ -223,10 +224,10 @@ def check_needs(
                 )
 
 
-def check_words(stream: str, text: TextEncoder, source: Source) -> None:
+def check_words(stream: str, tokenizer: Tokenizer, source: Source) -> None:
     """Raises UserError where the tokenizer reads a sentence otherwise than word by word, as byte-level BPE does."""
     texts = [t for record in range(min(100, source.shards[0].records)) for t in source.read(0, record).texts]
-    if text.encode_words(texts, "whitespace")[0] != text.encode(texts):
+    if tokenizer.encode_words(texts, "whitespace")[0] != tokenizer.encode(texts):
         raise UserError(
             f"streams.{stream} follows word links, but this tokenizer gives a word other tokens inside a sentence than "
             f"alone (byte-level BPE does); use a WordPiece or Unigram tokenizer, such as mBERT's or XLM-R's"
@@ -253,16 +254,16 @@ def own_tokenizer(init: str) -> Path | None:
     return path if (path / "tokenizer.json").exists() else None
 
 
-def check_tokenizer(init: str | None, text: TextEncoder) -> None:
+def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
     """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
     own = own_tokenizer(init) if init else None
-    if own and TextEncoder(own).fingerprint != text.fingerprint:
+    if own and Tokenizer(own).fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
         )
 
 
-def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place, device: str) -> None:
+def describe(job: Job, ds_config: dict[str, Any], precision: str, process: Process, device: str) -> None:
     """What --dry_run prints."""
     module = StepModule(job.encoder(), job.recipe)
     parameters = sum(p.numel() for p in module.parameters())
@@ -273,7 +274,7 @@ def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place, 
             f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
             f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
         )
-    print(f"tokenizer: {job.text.tokenizer.name_or_path}, {job.text.vocab_size:,} ids")
+    print(f"tokenizer: {job.tokenizer.hf.name_or_path}, {job.tokenizer.vocab_size:,} ids")
     for lexicon in job.lexicons:
         print(lexicon.summary())
     for spec in job.specs:
@@ -282,10 +283,10 @@ def describe(job: Job, ds_config: dict[str, Any], precision: str, place: Place, 
             f"stream {spec.name}: {spec.samples} samples a step from {available:,} records of "
             f"{', '.join(job.sources[s].name for s in spec.sources)}"
         )
-    rows, shape = job.fit(place, device)
+    rows, shape = job.fit(process, device)
     print(
-        f"ranks: {place.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"ranks: {process.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
         f"train.max_tokens {job.max_tokens(device):,}; precision: {precision}"
     )
-    print(f"parameters: {parameters:,} (vocabulary {job.text.vocab_size:,})")
-    print(cost.estimate(module, job.recipe, ds_config, precision, place.world, device, shape.tokens))
+    print(f"parameters: {parameters:,} (vocabulary {job.tokenizer.vocab_size:,})")
+    print(cost.estimate(module, job.recipe, ds_config, precision, process.world, device, shape.tokens))

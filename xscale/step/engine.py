@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from xscale.errors import UserError
-from xscale.metrics import LOG
 from xscale.models.build import decay_groups
-from xscale.zero import gather_for_every_pass
+from xscale.run.metrics import LOG
+from xscale.step.zero import gather_for_every_pass
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:

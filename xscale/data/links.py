@@ -15,8 +15,8 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.collate import Reads
-from xscale.data.encode import Example, Sequences, offsets
+from xscale.data.piece import Reads
+from xscale.data.tokenizer import Example, Sequences, offsets
 from xscale.errors import UserError
 
 Layout = list[list[int]]

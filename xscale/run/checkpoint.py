@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from xscale.data.index import sha256_file
-from xscale.distributed import Control, Place
+from xscale.data.shards import sha256_file
 from xscale.errors import UserError
+from xscale.ranks import Control, Process
 
 MANIFEST = "manifest.json"
 HF = "hf"
@@ -47,7 +47,7 @@ def save(
     step: int,
     kept: dict[str, Any],
     write_more: Callable[[Path], None],
-    place: Place,
+    process: Process,
     control: Control,
 ) -> Path | None:
     """Save step `step` on all ranks. kept: what else the manifest says, such as the stream's state.
@@ -58,23 +58,23 @@ def save(
     partial = final.with_name(final.name + INCOMPLETE)
     parameters = sum(p.numel() for p in engine.module.parameters())
     needed = 16 * parameters + engine.module.companion_bytes() + SPARE_BYTES
-    if place.is_main:
+    if process.is_main:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(partial, ignore_errors=True)
-    if not control.agree(not place.is_main or shutil.disk_usage(folder).free > needed):
+    if not control.agree(not process.is_main or shutil.disk_usage(folder).free > needed):
         return None
     client_state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
     engine.save_checkpoint(str(folder), tag=partial.name, client_state=client_state, save_latest=False)
-    if place.is_main:
+    if process.is_main:
         write_more(partial)
     control.barrier()
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    mine = {name: _seal(partial / name) for name in names[place.rank :: place.world]}
+    mine = {name: _seal(partial / name) for name in names[process.rank :: process.world]}
     files = {name: entry for part in control.gather(mine) for name, entry in part.items()}
-    if place.is_main:
+    if process.is_main:
         manifest = {
             "step": step,
-            "world_size": place.world,
+            "world_size": process.world,
             **kept,
             "files": {name: files[name] for name in names},
         }
@@ -95,10 +95,10 @@ def publish(folder: Path, name: str) -> None:
     _sync_directory(folder)
 
 
-def newest_valid(folder: Path, place: Place, control: Control, say: Any) -> Checkpoint | None:
+def newest_valid(folder: Path, process: Process, control: Control, say: Any) -> Checkpoint | None:
     """The newest checkpoint whose files are all there with the right hashes, agreed by all ranks."""
     for path in reversed(complete_steps(folder)):
-        problem = verify(path, place, control)
+        problem = verify(path, process, control)
         if problem is None:
             return read(path)
         say(f"checkpoint {path} is not usable ({problem}); trying the one before")
@@ -111,11 +111,11 @@ def complete_steps(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.suffix != INCOMPLETE and (path / MANIFEST).exists())
 
 
-def verify(path: Path, place: Place, control: Control) -> str | None:
+def verify(path: Path, process: Process, control: Control) -> str | None:
     """Hash the checkpoint's files, split over the ranks. Returns what is wrong, or None."""
     files = read(path).manifest["files"]
     problems = []
-    for name in sorted(files)[place.rank :: place.world]:
+    for name in sorted(files)[process.rank :: process.world]:
         if not (path / name).exists():
             problems.append(f"{name} is missing")
         elif (path / name).stat().st_size != files[name]["bytes"]:
@@ -133,7 +133,7 @@ def read(path: Path) -> Checkpoint:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
 
 
-def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) -> None:
+def load(engine: Any, checkpoint: Checkpoint, process: Process, control: Control) -> None:
     """Weights, optimizer, loss scale and schedule. The step and the stream's state are in the manifest.
 
     A checkpoint of another number of ranks is converted to DeepSpeed's universal form first; the engine must have
@@ -141,9 +141,9 @@ def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) ->
     """
     path = checkpoint.path
     universal = None
-    if checkpoint.manifest["world_size"] != place.world and engine.zero_optimization():
+    if checkpoint.manifest["world_size"] != process.world and engine.zero_optimization():
         universal = path.with_name(path.name + ".universal" + INCOMPLETE)
-        if place.is_main:
+        if process.is_main:
             _to_universal(path, universal)
         control.barrier()
     loaded, _ = engine.load_checkpoint(str(path.parent), tag=(universal or path).name)
@@ -153,7 +153,7 @@ def load(engine: Any, checkpoint: Checkpoint, place: Place, control: Control) ->
         move_counters(engine.basic_optimizer)
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     control.barrier()
-    if universal and place.is_main:
+    if universal and process.is_main:
         shutil.rmtree(universal)
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.encode import Sequences, TextEncoder
 from xscale.data.masking import mask_tokens
+from xscale.data.tokenizer import Sequences, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Share:
 class Context:
     """What a collate function knows besides its samples and options."""
 
-    encoder: TextEncoder
+    tokenizer: Tokenizer
     max_length: int
     overlong: str
     """"drop" or "truncate"."""
@@ -90,7 +90,7 @@ def masked_lm(
 ) -> Piece:
     """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. samples: default, the sequences."""
     whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
-    ids, targets = mask_tokens(sequences, context.encoder, mask_prob, whole_word)
+    ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     return Piece(
         sequences=replace(sequences, ids=ids),
         reads={"masked": Reads(targets)},

@@ -69,7 +69,7 @@ class Sequences:
         return offsets(self.lengths)
 
 
-class TextEncoder:
+class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
     def __init__(self, path: str | Path):
@@ -89,7 +89,7 @@ class TextEncoder:
             ) from None
         if not tokenizer.is_fast:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
-        self.tokenizer = tokenizer
+        self.hf = tokenizer
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
@@ -134,7 +134,7 @@ def offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def join_segments(
-    encoder: TextEncoder,
+    tokenizer: Tokenizer,
     sequences: list[list[tuple[Example, int]]],
     language_ids: dict[str, int],
     reset_positions: bool = False,
@@ -148,13 +148,13 @@ def join_segments(
     words: list[int] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
     segment_lengths, segment_languages, segments = [], [], []
     for sequence in sequences:
-        flat.append(encoder.cls_id)
+        flat.append(tokenizer.cls_id)
         start, first_word = len(flat) - 1, 0
         if words is not None:
             words.append(-1)
         for example, side in sequence:
             flat += example.ids[side]
-            flat.append(encoder.sep_id)
+            flat.append(tokenizer.sep_id)
             if words is not None:
                 assert example.words is not None
                 numbers = example.words[side]

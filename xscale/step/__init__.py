@@ -1,0 +1,1 @@
+"""Everything DeepSpeed, and the optimizer step."""
