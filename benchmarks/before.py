@@ -118,23 +118,28 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
 
     words: arguments of train.py. vocab_size: of the model; 0: the tokenizer's. Nothing is saved.
     """
-    from xscale import ranks
-    from xscale.run.job import prepare
-    from xscale.train import StopRequest, Trainer, parse_arguments
+    try:
+        from xscale import ranks
+        from xscale.run import start as module
+    except ImportError:  # checkouts from before there was run/
+        from xscale import distributed as ranks
+        from xscale import train as module
+    from xscale.train import parse_arguments
 
-    class Through(Trainer):
-        def loop(self, batches: Iterator[Any], first: int, state: dict[str, Any]) -> int:
-            return super().loop(through(self, batches), first, state)
+    prepare, loop = module.prepare, module.Trainer.loop
 
-        def save(self, *args: Any, **kwargs: Any) -> None:
-            pass
+    def prepare_wide(*arguments: Any) -> Any:
+        job = prepare(*arguments)
+        tokenizer = job.tokenizer if hasattr(job, "tokenizer") else job.text
+        tokenizer.vocab_size = max(vocab_size, tokenizer.vocab_size)
+        return job
 
-    args, place = parse_arguments(words), ranks.find_process()
-    ranks.start(place)
-    job = prepare(args.recipe, args.set, args.data)
-    job.tokenizer.vocab_size = max(vocab_size, job.tokenizer.vocab_size)
-    args.out.mkdir(parents=True, exist_ok=True)
-    Through(args, job, place, ranks.Control(), StopRequest(None)).run()
+    module.prepare = prepare_wide
+    module.Trainer.loop = lambda self, batches, *more: loop(self, through(self, batches), *more)
+    module.Trainer.save = lambda *arguments, **more: None
+    process = ranks.find_process() if hasattr(ranks, "find_process") else ranks.find_place()
+    ranks.start(process)
+    module.train_run(parse_arguments(words), process, ranks.Control())
 
 
 def main(vocab_size: int, threads: int, words: list[str]) -> None:

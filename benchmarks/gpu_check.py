@@ -30,7 +30,8 @@ from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.run.job import Job, prepare
-from xscale.step.step import RowPass, StepModule, step_weights
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass, step_weights
 
 CUDA = torch.cuda.is_available()
 CPU = torch.device("cpu")

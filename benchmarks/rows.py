@@ -37,8 +37,9 @@ from xscale.ranks import Process
 from xscale.run.job import Job, prepare
 from xscale.step import engine
 from xscale.step.cost import StepFlops
-from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
-from xscale.step.step import StepModule, optimizer_step
+from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.module import StepModule
+from xscale.step.step import optimizer_step
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -85,9 +86,9 @@ class Bench:
         job = self.job(args.rows[0])
         encoder = job.encoder()
         self.formula = StepFlops(encoder)
-        given = read_ds_config(args.ds_config)
-        resolved, self.precision, _ = resolve_ds_config(given, args.ds_config, job.recipe, 1, Hardware.here())
-        self.engine = engine.build_engine(StepModule(encoder, job.recipe), resolved)
+        config = load_ds_config(args.ds_config, job.recipe, 1, Hardware.here())
+        self.precision = config.precision
+        self.engine = engine.build_engine(StepModule(encoder, job.recipe), config.resolved)
 
     def job(self, max_tokens: int) -> Job:
         fields = {"model.preset": self.args.preset, "data.max_length": self.args.max_length, "train.compile": "true"}

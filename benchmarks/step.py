@@ -61,8 +61,9 @@ from xscale.ranks import Process
 from xscale.run.job import Job, prepare
 from xscale.step import engine
 from xscale.step.cost import StepFlops
-from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
-from xscale.step.step import RowPass, StepModule, StepSums, optimizer_step, step_weights
+from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights
 
 PAIRS = 4000
 DS_CONFIGS = Path(__file__).parent.parent / "ds_configs"
@@ -154,10 +155,9 @@ class Loop:
         self.parts: list[dict[str, float]] = []
         self.flops = 0.0
         with self.memory():
-            resolved, self.precision, _ = resolve_ds_config(
-                read_ds_config(ds_config), ds_config, job.recipe, ALONE.world, Hardware.here()
-            )
-            self.engine = engine.build_engine(self.module(job.encoder()), resolved | self.passes())
+            config = load_ds_config(ds_config, job.recipe, ALONE.world, Hardware.here())
+            self.precision = config.precision
+            self.engine = engine.build_engine(self.module(job.encoder()), config.resolved | self.passes())
         WATCH.watch_engine(self.engine)
 
     def timed_step(self, counts: bool, watched: bool) -> None:

@@ -33,8 +33,10 @@ from xscale import ranks
 from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Control
+from xscale.run.loop import STOPPED
+from xscale.run.start import train_run
 from xscale.step.ds_config import Hardware
-from xscale.train import EXIT_STOPPED, parse_arguments, train_run
+from xscale.train import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 SETS = {
@@ -141,7 +143,7 @@ def main() -> None:
         control = Control()
 
         def train(words: argparse.Namespace) -> None:
-            if train_run(words, process, control) == EXIT_STOPPED:  # a signal ends one run only
+            if train_run(words, process, control) == STOPPED:  # a signal ends one run only
                 sys.exit("stopped")
 
         for name in [EXACT, *args.recipes, *LAST]:

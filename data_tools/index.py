@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.ranks import Ranks, run
-from xscale.data.shards import FORMAT_VERSION, fingerprint, idx_path, scan_shard
+from xscale.data.scan import scan_shard
+from xscale.data.shards import FORMAT_VERSION, fingerprint, idx_path
 from xscale.errors import UserError
 
 

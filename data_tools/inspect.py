@@ -10,8 +10,10 @@ import numpy as np
 
 from data_tools.index import summary
 from data_tools.ranks import Ranks, run
-from xscale.data.shards import Source, directories_below, idx_path, read_index, scan_shard, sha256_file
+from xscale.data.scan import scan_shard
+from xscale.data.shards import Source, directories_below, idx_path, read_index
 from xscale.errors import UserError
+from xscale.files import sha256_file
 
 _LENGTH_SAMPLE = 10_000
 

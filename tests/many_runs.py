@@ -12,7 +12,8 @@ from pathlib import Path
 
 from xscale import ranks
 from xscale.ranks import Control
-from xscale.train import parse_arguments, train_run
+from xscale.run.start import train_run
+from xscale.train import parse_arguments
 
 process = ranks.find_process()
 ranks.start(process)

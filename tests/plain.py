@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from xscale.data.piece import Piece
-from xscale.data.tokenizer import Example, Sequences, Tokenizer
+from xscale.data.sequences import Example, Sequences
+from xscale.data.tokenizer import Tokenizer
 
 Word = tuple[int, int]
 """(side of the pair, number of the word)"""

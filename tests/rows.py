@@ -17,7 +17,8 @@ from xscale.data.row import Row, make_row
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
 from xscale.run.job import Job
-from xscale.step.step import RowPass, StepModule
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass
 
 CPU, FILLER, LONGEST = torch.device("cpu"), 3, 128
 

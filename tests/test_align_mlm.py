@@ -20,8 +20,9 @@ from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Share
+from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
-from xscale.data.tokenizer import Example, Tokenizer
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, align_mlm, mlm

@@ -17,13 +17,14 @@ from transformers import AutoModelForMaskedLM
 from tests.plain import dense_A, links_of, originals, sequences_of, words_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_encoder import CONFIGS
-from xscale.data.links import linked_states
+from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Reads
+from xscale.data.sequences import Example, Sequences, offsets
 from xscale.data.shards import find_sources
-from xscale.data.tokenizer import Example, Sequences, Tokenizer, offsets
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -203,7 +204,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     heads = alignlm.Heads(Encoder(lm), alignlm.Options()).double()
     ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
     places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
-    linked, partners = links.linked_states(np.array([[4, 9]]), places, ids.numel())
+    linked, partners = word_links.linked_states(np.array([[4, 9]]), places, ids.numel())
     identities = np.zeros(2, dtype=np.uint64)
     sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), np.zeros(14, dtype=int), None, identities)
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
@@ -287,7 +288,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
     A = np.zeros((places, places), dtype=int)
     for i, j in links.tolist():
         A[i, j] = A[j, i] = 1
-    linked, reads = linked_states(links, masked, places)
+    linked, reads = word_links.linked_states(links, masked, places)
     assert linked.tolist() == [k for k, i in enumerate(masked) if A[i].any()]
     ends = np.cumsum([0, *reads.counts]).tolist()
     rows = [reads.places[a:b].tolist() for a, b in pairwise(ends)]
@@ -300,11 +301,11 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     pairs = [("david \u200b will \u200b", "shitu vabipa", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0]) == 2 and sample[0].word_counts == (4, 2)
-    words = links.read_links(sample)
+    words = word_links.read_links(sample)
     layout = [[0, 1]]
-    sequences = alignlm.join_segments(tokenizer, links.segments(sample, layout), {"en": 0, "xx": 1})
-    tokens = links.word_tokens(sample, layout, sequences, words.first, "first")
-    ids = [[int(sequences.ids[place]) for place in link] for link in links.token_links(words.links, tokens)]
+    sequences = alignlm.join_segments(tokenizer, word_links.segments(sample, layout), {"en": 0, "xx": 1})
+    tokens = word_links.word_tokens(sample, layout, sequences, words.first, "first")
+    ids = [[int(sequences.ids[place]) for place in link] for link in word_links.token_links(words.links, tokens)]
     assert ids == [[tokenizer.encode(["will"])[0][0], tokenizer.encode(["shitu"])[0][0]]]
 
 

@@ -17,8 +17,9 @@ from xscale.data.loader import like_samples, tokens_of_lengths
 from xscale.data.mixture import Mixture, StreamSpec, expected, fit, initial_state
 from xscale.errors import UserError
 from xscale.ranks import Process
+from xscale.run.checkpoint import Checkpoint
 from xscale.run.job import Job, prepare
-from xscale.train import Trainer
+from xscale.run.start import calibration
 
 MAX_LENGTH = 128
 RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]
@@ -138,9 +139,8 @@ def test_it_is_kept_as_json(job) -> None:
     kept = json.loads(json.dumps(found.to_dict()))
     assert Calibration.from_dict(kept) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
-    checkpoint: Any = SimpleNamespace(manifest={"calibration": kept})
     nobody: Any = None
-    assert Trainer.calibration(nobody, checkpoint) == found
+    assert calibration(nobody, Checkpoint(Path(), {"calibration": kept}), nobody) == found
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

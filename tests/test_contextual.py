@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_alignlm import EMPTY, Pair, context, examples_of, noise, random_pairs, tiny
 from xscale.data.row import Tokens, make_row
-from xscale.data.tokenizer import Tokenizer, fit_pairs
+from xscale.data.sequences import fit_pairs
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder

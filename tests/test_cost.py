@@ -21,7 +21,8 @@ from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
 from xscale.run.job import prepare
 from xscale.step import cost
-from xscale.step.step import RowPass, StepModule
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass
 
 
 def recipe_of(*sets: str) -> Recipe:

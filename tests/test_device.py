@@ -15,7 +15,8 @@ from tests.rows import CPU, rows_of_step, totals_of
 from xscale.data.row import Row
 from xscale.run import checkpoint
 from xscale.run.job import Job
-from xscale.step.step import RowPass, StepModule, by_one_buffer, step_weights, to_device
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass, by_one_buffer, step_weights, to_device
 
 SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "align_mlm=3"]
 

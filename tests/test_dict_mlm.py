@@ -16,7 +16,8 @@ from xscale import rng
 from xscale.config import load_recipe
 from xscale.data.lexicon import Lexicon
 from xscale.data.piece import Context
-from xscale.data.tokenizer import Example, Tokenizer
+from xscale.data.sequences import Example
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, dict_mlm, mlm

@@ -22,7 +22,8 @@ def recipe(name: str = "mlm", *sets: str) -> Recipe:
 
 
 def resolve(config: dict[str, Any], made: Recipe | None = None, world: int = 2, hardware=GPU):
-    return resolve_ds_config(config, Path("X.json"), made or recipe(), world, hardware)
+    found = resolve_ds_config(config, Path("X.json"), made or recipe(), world, hardware)
+    return found.resolved, found.precision, found.notes
 
 
 def leaves(tree: Any) -> list[Any]:

@@ -19,12 +19,11 @@ from data_tools import lexicon as tool
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
-from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, load_lexicon
+from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, find_lexicons, load_lexicon
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import bare_word
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.run.job import find_lexicons
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
 from xscale.run.job import Job, prepare
-from xscale.step.step import StepModule
+from xscale.step.module import StepModule
 
 V, H = 61, 16
 Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]

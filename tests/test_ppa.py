@@ -8,7 +8,6 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,21 +20,24 @@ from torch.multiprocessing.spawn import spawn
 from tests import launch
 from tests.plain import ids_of, originals, part_of, sequences_of
 from tests.rows import CPU, FILLER, PlainEngine, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
-from xscale import export, rng, train
+from xscale import export, rng
 from xscale.config import RECIPES, load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.piece import Context, Piece
 from xscale.data.row import make_row
-from xscale.data.tokenizer import Example, Tokenizer
+from xscale.data.sequences import Example
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
 from xscale.ranks import Process
+from xscale.run import prefill as prefilling
 from xscale.run.job import Job
 from xscale.step.engine import build_engine
-from xscale.step.step import StepModule, optimizer_step, to_device
+from xscale.step.module import StepModule
+from xscale.step.step import optimizer_step, to_device
 
 MAX_LENGTH = 32
 
@@ -476,8 +478,7 @@ def make_job(demo: Path, *sets: str) -> Job:
 
 
 def prefill(engine: PlainEngine, job: Job, process: Process) -> None:
-    trainer: Any = SimpleNamespace(engine=engine, job=job, process=process, recipe=job.recipe, device="cpu")
-    train.Trainer.prefill(trainer)
+    prefilling.prefill(engine.module, job, process, torch.device("cpu"))
 
 
 def run_steps(job: Job, process: Process, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:

@@ -15,7 +15,9 @@ from xscale.config import RECIPES
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import Exported
-from xscale.step.engine import operators_directory
+from xscale.run import checkpoint as checkpoints
+from xscale.run.weights import full_weights
+from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +98,7 @@ def test_a_model_type_without_a_pass_of_our_own(runs: Path, demo: Path, tmp_path
     assert sum(entry["loss"] for entry in entries[-4:]) < sum(entry["loss"] for entry in entries[:4])
     export.export(runs / "electra", tmp_path / "hf")
     weights = AutoModelForMaskedLM.from_pretrained(tmp_path / "hf").state_dict()
-    trained = export.full_weights(export.find(runs / "electra"))
+    trained = full_weights(checkpoints.find(runs / "electra"))
     assert all(torch.equal(weights[name], trained[f"encoder.lm.{name}"]) for name in weights)
     model, (source,) = Exported(tmp_path / "hf"), find_sources([demo / "heldout"])
     assert (

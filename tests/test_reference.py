@@ -16,12 +16,13 @@ from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
 from xscale.data.piece import Piece
 from xscale.data.row import Row, make_row
-from xscale.data.tokenizer import Example
+from xscale.data.sequences import Example
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run.job import Job
 from xscale.step import step
-from xscale.step.step import Reported, RowPass, StepModule, StepSums, optimizer_step, step_weights
+from xscale.step.module import Reported, StepModule
+from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights
 
 SMALL = ["model.dropout=0.0", "data.max_length=32", "data.workers=0"]
 """For every recipe."""

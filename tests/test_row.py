@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from xscale.data.piece import Beside, Piece, Reads
 from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
-from xscale.data.tokenizer import Sequences, offsets
-from xscale.step import step
+from xscale.data.sequences import Sequences, offsets
 from xscale.step.step import to_device
 
 LONGEST, FILLER = 9, 77
@@ -252,7 +251,7 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
         inputs.arrays["c"]["bits"] = np.array([True, False, True])
         inputs.arrays["c"]["reals"] = np.linspace(0, 1, 7).reshape(7, 1)
         moved = to_device(inputs, device)
-        for there, here in zip(step.tree_leaves(moved), step.tree_leaves(inputs), strict=True):
+        for there, here in zip(tree_leaves(moved), tree_leaves(inputs), strict=True):
             if isinstance(here, np.ndarray):
                 assert isinstance(there, torch.Tensor) and there.dtype == torch.from_numpy(here[:0].copy()).dtype
                 assert tuple(there.shape) == here.shape and np.array_equal(there.numpy(), here)

@@ -13,12 +13,15 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForMaskedLM
 
 from tests import launch
-from xscale import export, train
+from xscale import export
 from xscale.data.piece import Piece
 from xscale.data.row import make_row
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.step.step import RowPass, StepModule
+from xscale.run.prefill import prefill
+from xscale.run.weights import full_weights
+from xscale.step.module import StepModule
+from xscale.step.step import RowPass
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +82,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     module = StepModule(job.encoder(), job.recipe)
     process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    train.Trainer.prefill(SimpleNamespace(engine=fake, job=job, process=process, recipe=job.recipe, device="cpu"))  # type: ignore
+    prefill(fake.module, job, process, fake.device)
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -109,7 +112,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         for companion in module.companions.values():
             companion.update(applied=True)
     path = out / "checkpoints" / f"step_{STEPS:08d}"
-    trained = export.full_weights(path)
+    trained = full_weights(path)
     for name, weight in module.named_parameters():
         difference = (weight - trained[name]).abs().max().item()
         assert difference <= 1e-6, (name, difference)

@@ -39,7 +39,7 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from xscale import ranks  # noqa: E402
-from xscale.step.engine import load_adam  # noqa: E402
+from xscale.step.adam import load_adam  # noqa: E402
 from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
 
 N, S, D, V = 24, 5, 16, 61

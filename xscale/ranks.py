@@ -119,6 +119,18 @@ class Control:
     def __init__(self) -> None:
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
 
+    @property
+    def rank(self) -> int:
+        return dist.get_rank() if self.group else 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size() if self.group else 1
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
     def sum(self, numbers: list[int]) -> list[int]:
         if self.group is None:
             return numbers
@@ -134,14 +146,14 @@ class Control:
         """`value` of every rank, in rank order, on every rank."""
         if self.group is None:
             return [value]
-        values: list[Any] = [None] * dist.get_world_size()
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
 
     def from_main(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank. Its UserError is raised on all."""
         made: tuple[Any, str] = (None, "")
-        if self.group is None or dist.get_rank() == 0:
+        if self.is_main:
             try:
                 made = make(), ""
             except UserError as error:

@@ -7,15 +7,17 @@ A file's name says the pair and the order of the columns: en-de.txt.
 
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from xscale.data.sequences import offsets
 from xscale.data.shards import Source
 from xscale.data.text import bare_word, read_lines
-from xscale.data.tokenizer import Tokenizer, offsets
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
 _NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
@@ -167,3 +169,18 @@ def _words_of(language: str, sources: list[Source]) -> set[str]:
                 words = source.read(0, record).texts[side].split()
                 found.update(map(bare_word, words))
     return found
+
+
+def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
+    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
+    languages = {language for source in sources for language in source.langs}
+    for folder in (data, data.resolve().parent):
+        found: dict[frozenset[str], Path] = {}
+        for path in sorted((folder / "lexicon").glob("*.txt")):
+            with suppress(UserError):  # a name that says no pair
+                pair = frozenset(pair_of(path))
+                if pair <= languages:
+                    found.setdefault(pair, path)
+        if found:
+            return list(found.values())
+    return []

@@ -16,7 +16,7 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from xscale.data.piece import Reads
-from xscale.data.tokenizer import Example, Sequences, offsets
+from xscale.data.sequences import Example, Sequences, offsets
 from xscale.errors import UserError
 
 Layout = list[list[int]]

@@ -22,8 +22,9 @@ from xscale.data.calibration import Calibration, estimate, line
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
+from xscale.data.sequences import Example
 from xscale.data.shards import Source
-from xscale.data.tokenizer import Example, Tokenizer, Words
+from xscale.data.tokenizer import Tokenizer, Words
 from xscale.errors import RankError, UserError
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]

@@ -8,7 +8,8 @@ and the token's place in it.
 import numpy as np
 
 from xscale import rng
-from xscale.data.tokenizer import Sequences, Tokenizer
+from xscale.data.sequences import Sequences
+from xscale.data.tokenizer import Tokenizer
 
 KEEP, RANDOM = 0.9, 0.8
 """Above KEEP a chosen token stays, above RANDOM it becomes a random one, below it becomes [MASK]."""

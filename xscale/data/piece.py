@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale.data.masking import mask_tokens
-from xscale.data.tokenizer import Sequences, Tokenizer
+from xscale.data.sequences import Sequences
+from xscale.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

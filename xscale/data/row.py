@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale.data.piece import Piece, Reads
-from xscale.data.tokenizer import Sequences, offsets
+from xscale.data.sequences import Sequences, offsets
 
 Index = tuple[Any, Any, Any, Any]
 """What ops.alignment_gather reads, int32: offsets [S + 1] and places [K] of each state, offsets [N + 1] and states [K]

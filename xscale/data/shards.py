@@ -26,7 +26,7 @@ FORMAT_VERSION = 1
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 OPEN_SHARDS = 256
 """Shards of a source that a process keeps open at once; a window of the order (data/order.py) has no more."""
-_BLOCK = tarfile.BLOCKSIZE
+BLOCK = tarfile.BLOCKSIZE
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,6 @@ class Shard:
     records: int
     bytes: int
     sha256: str
-
-
-@dataclass(frozen=True)
-class ScannedShard:
-    """What one pass over a tar finds."""
-
-    shard: Shard
-    layout: str
-    langs: tuple[str, ...]
-    idx: np.ndarray
 
 
 class Source:
@@ -187,66 +177,6 @@ def find_sources(directories: list[Path]) -> list[Source]:
     return sources
 
 
-def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard:
-    """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record."""
-    ranges: list[tuple[int, int, int]] = []
-    layouts: set[str] = set()
-    found_langs: tuple[str, ...] | None = langs
-    sample: list[tarfile.TarInfo] = []
-
-    def check(record: Record) -> None:
-        nonlocal found_langs
-        if found_langs is None:
-            found_langs = record.langs
-        elif record.langs != found_langs:
-            raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
-
-    def add_sample() -> None:
-        if not sample:
-            return
-        last = sample[-1]
-        start, end = sample[0].offset, last.offset_data + -(-last.size // _BLOCK) * _BLOCK
-        data = os.pread(file.fileno(), end - start, start)
-        check(parse_sample(data, found_langs))
-        ranges.append((start, end - start, zlib.crc32(data)))
-        sample.clear()
-
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if member.offset_data + member.size > size:
-                        raise ValueError("the file ends inside a member")
-                    if not member.isfile():
-                        continue
-                    layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
-                    if len(layouts) == 2:
-                        raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
-                    if member.name.endswith(".jsonl"):
-                        offset = member.offset_data
-                        for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
-                            if line.strip():
-                                check(parse_line(line))
-                                ranges.append((offset, len(line), zlib.crc32(line)))
-                            offset += len(line)
-                    else:
-                        if sample and _sample_key(sample[-1].name) != _sample_key(member.name):
-                            add_sample()
-                        sample.append(member)
-                # tarfile takes a damaged header, or the file's end, for the end of the archive.
-                rest = os.pread(file.fileno(), 1 << 20, tar.offset)
-                if len(rest) < _BLOCK or rest.strip(b"\0"):
-                    raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
-                add_sample()
-        except (ValueError, tarfile.TarError, EOFError) as error:
-            raise UserError(f"{path}: record {len(ranges)}: {error}") from None
-    if not ranges or found_langs is None:
-        raise UserError(f"{path} holds no record (an empty or cut-off tar)")
-    shard = Shard(path.name, len(ranges), size, sha256_file(path))
-    return ScannedShard(shard, layouts.pop(), found_langs, np.array(ranges, dtype=IDX_DTYPE))
-
-
 def parse_line(line: bytes) -> Record:
     return Record.from_dict(parse_json(line))
 
@@ -269,7 +199,7 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
             content = tar.extractfile(member)
             if content is None:
                 continue
-            key = _sample_key(member.name)
+            key = sample_key(member.name)
             extension = member.name[len(key) + 1 :]
             text = content.read()
             if extension == "json":
@@ -289,12 +219,7 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 
 
-def _sample_key(name: str) -> str:
+def sample_key(name: str) -> str:
     """WebDataset's rule: the path up to the first dot of the file's name."""
     directory, slash, base = name.rpartition("/")
     return directory + slash + base.partition(".")[0]
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

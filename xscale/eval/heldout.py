@@ -10,8 +10,8 @@ import torch
 from xscale import rng
 from xscale.data.piece import Context
 from xscale.data.row import make_row
+from xscale.data.sequences import Example
 from xscale.data.shards import Source
-from xscale.data.tokenizer import Example
 from xscale.eval.model import Exported, read_all
 from xscale.objectives import tlm
 from xscale.ops.alignment_gather import alignment_gather

@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM
 
-from xscale import export
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -17,7 +16,7 @@ class Exported:
     """Model and tokenizer of a Hugging Face directory, in eval mode on the best device there is."""
 
     def __init__(self, path: Path):
-        if export.is_run(path):
+        if (path / "checkpoints").is_dir() or (path / "manifest.json").exists():
             raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from xscale.data.piece import Piece, Reads
 from xscale.data.row import make_row
+from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
-from xscale.data.tokenizer import Example, join_segments
 from xscale.eval.model import Exported, read_all
 from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather

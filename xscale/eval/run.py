@@ -7,11 +7,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from xscale.data.lexicon import find_lexicons
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.eval import alignment_score, heldout, retrieval
 from xscale.eval.model import Exported, write_json
-from xscale.run.job import find_lexicons
 
 
 def main() -> int:

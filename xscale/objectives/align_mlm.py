@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.data.lexicon import entries
 from xscale.data.piece import Context, Piece
-from xscale.data.tokenizer import Example
+from xscale.data.sequences import Example
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts

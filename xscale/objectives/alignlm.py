@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from xscale.data import links
 from xscale.data.piece import Context, Piece, masked_lm
-from xscale.data.tokenizer import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction

@@ -104,3 +104,5 @@ class Objective:
     """(encoder, heads, options) -> state beside the optimizer, made from the initial weights, where needed."""
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
+    advise: Callable[[Any, int], str | None] = lambda options, records: None
+    """(options, records that the stream draws from) -> what had better be otherwise."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from xscale.data import links
 from xscale.data.piece import Beside, Context, Piece, Reads
 from xscale.data.row import Tokens
-from xscale.data.tokenizer import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts

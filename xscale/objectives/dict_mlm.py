@@ -20,7 +20,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.lexicon import synonyms
 from xscale.data.piece import Context, Piece
-from xscale.data.tokenizer import Example, Sequences
+from xscale.data.sequences import Example, Sequences
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from xscale.data.piece import Context, Piece, masked_lm
-from xscale.data.tokenizer import Example, Sequences, Words, join_segments, pack_sentences
+from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
+from xscale.data.tokenizer import Words
 from xscale.errors import UserError
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
-from xscale.data.tokenizer import Example, Sequences, behind, fit_pairs, join_segments
+from xscale.data.sequences import Example, Sequences, behind, fit_pairs, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
@@ -89,6 +89,15 @@ def check(options: Options, samples: int) -> str | None:
             f"raise queue_size to {samples} or more, or lower samples"
         )
     return None
+
+
+def advise(options: Options, records: int) -> str | None:
+    if not options.moco_weight or options.queue_size <= records:
+        return None
+    return (
+        f"queue_size {options.queue_size:,} exceeds the {records:,} records that it draws from: a pair is contrasted "
+        f"with earlier keys of its own; a smaller queue_size avoids it"
+    )
 
 
 # Data
@@ -255,4 +264,5 @@ OBJECTIVE = Objective(
     heads=heads,
     companion=companion,
     check=check,
+    advise=advise,
 )

@@ -6,7 +6,7 @@ import numpy as np
 
 from xscale import rng
 from xscale.data.piece import Context, Piece, masked_lm
-from xscale.data.tokenizer import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, fit_pairs, join_segments
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale.errors import UserError
-from xscale.ranks import Control, Process
+from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
 from xscale.run.checkpoint import Checkpoint
 from xscale.run.metrics import LOG
@@ -22,7 +22,7 @@ LOCK_SECONDS = 20
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     """May `out` be this run's directory? Raises UserError where it belongs to another run, or is something else."""
-    path = out / "identity.json"
+    path = out / IDENTITY
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     if path.exists():
@@ -68,31 +68,33 @@ def compare(saved: Any, current: Any, where: str = "") -> list[str]:
     return [] if saved == current else [f"{where}: was {saved}, is now {current}"]
 
 
-def find_checkpoint(
-    out: Path, resume: str, identity: dict[str, Any], process: Process, control: Control
-) -> Checkpoint | None:
+def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: Control) -> Checkpoint | None:
     """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = checkpoints.newest_valid(out / "checkpoints", process, control, LOG.warning)
+        found = checkpoints.newest_valid(out / "checkpoints", control, LOG.warning)
         if found is None and checkpoints.complete_steps(out / "checkpoints"):
             raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
     else:
         path = Path(resume)
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if (folder / checkpoints.MANIFEST).exists():
-            problem = checkpoints.verify(folder, process, control)
+            problem = checkpoints.verify(folder, control)
             if problem:
                 raise UserError(f"checkpoint {folder} is not usable: {problem}")
             found = checkpoints.read(folder)
         else:
-            found = checkpoints.newest_valid(folder, process, control, LOG.warning)
+            found = checkpoints.newest_valid(folder, control, LOG.warning)
         if found is None:
             raise UserError(f"--resume {resume}: no complete checkpoint there")
-    differences = compare(found.manifest["identity"], identity) if found else []
+    differences = compare(found.identity, identity) if found else []
     if found and differences:
         raise UserError(
             f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)
         )
     return found
+
+
+def dump(tree: dict[str, Any]) -> str:
+    return json.dumps(tree, indent=2) + "\n"

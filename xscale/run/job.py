@@ -1,19 +1,16 @@
 """A job: recipe, data, tokenizer and dictionaries resolved and checked, before any weight exists."""
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from xscale import config, export
+from xscale import config
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data import mixture as mixing
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, check_order, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
 from xscale.data.piece import Context
@@ -26,8 +23,8 @@ from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run import checkpoint as checkpoints
-from xscale.step import cost
-from xscale.step.step import StepModule
+from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons
+from xscale.run.weights import load_model
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
@@ -85,6 +82,19 @@ class Job:
             "lexicons": lexicons,
         }
 
+    def notes(self) -> list[str]:
+        """Lines to print before anything is trained."""
+        lines = [lexicon.summary() for lexicon in self.lexicons]
+        for spec in self.specs:
+            stream = self.recipe.streams[spec.name]
+            advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec))
+            lines += [f"streams.{spec.name}.{advice}"] if advice else []
+        return lines
+
+    def records(self, spec: StreamSpec) -> int:
+        """How many it draws from."""
+        return sum(self.sources[source].records for source in spec.sources)
+
     def encoder(self) -> Encoder:
         model = self.recipe.model
         return build_encoder(
@@ -98,7 +108,7 @@ class Job:
             language_embeddings=self.any_stream("language_embeddings"),
             reset_positions=self.any_stream("reset_positions"),
             seed=self.recipe.train.seed,
-            load=export.load_model if model.init and export.is_run(Path(model.init)) else load_pretrained,
+            load=load_model if model.init and checkpoints.is_run(Path(model.init)) else load_pretrained,
         )
 
     def any_stream(self, option: str) -> bool:
@@ -171,122 +181,3 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
     check_needs(recipe, tokenizer, specs, sources, lexicons)
     return Job(recipe, sources, tokenizer, specs, languages, lexicons)
-
-
-def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
-    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
-    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
-    lexicons = []
-    for path in paths:
-        lexicon = load_lexicon(path, tokenizer)
-        check_order(lexicon, path, sources)
-        lexicons.append(lexicon)
-    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
-
-
-def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
-    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
-    languages = {language for source in sources for language in source.langs}
-    for folder in (data, data.resolve().parent):
-        found: dict[frozenset[str], Path] = {}
-        for path in sorted((folder / "lexicon").glob("*.txt")):
-            with contextlib.suppress(UserError):  # a name that says no pair
-                pair = frozenset(pair_of(path))
-                if pair <= languages:
-                    found.setdefault(pair, path)
-        if found:
-            return list(found.values())
-    return []
-
-
-def check_needs(
-    recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
-) -> None:
-    """Raises UserError where an objective lacks its dictionary or word links, or its options or the tokenizer do not
-    fit the stream."""
-    for spec in specs:
-        stream = recipe.streams[spec.name]
-        objective = OBJECTIVES[stream.objective]
-        if objective.words(stream.options) == "whitespace":
-            check_words(spec.name, tokenizer, sources[spec.sources[0]])
-        needs = objective.needs
-        if needs == "lexicon" and not lexicons:
-            raise UserError(
-                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
-                f"lexicon/ beside the shards"
-            )
-        for source in (sources[s] for s in spec.sources):
-            if needs == "links" and source.read(0, 0).links is None:
-                raise UserError(
-                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
-                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
-                )
-
-
-def check_words(stream: str, tokenizer: Tokenizer, source: Source) -> None:
-    """Raises UserError where the tokenizer reads a sentence otherwise than word by word, as byte-level BPE does."""
-    texts = [t for record in range(min(100, source.shards[0].records)) for t in source.read(0, record).texts]
-    if tokenizer.encode_words(texts, "whitespace")[0] != tokenizer.encode(texts):
-        raise UserError(
-            f"streams.{stream} follows word links, but this tokenizer gives a word other tokens inside a sentence than "
-            f"alone (byte-level BPE does); use a WordPiece or Unigram tokenizer, such as mBERT's or XLM-R's"
-        )
-
-
-def find_tokenizer(recipe: Recipe, data: Path) -> str:
-    if recipe.model.tokenizer:
-        return recipe.model.tokenizer
-    for folder in (data, data.resolve().parent):
-        if (folder / "tokenizer").is_dir():
-            return str(folder / "tokenizer")
-    if recipe.model.init:
-        return str(own_tokenizer(recipe.model.init) or recipe.model.init)
-    raise UserError(
-        f"no tokenizer/ in {data} or its parent. Train one with `python -m data_tools.tokenizer --data {data} --out "
-        f"{data / 'tokenizer'}`, or set model.tokenizer"
-    )
-
-
-def own_tokenizer(init: str) -> Path | None:
-    """The tokenizer directory of a local `model.init`, where it has one."""
-    path = export.find(Path(init)) / checkpoints.HF if export.is_run(Path(init)) else Path(init)
-    return path if (path / "tokenizer.json").exists() else None
-
-
-def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
-    """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
-    own = own_tokenizer(init) if init else None
-    if own and Tokenizer(own).fingerprint != tokenizer.fingerprint:
-        raise UserError(
-            f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
-        )
-
-
-def describe(job: Job, ds_config: dict[str, Any], precision: str, process: Process, device: str) -> None:
-    """What --dry_run prints."""
-    module = StepModule(job.encoder(), job.recipe)
-    parameters = sum(p.numel() for p in module.parameters())
-    print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
-    print("ds_config:", yaml.safe_dump(ds_config, sort_keys=False))
-    for source in job.sources:
-        print(
-            f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
-            f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
-        )
-    print(f"tokenizer: {job.tokenizer.hf.name_or_path}, {job.tokenizer.vocab_size:,} ids")
-    for lexicon in job.lexicons:
-        print(lexicon.summary())
-    for spec in job.specs:
-        available = sum(job.sources[s].records for s in spec.sources)
-        print(
-            f"stream {spec.name}: {spec.samples} samples a step from {available:,} records of "
-            f"{', '.join(job.sources[s].name for s in spec.sources)}"
-        )
-    rows, shape = job.fit(process, device)
-    print(
-        f"ranks: {process.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
-        f"train.max_tokens {job.max_tokens(device):,}; precision: {precision}"
-    )
-    print(f"parameters: {parameters:,} (vocabulary {job.tokenizer.vocab_size:,})")
-    print(cost.estimate(module, job.recipe, ds_config, precision, process.world, device, shape.tokens))

@@ -9,10 +9,15 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from tqdm import tqdm
+
+from xscale.config import Recipe
+from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
@@ -73,6 +78,42 @@ def _step_of(line: bytes) -> float:
         return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
     except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
         return float("inf")
+
+
+@dataclass
+class StepRecord:
+    """What a step leaves for the metrics; sums stay on the device until somebody looks."""
+
+    step: int
+    sums: StepSums
+    targets: dict[tuple[str, str], int]
+    """Of all ranks, by stream and term."""
+    lr: float
+    skipped: int
+    tokens: int
+    samples: int
+    too_long: int
+    data_wait_s: float
+    step_s: float
+    loss_scale: float | None
+    grad_norm: Any
+    """A number, or a tensor."""
+    measured: dict[str, Any]
+    """Further metrics."""
+
+    def entry(self, totals_K: list[float], recipe: Recipe) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. totals: `sums` of all ranks."""
+        shares = self.sums.shares(totals_K, recipe, self.targets)
+        loss = sum(recipe.stream_weight(name, self.step - 1) * shares[f"loss/{name}"] for name in recipe.streams)
+        entry = {"step": self.step, "loss": loss} | shares
+        entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
+        entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
+        entry |= {name: getattr(self, name) for name in ("tokens", "samples", "too_long", "data_wait_s")}
+        entry |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        entry |= self.measured | {"step_s": self.step_s}
+        seconds = max(self.step_s, 1e-9)
+        entry |= {"tokens_per_s": self.tokens / seconds, "samples_per_s": self.samples / seconds}
+        return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
 class Reporter:

@@ -9,7 +9,7 @@ from xscale.config import Recipe
 from xscale.data.row import Work
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
-from xscale.step.step import StepModule
+from xscale.step.module import StepModule
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """Dense 16-bit matrix FLOP/s of a device, from its data sheet; for MFU."""

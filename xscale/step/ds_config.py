@@ -16,6 +16,7 @@ import torch
 
 from xscale.config import Recipe
 from xscale.errors import UserError
+from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
 _WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
@@ -52,6 +53,22 @@ class Hardware:
 
         accelerator = get_accelerator()
         return cls(accelerator.device_name(), accelerator.is_fp16_supported(), accelerator.is_bf16_supported())
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What DeepSpeed is given."""
+
+    resolved: dict[str, Any]
+    precision: str
+    stage: int
+    """Of ZeRO."""
+    notes: list[str]
+    """Lines to print."""
+
+
+def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
+    return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
@@ -110,11 +127,8 @@ def _misnamed(config: dict[str, Any]) -> list[str]:
 
 def resolve_ds_config(
     config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
-) -> tuple[dict[str, Any], str, list[str]]:
-    """DeepSpeed's config with every "auto" filled, the precision, and lines to print.
-
-    Raises UserError naming every contradiction.
-    """
+) -> EngineConfig:
+    """DeepSpeed's config with every "auto" filled. Raises UserError naming every contradiction."""
     resolved = json.loads(json.dumps(config))
     train = recipe.train
     warmup = max(recipe.warmup_steps(), 2)
@@ -173,20 +187,12 @@ def resolve_ds_config(
     if unfilled:
         lines = "\n".join(unfilled)
         raise UserError(f'ds_config {path}: no recipe has a value for these; write one instead of "auto":\n{lines}')
-    stage = zero.get("stage", 0)
-    if precision != "fp32" and stage == 0:
-        raise UserError(
-            f"ds_config {path}: {precision} at ZeRO stage 0, where DeepSpeed does not scale the loss; set "
-            f"zero_optimization.stage to 1 or 2"
-        )
-    if stage >= 3 and train.compile:
-        raise UserError(
-            f"ds_config {path}: ZeRO stage 3 gathers weights layer by layer, which train.compile = true cannot follow; "
-            f"take stage 2, or train.compile=false"
-        )
+    problem = check_stage(stage_of(resolved), precision, train.compile)
+    if problem:
+        raise UserError(f"ds_config {path}: {problem}")
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    return resolved, precision, notes
+    return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
 def _autos(tree: Any, where: str = "") -> list[str]:

@@ -1,137 +1,24 @@
-"""The optimizer step: rows of tokens of all streams, one pass through encoder, gather and head each, one reduction.
+"""The optimizer step: a forward and backward pass for each row, one reduction over ranks, one update.
 
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xscale import rng
 from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
-from xscale.models.encoder import Encoder
-from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
-from xscale.ops.alignment_gather import alignment_gather
+from xscale.objectives import OBJECTIVES
+from xscale.step.module import Reported, StepModule, Weights
 from xscale.step.zero import one_reduction
-
-Weights = dict[tuple[str, str], float]
-"""(stream, term) -> what the step's loss multiplies the sum over the term's targets with."""
-
-
-class Reported(NamedTuple):
-    """A number of a row that only somebody who looks at the metrics reads."""
-
-    name: str
-    """"loss" or a metric's."""
-    stream: str
-    term: str
-    """By whose targets it is divided."""
-
-
-class StepModule(nn.Module):
-    """What DeepSpeed wraps: the encoder, the objectives' own heads, and the way from a row to its loss."""
-
-    def __init__(self, encoder: Encoder, recipe: Recipe):
-        super().__init__()
-        self.encoder = encoder
-        encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
-        self.heads = nn.ModuleDict()
-        self.companions: dict[str, Companion] = {}
-        """Not modules: DeepSpeed must neither cast nor save them."""
-        self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
-        self.reported: list[Reported] = []
-        """What `forward` reports, in its order; the same for every row."""
-
-        for name, (objective, options) in self.streams.items():
-            torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
-            heads = objective.heads and objective.heads(encoder, options)
-            if heads is not None:
-                self.heads[name] = heads
-            companion = objective.companion and objective.companion(encoder, heads, options)
-            if companion is not None:
-                self.companions[name] = companion
-        if recipe.train.activation_checkpointing:
-            encoder.checkpoint_activations()
-        if recipe.train.compile:
-            encoder.compile_forward()
-        self.train()  # from_pretrained leaves a model without dropout
-
-    def parts(self, stream: str) -> Parts:
-        heads = dict(self.heads.items()).get(stream)
-        return Parts(self.encoder, heads, self.companions.get(stream))
-
-    def companion_bytes(self) -> int:
-        """Size of the companions' tensors."""
-        leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
-        return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-
-    def read_beside(self, inputs: Inputs) -> dict[str, Tensor]:
-        """What the companions make of a row, by stream."""
-        return {
-            stream: self.companions[stream].read(self.encoder, tokens, places_S, inputs.arrays[stream])
-            for stream, (tokens, places_S) in inputs.beside.items()
-        }
-
-    def forward(
-        self, row: Row, inputs: Inputs, beside: dict[str, Tensor], weights: Weights, weights_M: Tensor, largest: float
-    ) -> tuple[Tensor, Tensor]:
-        """The row's loss, and the numbers that `reported` names [K], without gradient.
-
-        inputs: row.inputs on the device; weights_M: of each prediction, as a share of `largest`.
-        """
-        hidden_NH = self.encoder(inputs.tokens)
-        sizes = [n for reads in row.states.values() for n in reads.values()]
-        states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
-        predictions: list[tuple[str, Prediction]] = []
-        loss = hidden_NH.new_zeros((), dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
-        numbers: dict[Reported, Tensor] = {}
-        for stream, (objective, options) in self.streams.items():
-            if stream not in row.states:
-                continue
-            named = {name: next(states) for name in row.states[stream]}
-            if stream in beside:
-                named["beside"] = beside[stream]
-            losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
-            predictions += [(stream, prediction) for prediction in losses.predictions]
-            for term, value in losses.sums.items():
-                numbers[Reported("loss", stream, term)] = value.detach()
-                if weights[stream, term]:
-                    loss = loss + weights[stream, term] * value
-            numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
-        predicted, of_predictions = self.predict(row, predictions, inputs.labels, weights_M, largest)
-        self.reported = [*of_predictions, *numbers]
-        vector_K = torch.cat(
-            [*of_predictions.values(), *(value.reshape(1).to(loss.dtype) for value in numbers.values())]
-        )
-        return loss + predicted, vector_K
-
-    def predict(
-        self,
-        row: Row,
-        predictions: list[tuple[str, Prediction]],
-        labels_M: Tensor,
-        weights_M: Tensor,
-        largest: float,
-    ) -> tuple[Tensor, dict[Reported, Tensor]]:
-        """One call of the vocabulary head. Also for no places: rows of a recipe that predicts all touch its weights."""
-        if not predictions:
-            return weights_M.new_zeros(()), {}
-        features_MH = torch.cat([p.features_MH for _, p in predictions])
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, labels_M, weights_M, largest)
-        sizes = [row.predictions[stream, p.term] for stream, p in predictions]
-        found: dict[Reported, Tensor] = {}
-        both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
-        for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
-            loss_1, right_1 = of_term.sum(1).split(1)
-            found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
-        return loss, found
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What ZeRO asks of a step whose gradients are summed over several backward passes and reduced once.
+"""All that ZeRO's stages ask for: what they refuse, whole weights, and one reduction of a step's gradients.
 
 A step is R rows, R the same on all ranks and free to change from step to step, so `gradient_accumulation_steps` is 1
 and DeepSpeed divides gradients by the number of ranks alone:
@@ -19,7 +19,87 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from xscale.errors import UserError
+
+# What a stage refuses
+
+
+def stage_of(ds_config: dict[str, Any]) -> int:
+    return ds_config.get("zero_optimization", {}).get("stage", 0)
+
+
+def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
+    """What is wrong with training so, and what to do instead."""
+    if precision != "fp32" and stage == 0:
+        problem = "where DeepSpeed does not scale the loss; set zero_optimization.stage to 1 or 2"
+        return f"{precision} at ZeRO stage 0, {problem}"
+    if stage >= 3 and compiles:
+        return (
+            "ZeRO stage 3 gathers weights layer by layer, which train.compile = true cannot follow; take stage 2, or "
+            "train.compile=false"
+        )
+    return None
+
+
+def check_companions(stage: int, companions: Iterable[str]) -> None:
+    """Raises UserError for streams with a companion at stage 3."""
+    for stream in companions if stage >= 3 else ():
+        raise UserError(
+            f"streams.{stream} has a momentum encoder, which follows whole weights; ZeRO stage 3 cuts them up. Use a "
+            f"ds_config of stage 2 or lower"
+        )
+
+
+def load_rescaled(ds_config: dict[str, Any], checkpoint: str, before: int, now: int) -> None:
+    """Have the engine load a checkpoint of another number of ranks. Raises UserError at stage 3.
+
+    Stages 1 and 2 load DeepSpeed's universal form; at stage 0 every rank has all of it, and no form is needed.
+    """
+    stage = stage_of(ds_config)
+    if stage >= 3:
+        raise UserError(
+            f"{checkpoint} was saved by {before} ranks, this run has {now}; with ZeRO stage 3 a run goes on with as "
+            f"many as before (stages 0 to 2 rescale)"
+        )
+    if stage > 0:
+        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
+
+
+# Whole weights
+
+
+def keeps_whole_weights(engine: Any) -> bool:
+    """Stage 3 cuts them up."""
+    return engine.zero_optimization_stage() < 3
+
+
+@contextmanager
+def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
+    """A weight of the module, to be read. All ranks call it together."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
+        yield weight
+
+
+def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
+    """Tell stage 3 of weights that a pass reads without calling the module that owns them. Before the first pass.
+
+    DeepSpeed finds them by itself, but only in a pass before which they are not whole. Small weights are whole but
+    after a skipped step, and one found then is missing from the order in which DeepSpeed fetches weights: it stops
+    with "tracing error".
+    """
+    if engine.zero_optimization_stage() < 3:
+        return
+    import deepspeed
+
+    for weight in weights:
+        deepspeed.zero.register_external_parameter(engine.module, weight)
+
+
+# One reduction
 
 
 @contextmanager
@@ -79,18 +159,3 @@ def set_zeros(weight: nn.Parameter) -> None:
     weight.data = torch.zeros(getattr(weight, "ds_shape", weight.shape), dtype=data.dtype, device=data.device)
     weight.grad = torch.zeros_like(weight.data)
     weight.data = data
-
-
-def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
-    """Tell stage 3 of weights that a pass reads without calling the module that owns them. Before the first pass.
-
-    DeepSpeed finds them by itself, but only in a pass before which they are not whole. Small weights are whole but
-    after a skipped step, and one found then is missing from the order in which DeepSpeed fetches weights: it stops
-    with "tracing error".
-    """
-    if engine.zero_optimization_stage() < 3:
-        return
-    import deepspeed
-
-    for weight in weights:
-        deepspeed.zero.register_external_parameter(engine.module, weight)

@@ -1,0 +1,62 @@
+"""Files that are complete or absent: written beside their place, forced to disk, then moved there."""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PARTIAL = ".incomplete"
+"""Suffix of what is being written, or removed."""
+
+
+@contextmanager
+def publish(path: Path) -> Iterator[Path]:
+    """A path to write a file or a directory to; where no exception comes, it takes the place of `path`.
+
+    What was at `path` stays until then. A directory there has to be empty.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    remove(partial)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        if partial.is_dir():
+            if path.is_dir():
+                path.rmdir()
+        else:
+            sync(partial)
+        os.replace(partial, path)
+        sync(path.parent)
+    except BaseException:
+        remove(partial)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """`text` as the file's content; a kill at any moment leaves the old content or the new."""
+    with publish(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def remove(path: Path) -> None:
+    """A file, a directory and all in it, or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Force a file's content, or a directory's entries, to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

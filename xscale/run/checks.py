@@ -1,0 +1,87 @@
+"""Tokenizer, dictionaries and word links of a recipe: found, and checked before any weight exists."""
+
+from pathlib import Path
+
+from xscale.config import Recipe
+from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon
+from xscale.data.mixture import StreamSpec
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.run import checkpoint as checkpoints
+
+
+def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
+    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
+    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
+    lexicons = []
+    for path in paths:
+        lexicon = load_lexicon(path, tokenizer)
+        check_order(lexicon, path, sources)
+        lexicons.append(lexicon)
+    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
+
+
+def check_needs(
+    recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
+) -> None:
+    """Raises UserError where an objective lacks its dictionary or word links, or its options or the tokenizer do not
+    fit the stream."""
+    for spec in specs:
+        stream = recipe.streams[spec.name]
+        objective = OBJECTIVES[stream.objective]
+        if objective.words(stream.options) == "whitespace":
+            check_words(spec.name, tokenizer, sources[spec.sources[0]])
+        needs = objective.needs
+        if needs == "lexicon" and not lexicons:
+            raise UserError(
+                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"lexicon/ beside the shards"
+            )
+        for source in (sources[s] for s in spec.sources):
+            if needs == "links" and source.read(0, 0).links is None:
+                raise UserError(
+                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
+                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
+                )
+
+
+def check_words(stream: str, tokenizer: Tokenizer, source: Source) -> None:
+    """Raises UserError where the tokenizer reads a sentence otherwise than word by word, as byte-level BPE does."""
+    texts = [t for record in range(min(100, source.shards[0].records)) for t in source.read(0, record).texts]
+    if tokenizer.encode_words(texts, "whitespace")[0] != tokenizer.encode(texts):
+        raise UserError(
+            f"streams.{stream} follows word links, but this tokenizer gives a word other tokens inside a sentence than "
+            f"alone (byte-level BPE does); use a WordPiece or Unigram tokenizer, such as mBERT's or XLM-R's"
+        )
+
+
+def find_tokenizer(recipe: Recipe, data: Path) -> str:
+    if recipe.model.tokenizer:
+        return recipe.model.tokenizer
+    for folder in (data, data.resolve().parent):
+        if (folder / "tokenizer").is_dir():
+            return str(folder / "tokenizer")
+    if recipe.model.init:
+        return str(own_tokenizer(recipe.model.init) or recipe.model.init)
+    raise UserError(
+        f"no tokenizer/ in {data} or its parent. Train one with `python -m data_tools.tokenizer --data {data} --out "
+        f"{data / 'tokenizer'}`, or set model.tokenizer"
+    )
+
+
+def own_tokenizer(init: str) -> Path | None:
+    """The tokenizer directory of a local `model.init`, where it has one."""
+    path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
+    return path if (path / "tokenizer.json").exists() else None
+
+
+def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
+    """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
+    own = own_tokenizer(init) if init else None
+    if own and Tokenizer(own).fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
+        )

@@ -1,0 +1,49 @@
+"""What --dry_run prints."""
+
+import argparse
+
+import yaml
+
+from xscale.ranks import Control, Process
+from xscale.run import folder
+from xscale.run.job import Job, prepare
+from xscale.step import cost
+from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.module import StepModule
+
+
+def dry_run(args: argparse.Namespace, process: Process) -> None:
+    """Resolve and check all that a start of train.py would, and print it. args: train.py's. Raises UserError."""
+    job = prepare(args.recipe, args.set, args.data)
+    folder.claim_out(args.out, job.identity(), args.resume)
+    checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Control())
+    hardware = Hardware.here()
+    config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+    print(*config.notes, *job.notes(), sep="\n")
+    describe(job.calibrated(), config, process, hardware.device)
+    print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
+
+
+def describe(job: Job, config: EngineConfig, process: Process, device: str) -> None:
+    module = StepModule(job.encoder(), job.recipe)
+    parameters = sum(p.numel() for p in module.parameters())
+    print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
+    print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
+    for source in job.sources:
+        print(
+            f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
+            f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
+        )
+    print(f"tokenizer: {job.tokenizer.hf.name_or_path}, {job.tokenizer.vocab_size:,} ids")
+    for spec in job.specs:
+        print(
+            f"stream {spec.name}: {spec.samples} samples a step from {job.records(spec):,} records of "
+            f"{', '.join(job.sources[s].name for s in spec.sources)}"
+        )
+    rows, shape = job.fit(process, device)
+    print(
+        f"ranks: {process.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"train.max_tokens {job.max_tokens(device):,}; precision: {config.precision}"
+    )
+    print(f"parameters: {parameters:,} (vocabulary {job.tokenizer.vocab_size:,})")
+    print(cost.estimate(module, job.recipe, config.resolved, config.precision, process.world, device, shape.tokens))

@@ -1,0 +1,209 @@
+"""The training loop, and what it keeps between steps."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from xscale.data.loader import StepBatch
+from xscale.data.row import Work
+from xscale.errors import UserError
+from xscale.eval import alignment_score
+from xscale.ranks import Control, Process
+from xscale.run import checkpoint as checkpoints
+from xscale.run.job import Job
+from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
+from xscale.run.stop import StopRequest
+from xscale.step.cost import StepFlops
+from xscale.step.step import optimizer_step
+from xscale.step.zero import keeps_whole_weights, whole_weight
+
+STOPPED = 75
+"""Exit code of a run that has saved and stopped early."""
+FLUSH_SECONDS = 1.0
+"""Metrics are read from the device this often at most, since reading waits for it."""
+
+
+class Agreed(NamedTuple):
+    """A step's numbers, summed over ranks."""
+
+    targets: dict[tuple[str, str], int]
+    work: Work
+    samples: int
+    too_long: int
+    stop: int
+    """How many ranks were told to stop."""
+    flush: int
+
+
+class Trainer:
+    """An engine on its way through the steps of a job."""
+
+    def __init__(
+        self,
+        job: Job,
+        engine: Any,
+        state: dict[str, Any],
+        out: Path,
+        process: Process,
+        control: Control,
+        stop: StopRequest,
+        *,
+        resumed: bool,
+        trace: bool = False,
+    ):
+        """state: what the streams have consumed. resumed: from a checkpoint of this step."""
+        self.job, self.recipe, self.engine, self.state, self.out = job, job.recipe, engine, state, out
+        self.process, self.control, self.stop = process, control, stop
+        self.step: int = state["step"]
+        """Steps done."""
+        self.saved = self.step if resumed else None
+        self.too_long = 0
+        self.pending: list[StepRecord] = []
+        self.last_flush = time.monotonic()
+        self.flops = StepFlops(engine.module.encoder)
+        steps, streams = self.recipe.train.steps, list(self.recipe.streams)
+        self.reporter = Reporter(out, self.step, steps, streams) if process.is_main else None
+        self.trace = JsonLines(out / "trace" / f"rank{process.rank}.jsonl" if trace else None, self.step)
+        measures = process.is_main and self.recipe.train.measure_every
+        self.word_pairs = {
+            lexicon.name: alignment_score.word_pairs(lexicon, job.sources, job.tokenizer)
+            for lexicon in (job.lexicons if measures else ())
+        }
+
+    def loop(self, batches: Iterator[StepBatch]) -> int:
+        """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
+        recipe = self.recipe
+        while self.step < recipe.train.steps:
+            started = time.monotonic()
+            batch = next(batches)
+            waited = time.monotonic() - started
+            assert batch.step == self.step, (batch.step, self.step)
+            agreed = self.agree(batch, flush=started - self.last_flush >= FLUSH_SECONDS)
+            if agreed.stop:
+                return self.stop_early()
+            self.pending.append(self.train_step(batch, agreed, started, waited))
+            self.trace_step(batch)
+            self.step, self.state = self.step + 1, batch.state
+            self.too_long += agreed.too_long
+            last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
+            if agreed.flush or last or due:
+                self.flush()
+            if last or due:
+                self.save(must=last)
+        if self.too_long:
+            LOG.info(f"{self.too_long:,} sentences or pairs were over data.max_length ({recipe.data.overlong})")
+        LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
+        return 0
+
+    def agree(self, batch: StepBatch, flush: bool) -> Agreed:
+        """The step's numbers of all ranks, by one small message."""
+        targets, work = batch.targets(), batch.work()
+        counted = [batch.total("samples"), batch.total("too_long")]
+        asked = [int(bool(self.stop)), int(flush and self.process.is_main)]
+        sums = iter(self.control.sum([*targets.values(), *work, *counted, *asked]))
+        return Agreed({key: next(sums) for key in targets}, Work(*(next(sums) for _ in work)), *sums)
+
+    def train_step(self, batch: StepBatch, agreed: Agreed, started: float, waited: float) -> StepRecord:
+        engine, train = self.engine, self.recipe.train
+        lr, skipped = engine.get_lr()[0], engine.skipped_steps
+        # Also in the first step: what a measurement takes of memory shows at once.
+        measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
+        sums, norms = optimizer_step(
+            engine,
+            self.recipe,
+            batch.rows,
+            agreed.targets,
+            step=self.step,
+            rank=self.process.rank,
+            world=self.process.world,
+            measure=measure and keeps_whole_weights(engine),
+        )
+        measured = norms | (self.alignment_scores() if measure else {})
+        seconds = time.monotonic() - started
+        return StepRecord(
+            step=self.step + 1,
+            sums=sums,
+            targets=agreed.targets,
+            lr=lr,
+            skipped=engine.skipped_steps - skipped,
+            tokens=agreed.work.tokens,
+            samples=agreed.samples,
+            too_long=agreed.too_long,
+            data_wait_s=waited,
+            step_s=seconds,
+            loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
+            grad_norm=engine.get_global_grad_norm(),
+            measured=measured | self.flops.metrics(agreed.work, seconds, self.process.world),
+        )
+
+    def alignment_scores(self) -> dict[str, float]:
+        """On rank 0, which has the dictionaries' tokens."""
+        with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
+            return {f"alignment/{name}": gold.score(table) for name, gold in self.word_pairs.items()}
+
+    def flush(self) -> None:
+        """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
+        self.last_flush = time.monotonic()
+        if not self.pending:
+            return
+        table = torch.stack([record.sums.values_K for record in self.pending])
+        dist.all_reduce(table)
+        if self.reporter:
+            for record, totals in zip(self.pending, table.tolist(), strict=True):
+                self.reporter.report(record.entry(totals, self.recipe))
+            self.reporter.flush()
+        self.pending.clear()
+
+    def trace_step(self, batch: StepBatch) -> None:
+        if self.trace.file:
+            for stream, keys in batch.keys().items():
+                self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
+
+    def stop_early(self) -> int:
+        self.flush()
+        self.save(must=True)
+        reason = self.stop.reason or "another rank was told to"
+        LOG.info(f"stopped at step {self.step} ({reason}); start again to go on")
+        return STOPPED
+
+    def save(self, must: bool) -> None:
+        """A checkpoint of the steps done, where there is none yet. must: an error without disk space."""
+        if self.reporter:
+            self.reporter.flush(to_disk=True)
+        self.trace.flush(to_disk=True)
+        if self.step == self.saved:
+            return
+        started, folder = time.monotonic(), self.out / "checkpoints"
+        path = checkpoints.save(self.engine, folder, self.step, self.manifest(), self.write_more, self.control)
+        if path is None:
+            message = f"no disk space for a checkpoint in {folder}; free some"
+            if must:
+                raise UserError(message + " and start again from the newest one")
+            LOG.error(message + "; training goes on, older checkpoints are untouched")
+            return
+        if self.process.is_main:
+            checkpoints.clean(folder, self.recipe.checkpoint.keep)
+        self.saved = self.step
+        LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
+
+    def manifest(self) -> dict[str, Any]:
+        """What checkpoint.Checkpoint reads, beside its own."""
+        assert self.job.calibration is not None
+        return {"identity": self.job.identity(), "state": self.state, "calibration": self.job.calibration.to_dict()}
+
+    def write_more(self, path: Path) -> None:
+        """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
+        self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
+        self.job.tokenizer.hf.save_pretrained(path / checkpoints.HF)
+        companions = self.engine.module.companions
+        if companions:
+            states = {name: companion.state_dict() for name, companion in companions.items()}
+            torch.save(states, path / checkpoints.COMPANIONS)
+
+    def close(self) -> None:
+        if self.reporter:
+            self.reporter.close()

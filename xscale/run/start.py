@@ -1,0 +1,110 @@
+"""From a job to an engine that is ready for its next step, and into the loop."""
+
+import argparse
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xscale import files, ranks
+from xscale.data.calibration import Calibration
+from xscale.data.mixture import initial_state, positions_report
+from xscale.data.row import Shape
+from xscale.ranks import Control, Process
+from xscale.run import checkpoint as checkpoints
+from xscale.run import folder
+from xscale.run.checkpoint import Checkpoint
+from xscale.run.folder import dump
+from xscale.run.job import Job, prepare
+from xscale.run.loop import Trainer
+from xscale.run.metrics import LOG, start_logging
+from xscale.run.prefill import prefill
+from xscale.run.stop import StopRequest
+from xscale.step import engine as engines
+from xscale.step import zero
+from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.module import StepModule
+
+
+def train_run(args: argparse.Namespace, process: Process, control: Control) -> int:
+    """One run, in a process group that is up. args: train.py's. Returns the exit code."""
+    job = prepare(args.recipe, args.set, args.data)
+    ranks.set_deterministic(job.recipe.train.deterministic)
+    stop = StopRequest(job.recipe.train.time_limit)
+    locks: list[Any] = []  # held until this returns
+    control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume)))
+    hardware = Hardware.here()
+    config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+    for note in [*config.notes, *job.notes()]:
+        LOG.info(note)
+    checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
+    first = checkpoint.step if checkpoint else 0
+    if first >= job.recipe.train.steps:
+        LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
+        return 0
+    job = job.calibrated(calibration(job, checkpoint, control))
+    if process.is_main:
+        write_config(args.out, job, config)
+    state = checkpoint.state if checkpoint else initial_state(job.specs)
+    fitted = job.fit(process, hardware.device) if job.recipe.train.compile else None
+    batches = job.batches(process, hardware.device, state, job.recipe.train.steps - first, fitted=fitted)
+    engine = make_engine(job, config, checkpoint, fitted, control)
+    LOG.info(
+        f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
+        f"{process.world} rank(s) of {hardware.device}, ZeRO stage {config.stage}, steps {first} to "
+        f"{job.recipe.train.steps}"
+        + ("; the first step compiles the encoder, which may take minutes" if job.recipe.train.compile else "")
+    )
+    trainer = Trainer(
+        job, engine, state, args.out, process, control, stop, resumed=checkpoint is not None, trace=args.trace
+    )
+    with closing(trainer):
+        if not checkpoint:
+            prefill(engine.module, job, process, engine.device)
+            trainer.save(must=True)  # a run that cannot save fails now, not after a day
+        return trainer.loop(batches)
+
+
+def take_folder(out: Path, job: Job, resume: str) -> Any:
+    """Claim and lock the run's directory, and log there. Rank 0 only."""
+    folder.claim_out(out, job.identity(), resume)
+    out.mkdir(parents=True, exist_ok=True)
+    lock = folder.lock_out(out)
+    start_logging(out)
+    return lock
+
+
+def calibration(job: Job, checkpoint: Checkpoint | None, control: Control) -> Calibration:
+    """The checkpoint's, or rank 0's measurement."""
+    if checkpoint and checkpoint.calibration:
+        return Calibration.from_dict(checkpoint.calibration)
+    return control.from_main(lambda: job.calibrated().calibration)
+
+
+def write_config(out: Path, job: Job, config: EngineConfig) -> None:
+    recipe = yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True)
+    files.write_text(out / "config.yaml", recipe)
+    files.write_text(out / "ds_config.json", dump(config.resolved))
+    files.write_text(out / folder.IDENTITY, dump(job.identity()))
+
+
+def make_engine(
+    job: Job,
+    config: EngineConfig,
+    checkpoint: Checkpoint | None,
+    fitted: tuple[int, Shape] | None,
+    control: Control,
+) -> Any:
+    """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
+    if checkpoint and checkpoint.ranks != control.size:
+        zero.load_rescaled(config.resolved, f"{checkpoint.path}", checkpoint.ranks, control.size)
+    module = StepModule(job.encoder(), job.recipe)
+    module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
+    engine = engines.build_engine(module, config.resolved)
+    if checkpoint:
+        checkpoints.load(engine, checkpoint, control)
+        engines.follow_schedule(engine)
+        consumed = positions_report(checkpoint.state, job.specs, job.sources)
+        LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
+    return engine

@@ -1,0 +1,52 @@
+"""DeepSpeed's own Adam, compiled once on a machine."""
+
+import fcntl
+import functools
+import logging
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from xscale.errors import UserError
+
+LOG = logging.getLogger("xscale")
+
+
+def operators_directory() -> Path:
+    """Where DeepSpeed's operators are compiled for xscale alone."""
+    from torch.utils import cpp_extension
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
+    return root / f"xscale_python{sys.version_info.major}.{sys.version_info.minor}_torch{torch.__version__}"
+
+
+@functools.cache
+def load_adam(builder: str) -> None:
+    """Load DeepSpeed's own Adam; the first time on a machine, compile it.
+
+    torch guards a build by a file that a killed process leaves behind, and all later ones wait on it for ever. So build
+    in a directory that only xscale uses, under a lock that ends with its holder: a guard found there is nobody's.
+    """
+    from deepspeed.ops import op_builder
+
+    directory = operators_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = str(directory)
+        with (directory / "xscale.lock").open("w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                for guard in directory.glob("*/lock"):
+                    guard.unlink()
+            if not any(directory.glob("*/*.so")):
+                LOG.info(f"compiling DeepSpeed's Adam in {directory}, once on this machine")
+            getattr(op_builder, builder)().load(verbose=False)
+    except Exception as error:
+        raise UserError(
+            "ds_config asks for DeepSpeed's own Adam, which takes a C++ compiler (on a GPU also nvcc) and could not be "
+            "compiled; make one available, or take torch's: optimizer.params.torch_adam = true, no offload_optimizer.\n"
+            f"{directory}: {error}"
+        ) from None
