@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 from xscale.data.piece import Beside, Piece, Reads
 from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
