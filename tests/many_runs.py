@@ -24,7 +24,10 @@ try:
         assert code == 0, arguments
         gc.collect()  # engines are cycles
     control.barrier()
+    code = 0
 except Exception:
     traceback.print_exc()
-    sys.stderr.flush()
-    os._exit(1)  # as train.py does: an exit that tears the process group down may wait for the other ranks
+    code = 1
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)  # as train.py does: an exit that tears the process group down may wait for the other ranks

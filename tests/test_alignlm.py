@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM
 
@@ -338,9 +339,9 @@ def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) ->
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(UserError, match="mask_prob"):
+    with pytest.raises(ValidationError, match="mask_prob"):
         alignlm.Options(mask_prob=1.0)
-    with pytest.raises(UserError, match="bilingual_weight"):
+    with pytest.raises(ValidationError, match="bilingual_weight"):
         alignlm.Options(bilingual_weight=-1)
 
 

@@ -131,7 +131,7 @@ def test_what_is_saved_has_room(lengths: list[int], p: float) -> None:
     X, longest = 3 * HEADS * WIDTH, max(lengths)
     blocks = module._blocks(tuple(lengths), HEADS, None, torch.float32, torch.device("cpu"))
     needed = sum(b.n * b.L * (X + b.L * HEADS * (2 if p else 1)) for b in blocks)
-    assert needed <= module._buffer_size(sum(lengths), X, longest, HEADS, p)
+    assert needed <= module.buffer_size(sum(lengths), X, longest, HEADS, p)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25])
@@ -142,8 +142,9 @@ def test_the_operator_is_one_that_torch_can_trace(
     """Without room for padding in the buffer that is saved: torch compares all of it."""
     monkeypatch.setattr(module, "SIMILAR", (1, 1))
     qkv_NX, _, lengths_B = rows([3, 3])
-    torch.library.opcheck(attention_blocks, (qkv_NX, lengths_B, 3, SEED, 1, HEADS, p, window, True))
-    out_NH, saved = attention_blocks(qkv_NX, lengths_B, 3, SEED, 1, HEADS, p, window, True)
+    room = module.buffer_size(*qkv_NX.shape, 3, HEADS, p)
+    torch.library.opcheck(attention_blocks, (qkv_NX, lengths_B, room, SEED, 1, HEADS, p, window))
+    out_NH, saved = attention_blocks(qkv_NX, lengths_B, room, SEED, 1, HEADS, p, window)
     arguments = torch.ones_like(out_NH), out_NH.detach(), saved, lengths_B, HEADS, p, window
     torch.library.opcheck(module.attention_blocks_backward, arguments)
 

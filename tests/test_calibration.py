@@ -1,5 +1,6 @@
 """What samples will have in tokens, known before they are read; and the shape of rows that are filled up by it."""
 
+import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -137,10 +138,16 @@ def test_streams_without_an_estimate_of_their_own() -> None:
 def test_it_is_kept_as_json(job) -> None:
     found = job("mixed").calibration
     kept = json.loads(json.dumps(found.to_dict()))
-    assert Calibration.from_dict(kept) == found
+    made = job("mixed")
+    assert Calibration.from_dict(kept, len(made.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    assert calibration(nobody, Checkpoint(Path(), {"calibration": kept}), nobody) == found
+    assert calibration(made, Checkpoint(Path(), {"calibration": kept}), nobody) == found
+    for field, value in (("ratio", -5.0), ("ratio", float("nan")), ("ratio", "x"), ("shape", 1)):
+        damaged = copy.deepcopy(kept)
+        damaged["streams"]["mlm"][field] = value
+        with pytest.raises(UserError, match="calibration is damaged"):
+            calibration(made, Checkpoint(Path(), {"calibration": damaged}), nobody)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

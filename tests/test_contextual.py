@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
@@ -219,5 +220,5 @@ def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(UserError, match="anchor_weight"):
+    with pytest.raises(ValidationError, match="anchor_weight"):
         contextual.Options(anchor_weight=-0.1)

@@ -564,10 +564,14 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 
 def test_options_name_every_problem() -> None:
-    with pytest.raises(UserError, match=r"temperature: 0 must be positive; momentum: 1.5 .* \[0, 1\]"):
-        ppa.Options(temperature=0, momentum=1.5)
-    with pytest.raises(UserError, match="both 0"):
-        ppa.Options(moco_weight=0, tlm_weight=0)
+    objectives = {name: objective.options for name, objective in OBJECTIVES.items()}
+    sets = {"temperature": ("0", "must be positive"), "momentum": ("1.5", "must be at most 1")}
+    with pytest.raises(UserError) as error:
+        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, (value, _) in sets.items()], objectives)
+    for name, (value, problem) in sets.items():
+        assert f"streams.ppa.{name}: {value} {problem}" in str(error.value)
+    with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
+        load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], objectives)
 
 
 def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:

@@ -5,21 +5,24 @@ All problems of a recipe are reported at once. A value comes from the YAML file,
 
 import contextlib
 import dataclasses
-import math
-import types
-import typing
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 import yaml
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
 
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+"""Of a section of the recipe, and of an objective's options."""
+NotNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory or hub name; null: random weights of `preset`."""
@@ -27,22 +30,22 @@ class ModelConfig:
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory; null: `tokenizer/` in the first --data directory or its parent."""
-    dropout: float = 0.1
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Of hidden states and attention."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
     """A name of objectives.OBJECTIVES."""
-    samples: int | None = None
+    samples: PositiveInt | None = None
     """Samples per optimizer step over all ranks. Of pairs, each is one pair; of monolingual text, sentences that follow
     one another in the order until they fill about data.max_length tokens, so that it reads several records."""
-    tokens: int | None = None
+    tokens: PositiveInt | None = None
     """Instead of `samples`: as many samples as have about so many tokens, by the samples measured before step 1."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Factor of the stream's loss in the step's loss."""
-    warm_in: float = 0.0
+    warm_in: NotNegative = 0.0
     """The factor rises to `weight` over this many steps: a share of train.steps below 1, else a number of steps."""
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de") to draw from; null: all that --data has."""
@@ -50,40 +53,40 @@ class StreamConfig:
     """The objective's own fields, written beside the others in YAML."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    max_length: int = 128
+    max_length: Annotated[int, Field(ge=8)] = 128
     """Tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What happens to a pair or sentence that does not fit max_length; either way it is counted."""
-    alpha: float = 0.7
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Languages are drawn with p proportional to records^alpha."""
-    workers: int = 2
+    workers: Annotated[int, Field(ge=0)] = 2
     """Loader processes per rank; 0 loads in the training process."""
-    lexicons: list[str] = field(default_factory=list)
+    lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, whose names say the pair: en-de.txt; none: where an objective needs one, `lexicon/*.txt` in the
     first --data directory or its parent."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    steps: int = 1000
+    steps: PositiveInt = 1000
     """Optimizer steps of the run."""
-    lr: float = 3e-4
+    lr: PositiveFloat = 3e-4
     """Peak learning rate."""
-    warmup: float = 0.1
+    warmup: NotNegative = 0.1
     """Linear warm-up: a share of the steps below 1, else a number of steps."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative = 0.01
     """AdamW; not on biases and norms."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of a predicted token's target that is spread over the whole vocabulary."""
-    z_loss: float = 0.0
+    z_loss: NotNegative = 0.0
     """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU. Does not
-    change the result."""
+    change the result, but for the masks that dropout draws."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
     """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
     activation_checkpointing: bool = False
@@ -96,22 +99,28 @@ class TrainConfig:
     """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
     is slower then. CPUs need none of this."""
     seed: int = 0
-    measure_every: int = 100
+    measure_every: Annotated[int, Field(ge=0)] = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
     and the alignment scores of dictionaries; 0: never."""
     time_limit: float | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
 
+    @model_validator(mode="after")
+    def warms_up_within_the_run(self) -> Self:
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup: {self.warmup:g} exceeds the steps: {self.steps}")
+        return self
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
-    every: int = 500
+    every: PositiveInt = 500
     """Optimizer steps between checkpoints; the last step always saves."""
-    keep: int = 2
+    keep: Annotated[int, Field(ge=2)] = 2
     """Newest complete checkpoints that stay on disk, at least 2."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Recipe:
     model: ModelConfig
     streams: dict[str, StreamConfig]
@@ -161,7 +170,7 @@ NOT_IDENTITY = {
 
 
 RENAMED = {
-    "train.micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
+    "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
 }
 """Fields of earlier versions, and what to write instead."""
 
@@ -236,7 +245,9 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)
-    problems += _check_values(recipe)
+    rows, longest = recipe.train.max_tokens, recipe.data.max_length
+    if rows is not None and rows < longest:
+        problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")
     return recipe
 
 
@@ -249,115 +260,71 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
     if not isinstance(objective, str) or objective not in objectives:
         problems.append(f"{where}.objective: {objective!r} is unknown; there are {', '.join(sorted(objectives))}")
         return None
-    own = {f.name for f in dataclasses.fields(StreamConfig)} - {"options"}
+    own = _names(StreamConfig)
     if (fields.get("samples") is None) == (fields.get("tokens") is None):
         problems.append(f"{where}: needs either samples or tokens, so many a step")
-    common = _build(StreamConfig, {k: v for k, v in fields.items() if k in own}, where, problems)
-    options = _build(objectives[objective], {k: v for k, v in fields.items() if k not in own}, where, problems)
-    return common and dataclasses.replace(common, options=options)
+    options = {key: value for key, value in fields.items() if key not in own}
+    made = _build(objectives[objective], options, where, problems, also=own)
+    common = {key: value for key, value in fields.items() if key in own}
+    return _build(StreamConfig, common | {"options": made}, where, problems)
 
 
-def _build(cls: type, fields: Any, where: str, problems: list[str]) -> Any:
-    """An instance of the dataclass `cls`, or None after adding to `problems`."""
+def _names(cls: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls) if field.name != "options"]
+
+
+def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[str] | None = None) -> Any:
+    """An instance of `cls`, or None after adding to `problems`. also: what else may stand there."""
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, got {fields!r}")
         return None
-    hints = typing.get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    before = len(problems)
-    values = {}
-    for name, value in fields.items():
-        if name not in known:
-            there = ", ".join(n for n in known if n != "options")
-            problems.append(f"{where}.{name}: " + RENAMED.get(f"{where}.{name}", f"unknown key; there are {there}"))
-        else:
-            values[name] = _check_type(value, hints[name], f"{where}.{name}", problems)
-    for name, f in known.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        if required and name not in fields:
-            problems.append(f"{where}.{name}: is required")
-    if len(problems) > before:
-        return None
     try:
-        return cls(**values)
-    except UserError as error:
-        problems.append(f"{where}.{error}")
+        return cls(**{str(name): value for name, value in fields.items()})
+    except ValidationError as error:
+        there = ", ".join([*(also or ()), *_names(cls)])
+        problems += [_problem(details, where, there) for details in error.errors()]
         return None
 
 
-def _check_type(value: Any, hint: Any, where: str, problems: list[str]) -> Any:
-    """`value`, with an int widened to float where the hint is float; adds to `problems` where it does not fit."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        if value in args and not isinstance(value, bool):
-            return value
-        problems.append(f"{where}: {value!r} is not one of {', '.join(map(str, args))}")
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _check_type(value, next(a for a in args if a is not type(None)), where, problems)
-    if origin is list:
-        if isinstance(value, list):
-            return [_check_type(v, args[0], f"{where}[{i}]", problems) for i, v in enumerate(value)]
-        problems.append(f"{where}: {value!r} is not a list; write [{value}]")
-        return value
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        problems.append(f"{where}: {value} is not a finite number")
-        return value
-    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
-        return value
-    problems.append(f"{where}: {value!r} is {_type_name(value)}, needs {hint.__name__}{_remedy(value, hint)}")
-    return value
+_BOUNDS = {"gt": "be more than", "ge": "be at least", "lt": "be less than", "le": "be at most"}
+_NEEDED = {"int_type": int, "float_type": float, "string_type": str, "bool_type": bool}
 
 
-def _type_name(value: Any) -> str:
-    return {"str": "text", "NoneType": "null"}.get(type(value).__name__, type(value).__name__)
+def _problem(details: Any, where: str, there: str) -> str:
+    """A line about one of pydantic's errors. there: names of the fields."""
+    kind, value, bounds = details["type"], details["input"], details.get("ctx", {})
+    name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        last = name.rpartition(".")[2]
+        return f"{name}: " + RENAMED.get(last, f"unknown key; there are {there}")
+    if kind in ("missing", "missing_argument"):
+        return f"{name}: is required"
+    if kind == "value_error":
+        return f"{where}.{bounds['error']}"
+    if kind == "literal_error":
+        return f"{name}: {value!r} is not one of {bounds['expected']}"
+    if kind == "list_type":
+        return f"{name}: {value!r} is not a list; write [{value}]"
+    if kind == "finite_number":
+        return f"{name}: {value} is not a finite number"
+    if kind in _NEEDED:
+        needed = _NEEDED[kind]
+        given = {"str": "text", "NoneType": "null"}.get(type(value).__name__, type(value).__name__)
+        return f"{name}: {value!r} is {given}, needs {needed.__name__}{_remedy(value, needed)}"
+    for bound, words in _BOUNDS.items():
+        if bound in bounds:
+            most = {"gt": "be positive", "ge": "not be negative"}.get(bound) if bounds[bound] == 0 else None
+            return f"{name}: {value} must {most or f'{words} {bounds[bound]}'}"
+    return f"{name}: {value!r}: {details['msg']}"
 
 
-def _remedy(value: Any, hint: type) -> str:
-    if hint is float and isinstance(value, str):
+def _remedy(value: Any, needed: type) -> str:
+    if needed is float and isinstance(value, str):
         with contextlib.suppress(ValueError):
             written = yaml.safe_dump(float(value)).split()[0]
             return f"; YAML reads a number with an exponent only with a dot and a sign: write {written}"
-    if hint is str and isinstance(value, bool):
+    if needed is int and isinstance(value, float) and value.is_integer():
+        return f"; write {value:.0f}"
+    if needed is str and isinstance(value, bool):
         return "; YAML reads yes, no, on, off as truth values: quote it"
     return ""
-
-
-def _check_values(recipe: Recipe) -> list[str]:
-    train, data = recipe.train, recipe.data
-    checks = [
-        (train.steps > 0, f"train.steps: {train.steps} must be positive"),
-        (train.lr > 0, f"train.lr: {train.lr} must be positive"),
-        (
-            train.steps <= 0 or train.warmup <= train.steps,
-            f"train.warmup: {train.warmup:g} exceeds the steps: {train.steps}",
-        ),
-        (train.warmup >= 0, f"train.warmup: {train.warmup} must not be negative"),
-        (train.weight_decay >= 0, f"train.weight_decay: {train.weight_decay} must not be negative"),
-        (train.max_grad_norm >= 0, f"train.max_grad_norm: {train.max_grad_norm} must not be negative"),
-        (0 <= train.label_smoothing < 1, f"train.label_smoothing: {train.label_smoothing} must lie in [0, 1)"),
-        (train.z_loss >= 0, f"train.z_loss: {train.z_loss} must not be negative"),
-        (
-            train.max_tokens is None or train.max_tokens >= data.max_length,
-            f"train.max_tokens: {train.max_tokens} must be at least data.max_length: {data.max_length}",
-        ),
-        (train.measure_every >= 0, f"train.measure_every: {train.measure_every} must not be negative"),
-        (data.max_length >= 8, f"data.max_length: {data.max_length} must be at least 8"),
-        (0 <= data.alpha <= 1, f"data.alpha: {data.alpha} must lie between 0 and 1"),
-        (data.workers >= 0, f"data.workers: {data.workers} must not be negative"),
-        (0 <= recipe.model.dropout < 1, f"model.dropout: {recipe.model.dropout} must lie in [0, 1)"),
-        (recipe.checkpoint.every > 0, f"checkpoint.every: {recipe.checkpoint.every} must be positive"),
-        (recipe.checkpoint.keep >= 2, f"checkpoint.keep: {recipe.checkpoint.keep} must be at least 2"),
-    ]
-    for name, stream in recipe.streams.items():
-        given = [(field, n) for field, n in (("samples", stream.samples), ("tokens", stream.tokens)) if n is not None]
-        checks += [(n > 0, f"streams.{name}.{field}: {n} must be positive") for field, n in given]
-        checks.append((stream.weight > 0, f"streams.{name}.weight: {stream.weight} must be positive"))
-        checks.append(
-            (stream.warm_in >= 0, f"streams.{name}.warm_in: {stream.warm_in:g} must not be negative"),
-        )
-    return [message for ok, message in checks if not ok]

@@ -21,7 +21,6 @@ from xscale import ranks
 from xscale.errors import RankError, UserError
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
-from xscale.run.loop import STOPPED
 from xscale.run.start import train_run
 
 USER_ERROR = 2
@@ -91,4 +90,4 @@ if __name__ == "__main__":
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code) if code not in (0, STOPPED) else sys.exit(code)
+    os._exit(code)  # threads of libraries now and then abort an interpreter that ends by itself, after a good run

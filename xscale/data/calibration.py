@@ -3,6 +3,7 @@
 Bytes of records tell tokens but for what a stream makes of them: special tokens, pairs left out, sequences read twice.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -61,9 +62,16 @@ class Calibration:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, tree: dict[str, Any]) -> "Calibration":
-        streams = {name: Estimate(**fields) for name, fields in tree["streams"].items()}
-        return cls(tree["tokens_per_byte"], streams, [(a, b) for a, b in tree["lines"]])
+    def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
+        """Raises ValueError, KeyError or TypeError where it is not of so many sources and these streams."""
+        found = {name: Estimate(**fields) for name, fields in tree["streams"].items()}
+        made = cls(tree["tokens_per_byte"], found, [(a, b) for a, b in tree["lines"]])
+        if {len(made.tokens_per_byte), len(made.lines)} != {sources} or set(found) != set(streams):
+            raise ValueError(f"of {len(made.lines)} sources and streams {', '.join(found)}")
+        wrong = [f"streams.{n}.ratio = {e.ratio}" for n, e in found.items() if not 0 < e.ratio < math.inf]
+        if wrong:
+            raise ValueError(wrong[0])
+        return made
 
 
 def line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:

@@ -26,7 +26,7 @@ def cut(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple
     while True:
         dealt = deal(sorted_tokens, rows * world)
         several = np.bincount(dealt, minlength=1) > 1
-        if not (np.bincount(dealt, weights=sorted_tokens, minlength=1)[several] > max_tokens).any():
+        if not (np.bincount(dealt, weights=tokens[longest_first], minlength=1)[several] > max_tokens).any():
             bins = np.empty_like(dealt)
             bins[longest_first] = dealt
             return bins, rows

@@ -25,7 +25,8 @@ from xscale.record import Record
 FORMAT_VERSION = 1
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 OPEN_SHARDS = 256
-"""Shards of a source that a process keeps open at once; a window of the order (data/order.py) has no more."""
+"""Shards of a source that a process keeps open at once for each stream; a window of the order (data/order.py) has no
+more."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -51,6 +52,8 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.fingerprint = fingerprint(index)
+        self.streams = 1
+        """How many draw from it, each in an order of its own."""
         self._files: OrderedDict[int, int] = OrderedDict()
         self._indices: OrderedDict[int, np.ndarray] = OrderedDict()
 
@@ -102,8 +105,9 @@ class Source:
         if idx is None:
             idx = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
             self._indices[shard] = idx
-            if len(self._indices) > OPEN_SHARDS:
+            if len(self._indices) > OPEN_SHARDS * self.streams:
                 self._indices.popitem(last=False)
+        self._indices.move_to_end(shard)
         return idx
 
     def _file(self, shard: int) -> int:
@@ -113,16 +117,17 @@ class Source:
             # The whole shard will be read in random order soon: ask for it in one sequential sweep.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             self._files[shard] = fd
-            if len(self._files) > OPEN_SHARDS:
+            if len(self._files) > OPEN_SHARDS * self.streams:
                 os.close(self._files.popitem(last=False)[1])
+        self._files.move_to_end(shard)
         return fd
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_files": OrderedDict(), "_indices": OrderedDict()}
 
-    def __del__(self) -> None:
+    def __del__(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         for fd in getattr(self, "_files", {}).values():
-            os.close(fd)
+            close(fd)
 
 
 def idx_path(tar: Path) -> Path:

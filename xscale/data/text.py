@@ -24,7 +24,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with opener(path, "rb") as file:
             for number, raw in enumerate(file, start=1):
-                yield number, raw.decode("utf-8").rstrip("\r\n")
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except UnicodeDecodeError as error:

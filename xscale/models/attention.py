@@ -38,8 +38,9 @@ def attention(
     """
     if runs_flash(qkv_NX, heads):
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
-    save = torch.is_grad_enabled() and qkv_NX.requires_grad
-    return attention_blocks(qkv_NX, lengths_B, longest, seed, layer, heads, dropout, window, save)[0]
+    saves = torch.is_grad_enabled() and qkv_NX.requires_grad
+    room = buffer_size(qkv_NX.shape[0], qkv_NX.shape[1], longest, heads, dropout) if saves else 0
+    return attention_blocks(qkv_NX, lengths_B, room, seed, layer, heads, dropout, window)[0]
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
@@ -139,7 +140,7 @@ class Saved(NamedTuple):
     """dropout(p); p itself without dropout."""
 
 
-def _buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
+def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
     """Numbers that blocks of N tokens save at most. A CPU's pages that are not written cost nothing."""
     most, of = SIMILAR
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
@@ -160,29 +161,28 @@ def _views(buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bo
 def attention_blocks(
     qkv_NX: Tensor,
     lengths_B: Tensor,
-    longest: int,
+    room: int,
     seed: Tensor,
     layer: int,
     heads: int,
     dropout: float,
     window: int | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and what its backward pass reads where `save`: one buffer, whose size is that of any such row."""
+    """`attention`, and what its backward pass reads: one buffer of `room` numbers (buffer_size), of none where no
+    backward pass follows. An argument, since torch keeps compiled programs on disk, and knows them by arguments."""
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
     assert blocks[-1].tokens.stop == N, "a row without padding has as many tokens as its sequences"
-    assert max(block.L for block in blocks) <= longest
-    buffer = qkv_NX.new_empty(_buffer_size(N, X, longest, heads, dropout))
+    buffer = qkv_NX.new_empty(room or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
     generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
-    for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, save):
+    for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, keep=room > 0):
         x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
         torch.softmax(_scores(x, block.masks), -1, out=p)
         if dropout:
             torch.mul(p, kept(p, dropout, generator), out=dropped)
         block.put(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
-    return out_NH, buffer if save else qkv_NX.new_empty(0)
+    return out_NH, buffer if room else qkv_NX.new_empty(0)
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
@@ -196,17 +196,15 @@ def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
 def _(
     qkv_NX: Tensor,
     lengths_B: Tensor,
-    longest: int,
+    room: int,
     seed: Tensor,
     layer: int,
     heads: int,
     dropout: float,
     window: int | None,
-    save: bool,
 ) -> tuple[Tensor, Tensor]:
     N, X = qkv_NX.shape
-    size = _buffer_size(N, X, longest, heads, dropout) if save else 0
-    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(size)
+    return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(room)
 
 
 @torch.library.custom_op("xscale::attention_backward", mutates_args=())
@@ -238,7 +236,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    _, lengths_B, _, _, _, heads, dropout, window, _ = inputs
+    _, lengths_B, _, _, _, heads, dropout, window = inputs
     out_NH, saved = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(saved)
@@ -248,7 +246,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _backward(ctx: Any, grad_NH: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     grad = None if grad_NH is None else attention_blocks_backward(grad_NH, *ctx.saved_tensors, *ctx.arguments)
-    return grad, *[None] * 8
+    return grad, *[None] * 7
 
 
 attention_blocks.register_autograd(_backward, setup_context=_save)

@@ -1,10 +1,13 @@
 """The run's encoder: fresh weights of a preset, or pre-trained ones."""
 
+import logging
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -22,6 +25,8 @@ from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 
 transformers_logging.disable_progress_bar()
+
+LOG = logging.getLogger("xscale")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -43,12 +48,24 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(init)
         config.update(dropout_fields(config.model_type, dropout))
-        return AutoModelForMaskedLM.from_pretrained(init, config=config, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+        lm, loaded = AutoModelForMaskedLM.from_pretrained(
+            init, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise UserError(
             f"model.init {init} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
             f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
+    body = f"{lm.base_model_prefix}."
+    absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
+    if absent:
+        raise UserError(
+            f"model.init {init} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
+            f"config.json describes another model than its weights are of"
+        )
+    if loaded["missing_keys"]:
+        LOG.warning(f"model.init {init} has no masked-LM head; it starts from random weights")
+    return lm
 
 
 def build_encoder(
@@ -126,7 +143,8 @@ def _token_types(config: Any) -> int:
     rows = getattr(config, "type_vocab_size", 0)
     if not rows:
         raise UserError(
-            f"language_embeddings: a {config.model_type} model has no token types to hold them; set it to false"
+            f"a {config.model_type} model has no token types to hold language embeddings; set "
+            f"streams.NAME.language_embeddings=false for each stream that has them"
         )
     return rows
 

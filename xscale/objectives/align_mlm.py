@@ -10,15 +10,18 @@ the ranks and rows: each is used once a step. No language embeddings, as the pap
 Shape letters: N entries of a row, H hidden width.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
+from xscale.config import STRICT, NotNegative
 from xscale.data.lexicon import entries
 from xscale.data.piece import Context, Piece
 from xscale.data.sequences import Example
@@ -27,21 +30,14 @@ from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options(mlm.MaskedOptions):
-    alpha: float = 10.0
+    alpha: NotNegative = 10.0
     """Factor of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
     """mean: a word of several tokens is the mean of their rows; single: entries with one are left out."""
-    pairs_per_step: int | None = None
+    pairs_per_step: PositiveInt | None = None
     """Entries of a step, drawn anew without replacement; null: all."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.alpha < 0:
-            raise UserError(f"alpha: {self.alpha} must not be negative")
-        if self.pairs_per_step is not None and self.pairs_per_step < 1:
-            raise UserError(f"pairs_per_step: {self.pairs_per_step} must be positive, or null for the whole dictionary")
 
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:

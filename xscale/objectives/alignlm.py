@@ -20,27 +20,27 @@ Decided, where the paper is silent:
 """
 
 import copy
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from xscale.config import STRICT, NotNegative, Share
 from xscale.data import links
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, fit_pairs, join_segments
-from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import swapped
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options:
-    mask_prob: float = 0.30
+    mask_prob: Share = 0.30
     """Share of the maskable tokens that is predicted."""
-    bilingual_weight: float = 1.0
+    bilingual_weight: NotNegative = 1.0
     """lambda: the factor of L_bp."""
     expand: Literal["all", "first"] = "all"
     """Which sub-words of two linked words are linked: all with all, or the first with the first."""
@@ -48,12 +48,6 @@ class Options:
     """What H* is of the linked states."""
     shuffle_sides: bool = False
     """Swap the two sentences of a pair with probability 1/2."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_prob < 1:
-            raise UserError(f"mask_prob: {self.mask_prob} must lie between 0 and 1")
-        if not 0 <= self.bilingual_weight < math.inf:
-            raise UserError(f"bilingual_weight: {self.bilingual_weight} must not be negative")
 
 
 class Heads(nn.Module):

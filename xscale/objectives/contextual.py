@@ -13,14 +13,14 @@ which is left to whoever makes the links. Of a word that was cut its last remain
 """
 
 import copy
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.piece import Beside, Context, Piece, Reads
 from xscale.data.row import Tokens
@@ -30,16 +30,12 @@ from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options:
     anchor: str = "en"
     """The language whose states stay near those of the initial encoder; one side of every pair."""
-    anchor_weight: float = 1.0
+    anchor_weight: NotNegative = 1.0
     """lambda: the factor of R."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.anchor_weight < math.inf:
-            raise UserError(f"anchor_weight: {self.anchor_weight} must not be negative")
 
 
 class Frozen:

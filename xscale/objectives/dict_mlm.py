@@ -12,12 +12,15 @@ write, would let it copy itself; for the same reason a token is no translation o
 layer is left out, as by Tang et al. A token is looked up by its id alone, as by both.
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from xscale import rng
+from xscale.config import STRICT
 from xscale.data.lexicon import synonyms
 from xscale.data.piece import Context, Piece
 from xscale.data.sequences import Example, Sequences
@@ -26,17 +29,12 @@ from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options(mlm.MaskedOptions):
     synonym: Literal["input", "label"] = "input"
     """What the translation replaces: the token that the model sees, or the one that it predicts."""
-    dict_share: float = 0.5
+    dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Share of the selected tokens that use the dictionary where it has them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.dict_share <= 1:
-            raise UserError(f"dict_share: {self.dict_share} must lie between 0 and 1")
 
 
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")

@@ -5,32 +5,28 @@
 [CLS] s1 [SEP] s2 [SEP] ... of whole sentences up to max_length; special tokens are never masked.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from xscale.config import STRICT, Share
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
 from xscale.data.tokenizer import Words
-from xscale.errors import UserError
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class MaskedOptions:
     """Fields that every masked objective has."""
 
-    mask_prob: float = 0.15
+    mask_prob: Share = 0.15
     """Share of the maskable tokens that is predicted."""
     whole_word: bool = False
     """Choose words, then mask all their tokens."""
     language_embeddings: bool = False
     """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.mask_prob < 1:
-            raise UserError(f"mask_prob: {self.mask_prob} must lie between 0 and 1")
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> Piece:

@@ -18,34 +18,36 @@ finite as zeros). The key encoder runs with the query's dropout unless `momentum
 Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
+from xscale.config import STRICT, NotNegative, Share
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
 from xscale.data.sequences import Example, Sequences, behind, fit_pairs, join_segments
-from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options:
-    temperature: float = 0.05
+    temperature: PositiveFloat = 0.05
     """tau."""
-    queue_size: int = 32000
+    queue_size: PositiveInt = 32000
     """K, at least the stream's samples."""
-    momentum: float = 0.999
+    momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """m of the key encoder."""
-    projection: int = 300
+    projection: PositiveInt = 300
     """Width of z."""
     normalize_z: bool = True
     """L2-normalise z, as MoCo does."""
@@ -53,29 +55,20 @@ class Options:
     """Fill the queue from the momentum encoder before the first step; else it fills as training goes."""
     momentum_eval: bool = False
     """Run the key encoder without dropout."""
-    moco_weight: float = 1.0
+    moco_weight: NotNegative = 1.0
     """Factor of L_MoCo; 0: not computed, no momentum encoder (Table 5, -MoCo)."""
-    tlm_weight: float = 1.0
+    tlm_weight: NotNegative = 1.0
     """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
     replace_tlm_with_mlm: bool = False
     """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is its factor."""
-    mask_prob: float = 0.15
+    mask_prob: Share = 0.15
     """Share of the maskable tokens that is predicted."""
 
-    def __post_init__(self) -> None:
-        checks = {
-            f"temperature: {self.temperature} must be positive": self.temperature > 0,
-            f"queue_size: {self.queue_size} must be positive": self.queue_size > 0,
-            f"momentum: {self.momentum} must lie in [0, 1]": 0 <= self.momentum <= 1,
-            f"projection: {self.projection} must be positive": self.projection > 0,
-            f"moco_weight: {self.moco_weight} must not be negative": self.moco_weight >= 0,
-            f"tlm_weight: {self.tlm_weight} must not be negative": self.tlm_weight >= 0,
-            "moco_weight and tlm_weight are both 0; one must be positive": self.moco_weight or self.tlm_weight,
-            f"mask_prob: {self.mask_prob} must lie between 0 and 1": 0 < self.mask_prob < 1,
-        }
-        problems = [message for message, ok in checks.items() if not ok]
-        if problems:
-            raise UserError("; ".join(problems))
+    @model_validator(mode="after")
+    def trains_something(self) -> Self:
+        if not self.moco_weight and not self.tlm_weight:
+            raise ValueError("moco_weight and tlm_weight are both 0; one must be positive")
+        return self
 
     @property
     def word_term(self) -> str:

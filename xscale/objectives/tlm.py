@@ -1,17 +1,17 @@
 """Translation language modelling (Conneau & Lample 2019): MLM over `[CLS] S [SEP] T [SEP]`, both sides masked."""
 
-from dataclasses import dataclass
-
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 from xscale import rng
+from xscale.config import STRICT
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, fit_pairs, join_segments
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Options(mlm.MaskedOptions):
     reset_positions: bool = False
     """The second sentence's positions start again at 0 (XLM)."""

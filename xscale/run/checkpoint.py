@@ -63,6 +63,11 @@ class Checkpoint:
         """Estimates of the run (data/calibration.py); None in checkpoints from before there were any."""
         return self.manifest.get("calibration")
 
+    @property
+    def engine(self) -> dict[str, Any] | None:
+        """ZeRO's stage and the precision; None in older checkpoints."""
+        return self.manifest.get("engine")
+
 
 # Finding
 
@@ -100,7 +105,10 @@ def newest_valid(folder: Path, control: Control, say: Any) -> Checkpoint | None:
 
 def verify(path: Path, control: Control) -> str | None:
     """Hash the checkpoint's files, split over the ranks. Returns what is wrong, or None."""
-    expected = read(path).manifest["files"]
+    try:
+        expected = read(path).manifest["files"]
+    except UserError as error:
+        return str(error)
     problems = []
     for name in sorted(expected)[control.rank :: control.size]:
         if not (path / name).exists():
@@ -115,9 +123,13 @@ def verify(path: Path, control: Control) -> str | None:
 
 def read(path: Path) -> Checkpoint:
     try:
-        return Checkpoint(path, json.loads((path / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        absent = {"step", "world_size", "identity", "state", "files"} - set(manifest)
+        if absent:
+            raise ValueError(f"without {', '.join(sorted(absent))}")
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
+    return Checkpoint(path, manifest)
 
 
 # Saving

@@ -7,6 +7,7 @@ import yaml
 from xscale.ranks import Control, Process
 from xscale.run import folder
 from xscale.run.job import Job, prepare
+from xscale.run.start import calibration, check_engine
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
@@ -19,8 +20,9 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Control())
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+    check_engine(checkpoint, config, process.world)
     print(*config.notes, *job.notes(), sep="\n")
-    describe(job.calibrated(), config, process, hardware.device)
+    describe(job.calibrated(calibration(job, checkpoint, Control())), config, process, hardware.device)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 

@@ -28,7 +28,11 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     if path.exists():
         if resume == "never":
             raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-        differences = compare(json.loads(path.read_text()), identity)
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{path} is damaged ({error}); remove it to go on with the run in {out}") from None
+        differences = compare(saved, identity)
         if differences:
             raise UserError(
                 f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"

@@ -175,6 +175,8 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
         source.check_sizes()
     streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
+    for number, source in enumerate(sources):
+        source.streams = max(1, sum(number in spec.sources for spec in specs))
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})

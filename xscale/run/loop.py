@@ -18,6 +18,7 @@ from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
 from xscale.run.stop import StopRequest
 from xscale.step.cost import StepFlops
+from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
@@ -45,6 +46,7 @@ class Trainer:
     def __init__(
         self,
         job: Job,
+        config: EngineConfig,
         engine: Any,
         state: dict[str, Any],
         out: Path,
@@ -56,7 +58,8 @@ class Trainer:
         trace: bool = False,
     ):
         """state: what the streams have consumed. resumed: from a checkpoint of this step."""
-        self.job, self.recipe, self.engine, self.state, self.out = job, job.recipe, engine, state, out
+        self.job, self.recipe, self.state, self.out = job, job.recipe, state, out
+        self.config, self.engine = config, engine
         self.process, self.control, self.stop = process, control, stop
         self.step: int = state["step"]
         """Steps done."""
@@ -193,7 +196,9 @@ class Trainer:
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
         assert self.job.calibration is not None
-        return {"identity": self.job.identity(), "state": self.state, "calibration": self.job.calibration.to_dict()}
+        engine = {"stage": self.config.stage, "precision": self.config.precision}
+        calibration = self.job.calibration.to_dict()
+        return {"identity": self.job.identity(), "state": self.state, "calibration": calibration, "engine": engine}
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""

@@ -11,6 +11,7 @@ from xscale import files, ranks
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.row import Shape
+from xscale.errors import UserError
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import folder
@@ -39,6 +40,7 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
     for note in [*config.notes, *job.notes()]:
         LOG.info(note)
     checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
+    check_engine(checkpoint, config, process.world)
     first = checkpoint.step if checkpoint else 0
     if first >= job.recipe.train.steps:
         LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
@@ -47,7 +49,8 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
     if process.is_main:
         write_config(args.out, job, config)
     state = checkpoint.state if checkpoint else initial_state(job.specs)
-    fitted = job.fit(process, hardware.device) if job.recipe.train.compile else None
+    # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
+    fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
     batches = job.batches(process, hardware.device, state, job.recipe.train.steps - first, fitted=fitted)
     engine = make_engine(job, config, checkpoint, fitted, control)
     LOG.info(
@@ -57,13 +60,29 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
         + ("; the first step compiles the encoder, which may take minutes" if job.recipe.train.compile else "")
     )
     trainer = Trainer(
-        job, engine, state, args.out, process, control, stop, resumed=checkpoint is not None, trace=args.trace
+        job, config, engine, state, args.out, process, control, stop, resumed=checkpoint is not None, trace=args.trace
     )
     with closing(trainer):
         if not checkpoint:
             prefill(engine.module, job, process, engine.device)
             trainer.save(must=True)  # a run that cannot save fails now, not after a day
         return trainer.loop(batches)
+
+
+def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int) -> None:
+    """Raises UserError where DeepSpeed could not load the checkpoint into such an engine."""
+    saved = checkpoint.engine if checkpoint else None
+    if checkpoint is None:
+        return
+    stages = {config.stage, saved["stage"]} if saved else {config.stage}
+    if saved and (saved["precision"] != config.precision or not (len(stages) == 1 or stages == {1, 2})):
+        raise UserError(
+            f"{checkpoint.path} was saved at ZeRO stage {saved['stage']} in {saved['precision']}, this ds_config asks "
+            f"for stage {config.stage} in {config.precision}; go on with the former, or start a new run from it: "
+            f"model.init={checkpoint.path} and another --out"
+        )
+    if checkpoint.ranks != world:
+        zero.check_rescaled(config.stage, f"{checkpoint.path}", checkpoint.ranks, world)
 
 
 def take_folder(out: Path, job: Job, resume: str) -> Any:
@@ -78,7 +97,13 @@ def take_folder(out: Path, job: Job, resume: str) -> Any:
 def calibration(job: Job, checkpoint: Checkpoint | None, control: Control) -> Calibration:
     """The checkpoint's, or rank 0's measurement."""
     if checkpoint and checkpoint.calibration:
-        return Calibration.from_dict(checkpoint.calibration)
+        try:
+            return Calibration.from_dict(checkpoint.calibration, len(job.sources), list(job.recipe.streams))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
+                f"from the one before"
+            ) from None
     return control.from_main(lambda: job.calibrated().calibration)
 
 
@@ -98,7 +123,7 @@ def make_engine(
 ) -> Any:
     """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
     if checkpoint and checkpoint.ranks != control.size:
-        zero.load_rescaled(config.resolved, f"{checkpoint.path}", checkpoint.ranks, control.size)
+        zero.load_rescaled(config.resolved)
     module = StepModule(job.encoder(), job.recipe)
     module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)

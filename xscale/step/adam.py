@@ -41,8 +41,7 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            if not any(directory.glob("*/*.so")):
-                LOG.info(f"compiling DeepSpeed's Adam in {directory}, once on this machine")
+            LOG.info(f"loading DeepSpeed's Adam; where it is not in {directory} yet, compiling it takes minutes")
             getattr(op_builder, builder)().load(verbose=False)
     except Exception as error:
         raise UserError(

@@ -34,7 +34,7 @@ SECTIONS = (
     *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer"),
     *("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "checkpoint", "data_types"),
     *("torch_autocast", "steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler"),
-    *("seq_parallel_communication_data_type", "sparse_gradients"),
+    *("seq_parallel_communication_data_type", "sparse_gradients", "managed_gradient_accumulation"),
 )
 """Keys of a ds_config near which a mistake is looked for; others are left to DeepSpeed."""
 
@@ -101,6 +101,11 @@ def _misnamed(config: dict[str, Any]) -> list[str]:
             return [*problems, f"{key}: {section!r} is not an object"]
         if key in ("optimizer", "scheduler") and not isinstance(section.get("type"), str):
             return [*problems, f"{key}.type is missing"]
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if type(stage) is not int or not 0 <= stage <= 3:
+        problems.append(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
+    if config.get("managed_gradient_accumulation", True) is not True:
+        problems.append("managed_gradient_accumulation = false: a step is one accumulation of xscale's; leave it out")
 
     def check(section: str, classes: list[type], extra: Sequence[str] = ()) -> None:
         known = {*extra, *(name for c in classes for name in inspect.signature(c).parameters)}

@@ -13,6 +13,7 @@ from xscale.step.zero import check_companions, gather_for_every_pass, stage_of
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfigError
 
     companions: Any = getattr(module, "companions", ())
     check_companions(stage_of(ds_config), companions)
@@ -23,8 +24,8 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except pydantic.ValidationError as error:
-        raise UserError(f"ds_config: DeepSpeed does not take it: {error}") from None
+    except (pydantic.ValidationError, DeepSpeedConfigError, AssertionError) as error:
+        raise UserError(f"--ds_config: DeepSpeed does not take it: {error}") from None
     if encoder := getattr(module, "encoder", None):
         gather_for_every_pass(engine, encoder.lm.get_output_embeddings().parameters())
     return engine
