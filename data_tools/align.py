@@ -8,7 +8,6 @@ shards at every run, align once with this tool and give the file to `write_shard
 """
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from data_tools.ranks import Ranks, run
+from xscale import files
 from xscale.data.text import bare_word, read_lines
 from xscale.errors import UserError
 
@@ -123,13 +123,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             return ""
         if args.out.exists():
             raise UserError(f"{args.out} exists; choose another --out or remove it")
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        partial = args.out.with_name(args.out.name + ".incomplete")
-        try:
+        with files.publish(args.out) as partial:
             report = align(pairs(), partial, args.symmetrize)
-            os.replace(partial, args.out)
-        finally:
-            partial.unlink(missing_ok=True)
         return f"{args.out}: {report}"
 
     message = ranks.together(work)[0]

@@ -6,7 +6,6 @@ Writes pairs/ (en-xx with gold word links), mono_en/, mono_xx/, heldout/pairs/, 
 """
 
 import argparse
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from data_tools import tokenizer as tokenizers
 from data_tools import write_shards as writer
 from data_tools.demo_world import LANGUAGES, World
 from data_tools.ranks import Ranks, run
+from xscale import files
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.record import Record
@@ -26,13 +26,13 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
     """Everything, or nothing: the directory appears when it is complete."""
     ranks = ranks or Ranks()
     world = World(seed)
-    partial = out.with_name(out.name + ".generating")
+    partial = files.beside(out)
 
     def start() -> None:
         if out.exists() and any(out.iterdir()):
             raise UserError(f"{out} is not empty; choose another --out or remove it")
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            files.remove(partial)
             partial.mkdir(parents=True)
 
     ranks.together(start)
@@ -58,9 +58,7 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
         for name, flip in (("en-xx", 1), ("xx-en", -1)):
             lines = sorted(" ".join(entry[::flip]) + "\n" for entry in entries)
             (partial / "lexicon" / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        files.move_in(partial, out)
 
     try:
         lines = writer.SHARD_LINES // 4
@@ -71,7 +69,7 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
         ranks.together(finish)
     except BaseException:
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            files.remove(partial)
         raise
 
 

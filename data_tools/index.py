@@ -9,11 +9,11 @@ Tars may hold `.jsonl` members (one record a line), or one sample per record: KE
 import argparse
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from data_tools.ranks import Ranks, run
+from xscale import files
 from xscale.data.scan import scan_shard
 from xscale.data.shards import FORMAT_VERSION, fingerprint, idx_path
 from xscale.errors import UserError
@@ -29,9 +29,8 @@ def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by:
         found = []
         for path in tars[ranks.rank :: ranks.size]:
             scanned = scan_shard(path, langs)
-            temporary = idx_path(path).with_suffix(".idx.new")
-            scanned.idx.tofile(temporary)
-            os.replace(temporary, idx_path(path))
+            with files.publish(idx_path(path)) as partial:
+                scanned.idx.tofile(partial)
             found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs))
         return found
 
@@ -57,9 +56,7 @@ def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by:
         "shards": [shard for shard, _, _ in found],
     }
     if ranks.is_main:
-        temporary = directory / "index.json.new"
-        temporary.write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        os.replace(temporary, directory / "index.json")
+        files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
     ranks.gather(None)
     return index
 

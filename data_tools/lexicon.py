@@ -9,14 +9,13 @@ an entry list lie within 20 % of it.
 """
 
 import argparse
-import os
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from data_tools.ranks import Ranks, run
-from xscale import rng
+from xscale import files, rng
 from xscale.data.lexicon import pair_of, read_entries
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import bare_word
@@ -114,10 +113,7 @@ def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, s
 def write_entries(entries: list[Entry], out: Path) -> None:
     """`source target` a line, apart by a tab where a side has several words."""
     lines = [("\t" if any(len(side.split()) > 1 for side in entry) else " ").join(entry) + "\n" for entry in entries]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(out.name + ".incomplete")
-    partial.write_text("".join(lines), encoding="utf-8")
-    os.replace(partial, out)
+    files.write_text(out, "".join(lines))
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

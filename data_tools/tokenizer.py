@@ -5,7 +5,6 @@ python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram
 
 import argparse
 import json
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from data_tools.ranks import Ranks, run
+from xscale import files
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
@@ -138,12 +138,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
                 yield from (line for _, line in read_lines(path))
 
         tokenizer = train(texts(), args.type, args.vocab_size, args.lowercase)
-        partial = args.out.with_name(args.out.name + ".incomplete")
-        shutil.rmtree(partial, ignore_errors=True)
-        tokenizer.save_pretrained(partial)
-        if args.out.exists():
-            args.out.rmdir()
-        partial.rename(args.out)
+        with files.publish(args.out) as partial:
+            tokenizer.save_pretrained(partial)
         sample = [source.read(0, i) for source in sources for i in range(min(200, int(source.counts[0])))]
         words = sum(len(text.split()) for record in sample for text in record.texts)
         pieces = sum(len(tokenizer.tokenize(text)) for record in sample for text in record.texts)

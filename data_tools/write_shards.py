@@ -22,6 +22,7 @@ import webdataset
 from data_tools import align
 from data_tools import index as indexing
 from data_tools.ranks import Ranks, run
+from xscale import files
 from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -145,12 +146,12 @@ def key_names(paths: list[Path]) -> list[str]:
 
 def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, ranks: Ranks, made_by: dict) -> dict:
     """Write every rank's shards, then the index. Returns index.json's content."""
-    partial = out.with_name(out.name + ".incomplete")
+    partial = files.beside(out)
 
     def start() -> None:
         check_free(out)
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            files.remove(partial)
             partial.mkdir(parents=True)
 
     def write() -> dict[int, Counter]:
@@ -170,8 +171,8 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
         kept = sorted(shard for shard, count in counts.items() if count["records"])
         if not kept:
             left_out = ", ".join(f"{n:,} {reason}" for reason, n in sum(counts.values(), Counter()).items())
-            files = ", ".join(made_by.get("input", [])) or "the input"
-            raise UserError(f"nothing to write to {out}: no record in {files} ({left_out or 'no line'})")
+            inputs = ", ".join(made_by.get("input", [])) or "the input"
+            raise UserError(f"nothing to write to {out}: no record in {inputs} ({left_out or 'no line'})")
         if ranks.is_main:
             for new, old in enumerate(kept):
                 (partial / f"{name}-{old:06d}.tar").rename(partial / f"{name}-{new:06d}.tar")
@@ -179,14 +180,12 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
         totals: Counter = sum((counts[shard] for shard in sorted(counts)), Counter())
         index = indexing.build(partial, None, ranks, made_by | {"counts": dict(sorted(totals.items()))})
         if ranks.is_main:
-            if out.exists():
-                out.rmdir()
-            partial.rename(out)
+            files.move_in(partial, out)
         ranks.gather(None)
         return index
     except BaseException:
         if ranks.is_main:
-            shutil.rmtree(partial, ignore_errors=True)
+            files.remove(partial)
         raise
 
 

@@ -17,21 +17,30 @@ def publish(path: Path) -> Iterator[Path]:
 
     What was at `path` stays until then. A directory there has to be empty.
     """
-    partial = path.with_name(path.name + PARTIAL)
+    partial = beside(path)
     remove(partial)
     partial.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield partial
-        if partial.is_dir():
-            if path.is_dir():
-                path.rmdir()
-        else:
-            sync(partial)
-        os.replace(partial, path)
-        sync(path.parent)
+        move_in(partial, path)
     except BaseException:
         remove(partial)
         raise
+
+
+def beside(path: Path) -> Path:
+    """Where `path` is written."""
+    return path.with_name(path.name + PARTIAL)
+
+
+def move_in(partial: Path, path: Path) -> None:
+    """The last step of `publish`, for what several processes write together."""
+    if not partial.is_dir():
+        sync(partial)
+    elif path.is_dir():
+        path.rmdir()
+    os.replace(partial, path)
+    sync(path.parent)
 
 
 def write_text(path: Path, text: str) -> None:

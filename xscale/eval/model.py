@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForMaskedLM
 
+from xscale import files
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -55,5 +56,4 @@ def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tup
 
 
 def write_json(path: Path, results: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    files.write_text(path, json.dumps(results, indent=1) + "\n")

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 from tqdm import tqdm
 
+from xscale import files
 from xscale.config import Recipe
 from xscale.step.step import StepSums
 
@@ -53,10 +54,8 @@ class JsonLines:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            kept = path.with_name(path.name + ".new")
-            with path.open("rb") as old, kept.open("wb") as new:
+            with files.publish(path) as kept, path.open("rb") as old, kept.open("wb") as new:
                 new.writelines(line for line in old if _step_of(line) <= after_step)
-            os.replace(kept, path)
         self.file = path.open("a", encoding="utf-8")
 
     def write(self, entry: dict[str, Any]) -> None:

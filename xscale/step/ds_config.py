@@ -135,56 +135,16 @@ def resolve_ds_config(
 ) -> EngineConfig:
     """DeepSpeed's config with every "auto" filled. Raises UserError naming every contradiction."""
     resolved = json.loads(json.dumps(config))
-    train = recipe.train
-    warmup = max(recipe.warmup_steps(), 2)
     problems: list[str] = []
-
-    def own(section: dict[str, Any], where: str, key: str, value: Any, field: str, also: Sequence[Any] = ()) -> None:
-        given = section.get(key, AUTO)
-        if given != AUTO and given != value and given not in also:
-            problems.append(f"{where}{key} = {given} contradicts the recipe's {field} = {value}")
-        section[key] = value
-
-    samples = sum(stream.samples or 0 for stream in recipe.streams.values())
-    for key, n in (
-        ("train_micro_batch_size_per_gpu", 1),
-        ("gradient_accumulation_steps", 1),
-        ("train_batch_size", world),
-    ):
-        given = resolved.get(key, AUTO)
-        if given != AUTO and not (key == "train_batch_size" and given == samples):
-            problems.append(f"{key} = {given}: {ROWS}")
-        resolved[key] = n  # nominal: what DeepSpeed counts is a step of one pass on each rank
-    own(resolved, "", "gradient_clipping", train.max_grad_norm, "train.max_grad_norm")
-
-    optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
-    params = optimizer.setdefault("params", {"torch_adam": True})
-    own(params, "optimizer.params.", "lr", train.lr, "train.lr")
-    own(params, "optimizer.params.", "weight_decay", train.weight_decay, "train.weight_decay")
-    for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key, AUTO) == AUTO:
-            params[key] = default
-    if params.get("torch_adam") and "foreach" not in params:
-        params.setdefault("fused", hardware.device in ("cuda", "cpu"))
-
-    scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
-    params = scheduler.setdefault("params", {"warmup_type": "linear"})
-    owned = {
-        "total_num_steps": (train.steps, "train.steps"),
-        "warmup_num_steps": (warmup, "train.warmup, in steps"),
-        "warmup_max_lr": (train.lr, "train.lr"),
-    }
-    if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in SCHEDULES.get(scheduler["type"], ()):
-        params["warmup_min_lr"] = 0.0  # also where the decay ends
-    for key, (value, field) in owned.items():
-        if key in params or key in SCHEDULES.get(scheduler["type"], ()):
-            own(params, "scheduler.params.", key, value, field)
-
+    _fill_sizes(resolved, recipe, world, problems)
+    _own(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
+    _fill_optimizer(resolved, recipe, hardware, problems)
+    _fill_scheduler(resolved, recipe, problems)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
         zero["overlap_comm"] = world > 1  # DeepSpeed then waits for the device after every backward pass
 
-    precision, notes = _resolve_precision(resolved, train.precision, hardware, problems)
+    precision, notes = _resolve_precision(resolved, recipe.train.precision, hardware, problems)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise UserError(f'ds_config {path} and the recipe disagree; write "auto" or the same value:\n{lines}')
@@ -192,12 +152,57 @@ def resolve_ds_config(
     if unfilled:
         lines = "\n".join(unfilled)
         raise UserError(f'ds_config {path}: no recipe has a value for these; write one instead of "auto":\n{lines}')
-    problem = check_stage(stage_of(resolved), precision, train.compile)
+    problem = check_stage(stage_of(resolved), precision, recipe.train.compile)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
+
+
+def _own(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
+    """What the recipe's `field` says goes into a section; another value there is a problem."""
+    given = section.get(key, AUTO)
+    if given not in (AUTO, value):
+        problems.append(f"{where}{key} = {given} contradicts the recipe's {field} = {value}")
+    section[key] = value
+
+
+def _fill_sizes(resolved: dict[str, Any], recipe: Recipe, world: int, problems: list[str]) -> None:
+    """Nominal: what DeepSpeed counts is a step of one pass on each rank."""
+    samples = sum(stream.samples or 0 for stream in recipe.streams.values())
+    sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
+    for key, n in sizes.items():
+        given = resolved.get(key, AUTO)
+        if given != AUTO and not (key == "train_batch_size" and given == samples):
+            problems.append(f"{key} = {given}: {ROWS}")
+        resolved[key] = n
+
+
+def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
+    params = resolved.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {"torch_adam": True})
+    _own(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
+    _own(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
+    for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
+        if params.get(key, AUTO) == AUTO:
+            params[key] = default
+    if params.get("torch_adam") and "foreach" not in params:
+        params.setdefault("fused", hardware.device in ("cuda", "cpu"))
+
+
+def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
+    scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
+    params, takes = scheduler.setdefault("params", {"warmup_type": "linear"}), SCHEDULES.get(scheduler["type"], ())
+    if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
+        params["warmup_min_lr"] = 0.0  # also where the decay ends
+    owned = {
+        "total_num_steps": (recipe.train.steps, "train.steps"),
+        "warmup_num_steps": (max(recipe.warmup_steps(), 2), "train.warmup, in steps"),
+        "warmup_max_lr": (recipe.train.lr, "train.lr"),
+    }
+    for key, (value, field) in owned.items():
+        if key in params or key in takes:
+            _own(problems, params, "scheduler.params.", key, value, field)
 
 
 def _autos(tree: Any, where: str = "") -> list[str]:
