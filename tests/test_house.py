@@ -14,10 +14,11 @@ FLOORS = (
     {"ops"},
     {"models"},
     {"objectives"},
+    {"plugins"},
     {"step"},
     {"eval"},
     {"run"},
-    {"train", "export"},
+    {"train", "export", "conformance"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run"}

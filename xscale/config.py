@@ -258,7 +258,8 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
         return None
     objective = fields.get("objective")
     if not isinstance(objective, str) or objective not in objectives:
-        problems.append(f"{where}.objective: {objective!r} is unknown; there are {', '.join(sorted(objectives))}")
+        there = ", ".join(sorted(objectives))
+        problems.append(f"{where}.objective: {objective!r} is unknown; there are {there}; --plugin brings others")
         return None
     own = _names(StreamConfig)
     if (fields.get("samples") is None) == (fields.get("tokens") is None):

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from xscale import files
 from xscale.errors import UserError
 from xscale.models.build import positions
+from xscale.plugins import load_plugins
 from xscale.run import checkpoint as checkpoints
 from xscale.run.weights import load_model
 
@@ -34,8 +35,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("out", type=Path, metavar="HF_DIR")
+    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
+        load_plugins(args.plugin)
         path = export(args.source, args.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from xscale import ranks
 from xscale.errors import RankError, UserError
+from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
 from xscale.run.start import train_run
@@ -41,6 +42,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
     parser.add_argument("--trace", action="store_true", help="write the keys of every consumed record")
+    parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
@@ -66,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def train(args: argparse.Namespace, process: Process) -> int:
     if args.dry_run and not process.is_main:
         return 0
+    load_plugins(args.plugin)
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():

@@ -12,6 +12,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.eval import alignment_score, heldout, retrieval
 from xscale.eval.model import Exported, write_json
+from xscale.plugins import load_plugins
 
 
 def main() -> int:
@@ -22,8 +23,10 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=1000, help="records of each source, at most")
     parser.add_argument("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
+        load_plugins(args.plugin)
         model = Exported(args.model)
         sources = [source for source in find_sources(args.data) if source.kind == "pair"]
         if not sources:

@@ -80,6 +80,13 @@ class Parts:
     companion: Any = None
 
 
+def own_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
+    """The term of a row whose loss compares samples of the whole step: the sum over its own as value, and the gradient
+    of the sum over all, since other rows' losses depend on its vectors too. losses: of every sample of the step."""
+    everything = losses_V.sum()
+    return losses_V[own_S].sum().detach() + (everything - everything.detach())
+
+
 @dataclass(frozen=True)
 class Objective:
     reads: Literal["mono", "pair"]
@@ -102,6 +109,10 @@ class Objective:
     """(encoder, options) -> the objective's own trainable module, where these options need one."""
     companion: Callable[[Encoder, Any, Any], Companion | None] | None = None
     """(encoder, heads, options) -> state beside the optimizer, made from the initial weights, where needed."""
+    vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
+    """Called like `loss`: vectors [n, D] of the row's samples, which the losses of all rows of the step read. The loss
+    gets states["step"] [V, D], those of the whole step, in which the row's own have a gradient, and states["own"] [n],
+    the places of these. It costs a second forward pass. See `own_share`."""
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
     advise: Callable[[Any, int], str | None] = lambda options, records: None

@@ -8,6 +8,7 @@ from torch import nn
 from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
+from xscale.step.module import StepModule
 from xscale.step.zero import check_companions, gather_for_every_pass, stage_of
 
 
@@ -15,8 +16,9 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    companions: Any = getattr(module, "companions", ())
-    check_companions(stage_of(ds_config), companions)
+    if isinstance(module, StepModule):
+        comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
+        check_companions(stage_of(ds_config), [*module.companions, *comparing])
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}

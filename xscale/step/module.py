@@ -22,6 +22,10 @@ Weights = dict[tuple[str, str], float]
 """(stream, term) -> what the step's loss multiplies the sum over the term's targets with."""
 
 
+States = dict[str, dict[str, Tensor]]
+"""Stream -> name -> states."""
+
+
 class Reported(NamedTuple):
     """A number of a row that only somebody who looks at the metrics reads."""
 
@@ -69,32 +73,49 @@ class StepModule(nn.Module):
         leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def read_beside(self, inputs: Inputs) -> dict[str, Tensor]:
-        """What the companions make of a row, by stream."""
+    def read_beside(self, inputs: Inputs) -> States:
+        """What the companions make of a row."""
         return {
-            stream: self.companions[stream].read(self.encoder, tokens, places_S, inputs.arrays[stream])
+            stream: {"beside": self.companions[stream].read(self.encoder, tokens, places_S, inputs.arrays[stream])}
             for stream, (tokens, places_S) in inputs.beside.items()
         }
 
-    def forward(
-        self, row: Row, inputs: Inputs, beside: dict[str, Tensor], weights: Weights, weights_M: Tensor, largest: float
-    ) -> tuple[Tensor, Tensor]:
-        """The row's loss, and the numbers that `reported` names [K], without gradient.
-
-        inputs: row.inputs on the device; weights_M: of each prediction, as a share of `largest`.
-        """
+    def read(self, row: Row, inputs: Inputs) -> States:
+        """The states that losses read [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
         sizes = [n for reads in row.states.values() for n in reads.values()]
         states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
+        return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
+
+    def vectors(self, row: Row, inputs: Inputs) -> dict[str, Tensor]:
+        """What other rows of the step read of this one, by stream [n, D]."""
+        states = self.read(row, inputs)
+        return {
+            stream: objective.vectors(self.parts(stream), states[stream], inputs.arrays[stream], options)
+            for stream, (objective, options) in self.streams.items()
+            if objective.vectors
+        }
+
+    def forward(
+        self, row: Row, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
+    ) -> tuple[Tensor, Tensor]:
+        """The row's loss, and the numbers that `reported` names [K], without gradient.
+
+        inputs: row.inputs on the device; more: states that are not of the row, such as read_beside's; weights_M: of
+        each prediction, as a share of `largest`.
+        """
+        states = self.read(row, inputs)
         predictions: list[tuple[str, Prediction]] = []
-        loss = hidden_NH.new_zeros((), dtype=torch.promote_types(hidden_NH.dtype, torch.float32))
+        wide = torch.promote_types(next(self.encoder.parameters()).dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=weights_M.device)
         numbers: dict[Reported, Tensor] = {}
         for stream, (objective, options) in self.streams.items():
             if stream not in row.states:
                 continue
-            named = {name: next(states) for name in row.states[stream]}
-            if stream in beside:
-                named["beside"] = beside[stream]
+            named = states[stream] | more.get(stream, {})
+            if objective.vectors:
+                own_ND = objective.vectors(self.parts(stream), named, inputs.arrays[stream], options)
+                named["step"] = named["step"].index_copy(0, named["own"], own_ND)
             losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
             predictions += [(stream, prediction) for prediction in losses.predictions]
             for term, value in losses.sums.items():

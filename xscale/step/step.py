@@ -55,7 +55,12 @@ class RowPass:
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
         torch.manual_seed(rng.torch_seed("beside", *seed))
-        self.beside = module.read_beside(self.inputs)
+        self.more = module.read_beside(self.inputs)
+
+    def vectors(self, module: StepModule) -> dict[str, Tensor]:
+        """What other rows of the step read of this one, by stream [n, D]; as the forward pass will make it."""
+        torch.manual_seed(rng.torch_seed("dropout", *self.seed))
+        return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
 
     def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
         """`module`: a StepModule, or the engine around it."""
@@ -64,7 +69,7 @@ class RowPass:
         weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
         torch.manual_seed(rng.torch_seed("dropout", *self.seed))
         (on_device,) = copy_at_once([weights_M], self.inputs.labels.device)
-        return module(self.row, self.inputs, self.beside, weights, on_device, largest)
+        return module(self.row, self.inputs, self.more, weights, on_device, largest)
 
 
 def optimizer_step(
@@ -92,6 +97,7 @@ def optimizer_step(
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
         for number, row in enumerate(rows)
     ]
+    share_vectors(engine.module, passes)
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
     values_K: Tensor | None = None
@@ -106,6 +112,39 @@ def optimizer_step(
         companion.update(applied=engine.skipped_steps == skipped)
     assert values_K is not None
     return StepSums(engine.module.reported, values_K), norms
+
+
+def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
+    """Give the rows of objectives that compare samples of the whole step its vectors, of all ranks.
+
+    All of them are kept without gradient; in a row's forward pass its own take their place (module.py). The sum of the
+    rows' gradients is then that of the whole step at once (as in GradCache, Gao et al. 2021).
+    """
+    if not any(objective.vectors for objective, _ in module.streams.values()):
+        return
+    found = [row_pass.vectors(module) for row_pass in passes]
+    for stream in found[0]:
+        rows = [of_row[stream] for of_row in found]
+        step_VD, start = gather_rows(torch.cat(rows))
+        for row_pass, own_ND in zip(passes, rows, strict=True):
+            own_S = torch.arange(start, start + len(own_ND), device=own_ND.device)
+            row_pass.more[stream] = row_pass.more.get(stream, {}) | {"step": step_VD, "own": own_S}
+            start += len(own_ND)
+
+
+def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
+    """All ranks' rows, in the order of ranks, and where this rank's begin."""
+    if not dist.is_initialized():
+        return mine_ND, 0
+    sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine_ND)], device=mine_ND.device))
+    counts = torch.cat(sizes).tolist()
+    room = mine_ND.new_zeros(max(counts), mine_ND.shape[1])
+    room[: len(mine_ND)] = mine_ND
+    everyone = [torch.empty_like(room) for _ in counts]
+    dist.all_gather(everyone, room)
+    parts = [rows[:count] for rows, count in zip(everyone, counts, strict=True)]
+    return torch.cat(parts), sum(counts[: dist.get_rank()])
 
 
 def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:

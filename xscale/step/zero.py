@@ -44,11 +44,11 @@ def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
 
 
 def check_companions(stage: int, companions: Iterable[str]) -> None:
-    """Raises UserError for streams with a companion at stage 3."""
+    """Raises UserError at stage 3 for streams that read whole weights outside of the engine's own pass."""
     for stream in companions if stage >= 3 else ():
         raise UserError(
-            f"streams.{stream} has a momentum encoder, which follows whole weights; ZeRO stage 3 cuts them up. Use a "
-            f"ds_config of stage 2 or lower"
+            f"streams.{stream} has a momentum encoder or compares samples of the whole step, which takes whole "
+            f"weights; ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
         )
 
 

@@ -1,0 +1,119 @@
+"""README's own objective, from a package that xscale does not know: the conformance check, training, resume, export."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForMaskedLM
+
+from tests import launch
+from xscale import conformance
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.plugins import load_plugins
+
+RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with README's ranking.py, and ranking.yaml."""
+    folder = tmp_path_factory.mktemp("package")
+    (source,) = re.findall(r"```python\n(.*?)```", (launch.ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    (folder / "ranking.py").write_text(source)
+    (folder / "ranking.yaml").write_text(RECIPE)
+    return folder
+
+
+@pytest.fixture
+def plugin(package: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.delitem(sys.modules, "ranking", raising=False)
+    yield load_plugins(["ranking"])
+    del OBJECTIVES["ranking"]
+
+
+def test_it_conforms(plugin: None, package: Path, demo: Path) -> None:
+    found = conformance.problems(str(package / "ranking.yaml"), [demo], ["streams.ranking.temperature=1.0"])
+    assert len(found) == 5 and not any(found.values()), found
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "check"),
+    [
+        ("own_share(losses, states[\"own\"])", "losses[states[\"own\"]].sum()", "the same at any cut"),
+        ("own_share(losses, states[\"own\"])", "losses.sum()", "the same at any cut"),
+        ("source, target = states[\"step\"].chunk(2, 1)", "source, target = vectors(parts, states, arrays, options)"
+         ".chunk(2, 1); states = states | {\"own\": torch.arange(len(source))}", "the same at any cut"),
+        ("scores.to(", "(scores + scores.detach()).to(", "the gradient is the loss's"),
+        ("return Piece(", "import random; first.ids[:] = [random.randrange(5, 90) for _ in first.ids]"
+         "\n    return Piece(", "records are collated alike"),
+        ("reads = {", "reads = {} if not pairs else {", "rows without samples"),
+    ],
+)  # fmt: skip
+def test_what_does_not_conform_is_seen(
+    package: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str, instead: str, check: str
+) -> None:
+    text = (package / "ranking.py").read_text()
+    assert text.count(there) == 1
+    (tmp_path / "broken.py").write_text(text.replace(there, instead))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    load_plugins(["broken"])
+    try:
+        found = conformance.problems(str(package / "ranking.yaml"), [demo], ["streams.ranking.temperature=1.0"])
+        assert found[check], found
+    finally:
+        del OBJECTIVES["ranking"]
+
+
+def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=r"--plugin absent_plugin cannot be imported.*PYTHONPATH"):
+        load_plugins(["absent_plugin"])
+    (tmp_path / "without_tables.py").write_text("")
+    with pytest.raises(UserError, match="none of the tables OBJECTIVES"):
+        load_plugins(["without_tables"])
+    (tmp_path / "takes_a_name.py").write_text("from xscale.objectives import tlm\nOBJECTIVES = {'mlm': tlm.OBJECTIVE}")
+    with pytest.raises(UserError, match="OBJECTIVES has mlm, a name that is taken"):
+        load_plugins(["takes_a_name"])
+
+
+@pytest.mark.slow
+def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: Path, monkeypatch) -> None:
+    """On 2 ranks; a resume gives the same bits, one rank the same losses."""
+    monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{launch.ROOT}")
+    common = [
+        "--ds_config",
+        "ds_configs/zero2_cpu.json",
+        "--recipe",
+        str(package / "ranking.yaml"),
+        "--plugin",
+        "ranking",
+    ]
+    common += [
+        "--data",
+        str(demo),
+        "--steps",
+        "8",
+        "--set",
+        "train.lr=0.0005",
+        "model.dropout=0.0",
+        "checkpoint.every=4",
+    ]
+    whole, again, alone = (tmp_path / name for name in ("whole", "again", "alone"))
+    launch.run(2, [*common, "checkpoint.keep=9", "--out", str(whole)])
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / "step_00000008")
+    assert "resumed from" in launch.run(2, [*common, "--out", str(again)])
+    assert launch.without_times(again) == launch.without_times(whole)
+    launch.run(1, [*common, "--out", str(alone)])
+    losses = [[entry["loss"] for entry in launch.metrics(out)] for out in (whole, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
+    command = [sys.executable, "-m", "xscale.export", str(again), str(tmp_path / "hf"), "--plugin", "ranking"]
+    subprocess.run(command, check=True, cwd=launch.ROOT)
+    AutoModelForMaskedLM.from_pretrained(tmp_path / "hf")
