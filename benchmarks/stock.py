@@ -170,7 +170,7 @@ class AlignLm(Mlm):
         bi = W(LN(self.linear(GELU(self.W3(self.W2(H_star))))))
         linked = labels.where(A.any(1), -100)
         L_mp = F.cross_entropy(mono.flatten(0, 1), labels.flatten())
-        L_bp = F.cross_entropy(bi.flatten(0, 1), linked.flatten())
+        L_bp = F.cross_entropy(bi.flatten(0, 1), linked.flatten(), reduction="sum") / (labels >= 0).sum()
         return L_mp + self.options.bilingual_weight * L_bp
 
 
@@ -278,12 +278,13 @@ class Contextual(Mlm):
 
     def collate(self, examples: list[Example]) -> Batch:
         inputs, special = self.inputs(examples)
-        other, _ = self.inputs([{"input_ids": example["other"]} for example in examples])
+        other, of_other = self.inputs([{"input_ids": example["other"]} for example in examples])
         links = [(b, i, j) for b, example in enumerate(examples) for i, j in example["links"]]
         return inputs | {
             "other_ids": other["input_ids"],
             "other_mask": other["attention_mask"],
             "ordinary": ~special,
+            "tokens": (~special).sum() + (~of_other).sum(),
             "links": torch.tensor(links).reshape(-1, 3),
         }
 
@@ -296,8 +297,9 @@ class Contextual(Mlm):
         with torch.no_grad():
             f0 = self.frozen[0](*english).last_hidden_state
         b, i, j = batch["links"].T
-        align = (f_english[b, i] - f_other[b, j]).float().square().sum(-1).mean()
-        anchor = (f_english - f0)[batch["ordinary"]].float().square().sum(-1).mean()
+        tokens = batch["tokens"]
+        align = (f_english[b, i] - f_other[b, j]).float().square().sum() / tokens
+        anchor = (f_english - f0)[batch["ordinary"]].float().square().sum() / tokens
         return align + self.options.anchor_weight * anchor
 
 

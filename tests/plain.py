@@ -32,6 +32,12 @@ class Term(NamedTuple):
     targets: int
     right: int = 0
     """Targets predicted right."""
+    divisor: int | None = None
+    """What divides the total, where it is not the targets."""
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total / (self.divisor or self.targets)
 
 
 # Pieces without their layout
@@ -244,9 +250,10 @@ def alignlm(
     bi_BLV = W(LN(heads.linear(GELU(heads.W3(heads.W2(H_star))))))
     labels = sequences_of(piece)[1]
     linked = [{i: label for i, label in of_sequence.items() if counts_BL[b, i]} for b, of_sequence in enumerate(labels)]
+    masked = sum(map(len, labels))  # (9): both sums run over the same i
     return {
-        "mono": Term(1.0, *model.cross_entropy(mono_BLV, labels)),
-        "bi": Term(options.bilingual_weight, *model.cross_entropy(bi_BLV, linked)),
+        "mono": Term(1.0, *model.cross_entropy(mono_BLV, labels), masked),
+        "bi": Term(options.bilingual_weight, *model.cross_entropy(bi_BLV, linked), masked),
     }
 
 
@@ -277,7 +284,8 @@ def contextual(
         for i in range(1, len(ids[p]) - 1):
             R = R + (now_BLH[p, i] - then_PLH[p, i]).square().sum()
             tokens += 1
-    return {"align": Term(1.0, L, links), "anchor": Term(options.anchor_weight, R, tokens)}
+    whole = sum(len(sequence) - 2 for sequence in ids)
+    return {"align": Term(1.0, L, links, 0, whole), "anchor": Term(options.anchor_weight, R, tokens, 0, whole)}
 
 
 def ppa(

@@ -82,18 +82,20 @@ def test_loss_and_gradients_are_the_papers(
     piece = contextual.collate(samples, options, context(tokenizer, max_length))
     kept = [tuple(map(len, e.ids)) for e in fit_pairs([s[0] for s in samples], max_length, "truncate")[0]]
     expected = paper(parts.encoder, initial, pairs, kept, tokenizer, ("en", "xx").index(anchor))
-    assert piece.targets == {"align": expected["links"], "anchor": expected["tokens"]}
+    both = sum(map(sum, kept))
+    assert piece.targets == {"align": expected["links"], "anchor": expected["tokens"], "tokens": both}
+    assert contextual.OBJECTIVE.divisors == {"align": "tokens", "anchor": "tokens"}
     assert piece.samples == 10 and len(piece.sequences.ids) == sum(map(sum, kept)) + 40
     assert bool(piece.too_long) == (max_length < 128) and expected["links"] > 10
     found = sums("contextual", parts, piece, options)
-    assert list(found.terms) == list(piece.targets) and not found.metrics
+    assert list(found.terms) == ["align", "anchor"] and not found.metrics
     for term, value in found.terms.items():
         torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
     factors = contextual.OBJECTIVE.terms(options)
     assert factors == {"align": 1.0, "anchor": 0.7}
 
     def whole(terms: dict[str, Tensor]) -> Tensor:
-        return sum(factors[term] * terms[term] / n for term, n in piece.targets.items())
+        return sum(factors[term] * terms[term] / both for term in factors)
 
     assert_same_gradients(gradients(whole(found.terms), parts.encoder), gradients(whole(expected), parts.encoder))
 
@@ -135,10 +137,10 @@ def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: P
         touched = gradients(sum(found.terms.values()), parts.encoder)
         names = dict(parts.encoder.named_parameters(prefix="0"))
         assert touched.keys() == {name for name in names if not name.startswith("0.lm.cls")}  # no word head in its loss
-        assert list(piece.targets) == ["align", "anchor"]
+        assert list(piece.targets) == ["align", "anchor", "tokens"]
         assert piece.reads.keys() == pieces["links"].reads.keys() and piece.beside is not None
         if name in ("no sample", "all dropped"):
-            assert piece.targets == {"align": 0, "anchor": 0} and (piece.samples, len(piece.sequences.ids)) == (0, 0)
+            assert set(piece.targets.values()) == {0} and (piece.samples, len(piece.sequences.ids)) == (0, 0)
             assert piece.too_long == len(EMPTY[name])
             assert not any(v.item() for v in found.terms.values())
             assert not any(g.any() for g in touched.values())

@@ -107,7 +107,7 @@ def make_case(job: Job) -> Case:
     for name, found in terms.items():
         stream = job.recipe.streams[name]
         rising = 1 / stream.warm_in if stream.warm_in else 1.0
-        shares += [stream.weight * rising * term.factor * term.total / term.targets for term in found.values()]
+        shares += [stream.weight * rising * term.factor * term.mean for term in found.values()]
     loss: Any = sum(shares)
     names, parameters = zip(*module.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -179,7 +179,7 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
 def expected_metrics(case: Case) -> dict[str, float]:
     named = {}
     for name, found in case.terms.items():
-        means = {term: float(t.total.detach()) / t.targets for term, t in found.items()}
+        means = {term: float(t.mean.detach()) for term, t in found.items()}
         named[f"loss/{name}"] = sum(found[term].factor * mean for term, mean in means.items())
         named |= {f"loss/{name}.{term}": mean for term, mean in means.items() if len(found) > 1}
         objective = case.job.recipe.streams[name].objective
@@ -367,8 +367,8 @@ def test_shares_by_hand(demo: Path) -> None:
         {
             "loss/mlm": 3.0,
             "accuracy/mlm": 0.75,
-            "loss/alignlm": 40 / 20 + 3 * 10 / 2,
-            "loss/alignlm.bi": 5.0,
+            "loss/alignlm": 40 / 20 + 3 * 10 / 20,
+            "loss/alignlm.bi": 0.5,
             "loss/alignlm.mono": 2.0,
             "bilingual_accuracy/alignlm": 0.5,
             "bilingual_coverage/alignlm": 0.1,
@@ -402,7 +402,7 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     for name, stream in case.job.recipe.streams.items():
         arguments = case.pieces[name], examples[name], stream.options, case.job.tokenizer
         terms = plain.terms(stream.objective, model, name, *arguments)
-        loss = sum(t.factor * t.total / t.targets for t in terms.values())
+        loss = sum(t.factor * t.mean for t in terms.values())
         loss = loss * stream.weight / max(stream.warm_in, 1)
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         norm = torch.cat([g.flatten() for g in found if g is not None]).norm()

@@ -12,7 +12,8 @@ Decided, where the paper is silent:
   first sub-words only.
 - (5) is a sum, as printed; `normalize: mean` divides by the number of linked sub-words.
 - A masked token without a link, or whose linked words were cut off, has no bilingual target; `bilingual_coverage` is
-  the share that has one. Each loss is divided by its own number of targets.
+  the share that has one. Both losses are divided by |M|, the number of masked tokens, as (9-11) sum them; divided by
+  the linked ones alone, L_bp would count 1.1 to 5 times lambda, by how many links a text has.
 - W1, b1 and GELU are the pre-trained head's own; W3, b3 start as a copy of W1, b1. Its LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is the
   pre-trained model's. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
@@ -106,6 +107,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
+    divisors={"bi": "mono"},  # (9): both are sums over the same masked tokens
     ratios={"bilingual_coverage": ("bi", "mono")},
     words=lambda options: "whitespace",
     needs="links",

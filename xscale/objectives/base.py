@@ -4,8 +4,8 @@ In a worker, `collate` turns samples into the objective's piece of a row. On the
 the piece reads into features, of which one call of the vocabulary head for all streams makes losses, or into sums of
 its own.
 
-A loss is always a sum over targets. The step divides it by the number of targets of the whole optimizer step (all
-ranks, all rows), so a loss does not depend on how the global batch was cut up.
+A loss is always a sum over targets. The step divides it by a count of the whole optimizer step (all ranks, all rows),
+the term's targets or what `divisors` says, so a loss does not depend on how the global batch was cut up.
 
 Shape letters: M predictions, H width of the head, S states.
 """
@@ -99,6 +99,8 @@ class Objective:
     """Runs on the device: (parts, states [S, H] by name, arrays, options) -> losses."""
     terms: Callable[[Any], dict[str, float]]
     """options -> factor of each term in the stream's loss."""
+    divisors: dict[str, str] = field(default_factory=dict)
+    """Term -> which of the piece's counts, summed over the step, divides it, where it is not its own targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Metrics that are one of a piece's counts divided by another."""
     words: Callable[[Any], Words | None] = lambda options: None

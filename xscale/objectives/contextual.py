@@ -7,9 +7,10 @@
 f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately and nothing
 is masked; without R all states could collapse into one.
 
-Decided: R runs over every sub-word of t, not over words' last ones; special tokens take part in neither sum. L is
-divided by the number of links, R by that of sub-words. All links count; the authors keep those that are one-to-one,
-which is left to whoever makes the links. Of a word that was cut its last remaining sub-word stands.
+Decided: R runs over every sub-word of t, not over words' last ones; special tokens take part in neither sum. Both are
+divided by the number of sub-words of both sentences, so that lambda means the same however many links there are. All
+links count; the authors keep those that are one-to-one, which is left to whoever makes the links. Of a word that was
+cut its last remaining sub-word stands.
 """
 
 import copy
@@ -81,10 +82,11 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     first, second = links.token_links(words.links, last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
     places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
+    special = context.tokenizer.is_special[sequences.ids]
     return Piece(
         sequences=sequences,
         reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
-        targets={"align": len(first), "anchor": len(places)},
+        targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
         beside=Beside(alone, places),
         too_long=too_long,
@@ -118,6 +120,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
+    divisors={"align": "tokens", "anchor": "tokens"},  # L + lambda R of the same sentences
     words=lambda options: "whitespace",
     needs="links",
     companion=lambda encoder, heads, options: Frozen(encoder),

@@ -32,12 +32,13 @@ class StepSums:
         """Metrics by name, of the sums over all ranks and the targets of all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term), value in zip(self.reported, totals_K, strict=True):
-            share = value / max(targets[stream, term], 1)
             if name != "loss":
-                shares[f"{name}/{stream}"] = share
+                shares[f"{name}/{stream}"] = value / max(targets[stream, term], 1)
                 continue
             config = recipe.streams[stream]
-            factors = OBJECTIVES[config.objective].terms(config.options)
+            objective = OBJECTIVES[config.objective]
+            factors = objective.terms(config.options)
+            share = value / max(targets[stream, objective.divisors.get(term, term)], 1)
             shares[f"loss/{stream}"] = shares.get(f"loss/{stream}", 0.0) + factors[term] * share
             if len(factors) > 1:
                 shares[f"loss/{stream}.{term}"] = share
@@ -149,9 +150,12 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
     return {
-        (name, term): recipe.stream_weight(name, step) * factor / max(totals[name, term], 1)
+        (name, term): recipe.stream_weight(name, step)
+        * factor
+        / max(totals[name, objective.divisors.get(term, term)], 1)
         for name, stream in recipe.streams.items()
-        for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
+        for objective in (OBJECTIVES[stream.objective],)
+        for term, factor in objective.terms(stream.options).items()
     }
 
 
