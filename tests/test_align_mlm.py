@@ -16,7 +16,7 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from tests.test_dict_mlm import plain_loss, random_samples
 from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, load_lexicon
+from xscale.data.lexicon import Lexicon, entries, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Share
@@ -292,3 +292,18 @@ def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None
         assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
     else:
         assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.5 for entry in entries[0])
+
+
+def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """MUSE has `berlin berlin`: cosine 1, no gradient. They neither count nor are drawn."""
+    words = ["david", "will", "xx", "shitu", "naz"]
+    (tmp_path / "en-xx.txt").write_text("".join(f"{w} {w}\n" for w in words) + "david shitu\nwill naz\n")
+    lexicon = load_lexicon(tmp_path / "en-xx.txt", tokenizer)
+    assert lexicon.identical == len(words) and "5 have the same tokens on both" in lexicon.summary()
+    source, target = entries((lexicon,), False)
+    assert len(source.lengths) == len(target.lengths) == 2
+    context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
+    piece = align_mlm.collate([[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.Options(), context)
+    assert piece.targets["align"] == 2
+    ids = np.split(piece.arrays["ids"], piece.arrays["starts"][1:])
+    assert [tokenizer.hf.decode(word) for word in ids] == ["david", "will", "shitu", "naz"]

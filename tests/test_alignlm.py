@@ -61,7 +61,9 @@ def examples_of(tokenizer: Tokenizer, pairs: list[Pair], langs: tuple[str, str] 
         ids, words = tokenizer.encode_words(texts, "whitespace")
         counts = tuple(len(side.split()) for side in texts)
         identity = np.uint64(1000 + number)
-        samples.append([Example(langs, tuple(ids), tuple(words), identity, number, f"r{number}", linked, counts)])
+        samples.append(
+            [Example(langs, tuple(ids), tuple(words), identity, number, f"r{number}", linked, word_counts=counts)]
+        )
     return samples
 
 

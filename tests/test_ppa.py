@@ -102,20 +102,27 @@ def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[i
 
 
 def plain_moco(
-    parts: Parts, tokenizer: Tokenizer, views: list[tuple[list[int], list[int]]], options: ppa.Options
+    parts: Parts,
+    tokenizer: Tokenizer,
+    views: list[tuple[list[int], list[int]]],
+    options: ppa.Options,
+    own: dict[int, set[int]] | None = None,
 ) -> Tensor:
-    """Equations 2 and 3, one pair and one negative at a time."""
+    """Equations 2 and 3, one pair and one negative at a time. own: of a pair, which keys in the queue are its own."""
     moco = parts.companion
     key_encoder, key_projection = moco.momentum.masters
     queue = moco.queue.ring_KD[: moco.queue.filled].double()
     total = torch.zeros((), dtype=torch.float64)
-    for query_ids, key_ids in views:
+    for b, (query_ids, key_ids) in enumerate(views):
         query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
         zq = plain_z(*query, tokenizer, query_ids, options.normalize_z)
         key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
         zk = plain_z(*key, tokenizer, key_ids, options.normalize_z).detach()
         positive = torch.exp(zq @ zk / options.temperature)
-        total = total - torch.log(positive / (positive + sum(torch.exp(zq @ k / options.temperature) for k in queue)))
+        negatives = [k for i, k in enumerate(queue) if i not in (own or {}).get(b, ())]
+        total = total - torch.log(
+            positive / (positive + sum(torch.exp(zq @ k / options.temperature) for k in negatives))
+        )
     return total
 
 
@@ -232,7 +239,7 @@ def test_a_piece_of_nothing_touches_the_same_parameters(tokenizer: Tokenizer, ch
     assert all(value > 0 for value in found[0].values()) and not any(value for value in found[1].values())
     assert not any(gradient.any() for gradient in touched[1].values())
     if parts.companion is not None:
-        assert len(parts.companion._batch.take()) == 3, "a piece of nothing has no keys"
+        assert len(parts.companion._batch.take()[0]) == 3, "a piece of nothing has no keys"
 
 
 def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:
@@ -264,12 +271,38 @@ def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
     assert torch.equal(found.terms["tlm"], sums("tlm", Parts(parts.encoder), theirs, like).terms["mlm"])
 
 
+def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
+    """Its earlier keys, of another epoch or the prefill, wherever they lie in the queue; other pairs keep them."""
+    options = ppa.Options(queue_size=23, tlm_weight=0.0)
+    parts = make_parts(tokenizer, options)
+    pairs = [replace(pair, record=np.uint64(2**63 + 5 * i)) for i, pair in enumerate(make_pairs(tokenizer, 6))]
+    piece = collate(tokenizer, pairs, options)
+    own = {0: {3, 17}, 2: {0}, 5: {4, 5, 6, 7}}
+    for b, places in own.items():
+        for place in places:
+            parts.companion.queue.records_K[place] = int(np.uint64(pairs[b].record).astype(np.int64))
+    found = sums("ppa", parts, piece, options)
+    assert piece.beside is not None
+    both = zip(queries_of(piece), ids_of(piece.beside.sequences), strict=True)
+    views = [(query[1:-1], key[1:-1]) for query, key in both]
+    expected = plain_moco(parts, tokenizer, views, options, own)
+    torch.testing.assert_close(found.terms["moco"], expected, rtol=1e-9, atol=0)
+    assert found.metrics["own_keys"] == (7, "moco")
+    modules = (parts.encoder, parts.heads)
+    assert_same_gradients(gradients(found.terms["moco"], *modules), gradients(expected, *modules))
+    assert abs(expected - plain_moco(parts, tokenizer, views, options)) > 1e-4
+    state = copy.deepcopy(parts.companion.queue.state_dict())
+    fresh = Queue(23, options.projection)
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.records, parts.companion.queue.records)
+
+
 def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
     both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
     parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
     piece = collate(tokenizer, pairs, options)
-    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number"} and not piece.labels
+    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number", "record"} and not piece.labels
     assert piece.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
     assert ids_of(piece.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
     found = sums("ppa", parts, piece, options).terms
@@ -322,7 +355,7 @@ def test_global_order_from_shuffled_rows() -> None:
     order = torch.randperm(11)
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
         batch.add(vectors[cut], cut)
-    assert torch.equal(batch.take(), vectors) and not batch
+    assert torch.equal(batch.take()[0], vectors) and not batch
 
 
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
@@ -331,7 +364,7 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.companion
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
-    assert torch.equal(moco._batch.take(), whole)
+    assert torch.equal(moco._batch.take()[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
@@ -536,7 +569,7 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
         for row in batch.rows:
             inputs = to_device(row.inputs, CPU)
             moco.read(engine.module.encoder, *inputs.beside["ppa.prefill"], inputs.arrays["ppa.prefill"])
-        expected += moco._batch.take().tolist()
+        expected += moco._batch.take()[0].tolist()
     order = [(moco.queue.next + i) % 17 for i in range(17)]
     torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)
     assert moco.queue.filled == 17 and moco.queue.born_K.tolist() == [0] * 17 and moco.step == 0
@@ -590,7 +623,8 @@ def test_recipes_are_the_papers() -> None:
     options = {name: o.options for name, o in OBJECTIVES.items()}
     recipes = {p.stem: load_recipe(p.stem, [], options) for p in RECIPES.glob("ppa*.yaml")}
     full = recipes["ppa"]
-    assert full.streams["ppa"].options == ppa.Options() and full.streams["ppa"].samples == 128
+    short = ppa.Options(momentum=0.99)  # the paper trains for longer
+    assert full.streams["ppa"].options == short and full.streams["ppa"].samples == 128
     assert (full.train.lr, full.train.warmup, full.train.weight_decay, full.data.max_length) == (3e-5, 0.1, 0.01, 128)
     changes = {
         "ppa_no_moco": {"moco_weight": 0.0},
@@ -653,3 +687,12 @@ def test_run_resumes_exactly_and_exports(demo: Path, tmp_path: Path) -> None:
     export.export(straight, tmp_path / "hf")
     weights = {p.name for p in (tmp_path / "hf").iterdir()}
     assert "companions.pt" not in weights and "model.safetensors" in weights
+
+
+def test_advice(demo: Path) -> None:
+    notes = "\n".join(
+        make_job(demo, "train.steps=400", "streams.ppa.momentum=0.999", "streams.ppa.queue_size=9999").notes()
+    )
+    assert "streams.ppa.momentum 0.999: the key encoder follows the trained one in about 1,000 steps" in notes
+    assert "streams.ppa.queue_size 9,999 exceeds the" in notes
+    assert not make_job(demo, "train.steps=400", "streams.ppa.momentum=0.99", "streams.ppa.queue_size=99").notes()

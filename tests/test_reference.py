@@ -173,7 +173,7 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
         if hasattr(companion, "queue"):
             options = case.job.recipe.streams[stream].options
             _, keys = plain.views(case.model, stream, case.pieces[stream], options)
-            torch.testing.assert_close(companion._batch.take(), keys, rtol=0, atol=rtol)
+            torch.testing.assert_close(companion._batch.take()[0], keys, rtol=0, atol=rtol)
 
 
 def expected_metrics(case: Case) -> dict[str, float]:
@@ -293,7 +293,7 @@ def row_gradients(case: Case, pieces: dict[str, Piece]) -> tuple[Tensor, dict[st
 def forget_keys(case: Case) -> None:
     for companion in case.module.companions.values():
         if hasattr(companion, "queue"):
-            companion._batch.take()
+            companion._batch.take()[0]
 
 
 @pytest.mark.parametrize("case", SIZES, indirect=True)
@@ -337,7 +337,7 @@ def test_reported_names(case: Case) -> None:
             ("tlm", "mlm", "loss", "accuracy"),
             ("alignlm", "mono", "loss", "accuracy"),
             ("alignlm", "bi", "loss", "bilingual_accuracy"),
-            ("ppa", "moco", "loss", "contrastive_accuracy", "queue_age"),
+            ("ppa", "moco", "loss", "contrastive_accuracy", "queue_age", "own_keys"),
             ("align_mlm", "mlm", "loss", "accuracy"),
             ("align_mlm", "align", "loss", "dictionary_cosine"),
         )

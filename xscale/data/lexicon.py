@@ -41,8 +41,14 @@ class Lexicon:
 
     def summary(self) -> str:
         return (
-            f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either side"
+            f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
+            f"side; {self.identical:,} have the same tokens on both and say nothing"
         )
+
+    @property
+    def identical(self) -> int:
+        """Entries whose sides are the same tokens: cosine 1, and no gradient."""
+        return sum(a == b for a, b in zip(*self.ids, strict=True))
 
     def single(self) -> np.ndarray:
         """[n, 2] ids of the entries that are one token on either side."""
@@ -91,8 +97,9 @@ class Ragged:
 
 @lru_cache(maxsize=16)
 def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
-    """Token ids of every entry's two sides [N]; `single`: only of entries that are one token on either side."""
-    pairs = [pair for lexicon in lexicons for pair in zip(*lexicon.ids, strict=True)]
+    """Token ids of both sides of every entry whose sides differ [N]; `single`: only of entries that are one token on
+    either side."""
+    pairs = [(a, b) for lexicon in lexicons for a, b in zip(*lexicon.ids, strict=True) if a != b]
     if single:
         pairs = [(a, b) for a, b in pairs if len(a) == len(b) == 1]
     return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])

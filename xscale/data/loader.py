@@ -122,9 +122,10 @@ class StepDataset(Dataset):
         else:
             ids = self.context.tokenizer.encode(texts)
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
+        of_records = np.concatenate([rng.hash64(self.source_keys[d.source], places_of(d)) for d in draws])
         numbers = [number for draw in draws for number in draw.sample.tolist()]
         at = 0
-        for record, identity, number in zip(records, identities, numbers, strict=True):
+        for record, identity, itself, number in zip(records, identities, of_records, numbers, strict=True):
             end = at + len(record.texts)
             yield Example(
                 record.langs,
@@ -134,6 +135,7 @@ class StepDataset(Dataset):
                 number,
                 record.key,
                 record.links,
+                itself,
                 tuple(len(text.split()) for text in record.texts) if words_of == "whitespace" else None,
             )
             at = end
@@ -141,9 +143,13 @@ class StepDataset(Dataset):
     def identities(self, stream: str, draw: Draw) -> np.ndarray:
         """uint64 key of each record in its epoch of the stream [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
-        place = (draw.shard.astype(np.uint64) << np.uint64(40)) + draw.record.astype(np.uint64)
         per_source = rng.hash64(per_stream ^ self.source_keys[draw.source], draw.epoch)
-        return rng.hash64(per_source, place)
+        return rng.hash64(per_source, places_of(draw))
+
+
+def places_of(draw: Draw) -> np.ndarray:
+    """uint64 number of each record in its source [n_records]."""
+    return (draw.shard.astype(np.uint64) << np.uint64(40)) + draw.record.astype(np.uint64)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ class Example:
     key: str = ""
     links: str | None = None
     """The record's word links, in Pharaoh form."""
+    record: np.uint64 | int = 0
+    """Of the record itself, the same in every epoch and stream; 0: unknown."""
     word_counts: tuple[int, ...] | None = None
     """Whitespace words of each text before any cut, where `words` are whitespace words."""
 

@@ -78,6 +78,8 @@ class Queue:
         self.ring_KD = torch.zeros(size, width)
         self.born_K = torch.zeros(size, dtype=torch.int64)
         """Number of the optimizer step after which each vector came in; 0: before the first."""
+        self.records_K = torch.zeros(size, dtype=torch.int64)
+        """Whose each vector is; 0: unknown."""
         self.next = self.filled = 0
 
     @property
@@ -85,10 +87,16 @@ class Queue:
         """The vectors in the queue, in no particular order [filled, D]."""
         return self.ring_KD[: self.filled]
 
+    @property
+    def records(self) -> Tensor:
+        """Of `keys` [filled]."""
+        return self.records_K[: self.filled]
+
     def to(self, device: torch.device) -> None:
         self.ring_KD, self.born_K = self.ring_KD.to(device), self.born_K.to(device)
+        self.records_K = self.records_K.to(device)
 
-    def push(self, keys_ND: Tensor, step: int) -> None:
+    def push(self, keys_ND: Tensor, step: int, records_N: Tensor | None = None) -> None:
         """A vector that is not finite (fp16 overflow) comes in as zero: it would make every later loss NaN."""
         size = len(self.ring_KD)
         finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
@@ -96,6 +104,7 @@ class Queue:
         places = (self.next + torch.arange(len(keys_ND), device=keys_ND.device)) % size
         self.ring_KD[places] = keys_ND.to(self.ring_KD)
         self.born_K.index_fill_(0, places, step)
+        self.records_K[places] = 0 if records_N is None else records_N[-size:]
         self.next = (self.next + len(keys_ND)) % size
         self.filled = min(self.filled + len(keys_ND), size)
 
@@ -104,11 +113,14 @@ class Queue:
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        return {"ring": self.ring_KD, "born": self.born_K, "next": self.next, "filled": self.filled}
+        whole = {"ring": self.ring_KD, "born": self.born_K, "records": self.records_K}
+        return whole | {"next": self.next, "filled": self.filled}
 
     def load_state_dict(self, state: dict) -> None:
         self.ring_KD.copy_(state["ring"])
         self.born_K.copy_(state["born"])
+        if "records" in state:  # not in older checkpoints
+            self.records_K.copy_(state["records"])
         self.next, self.filled = state["next"], state["filled"]
 
 
@@ -122,23 +134,25 @@ class GlobalBatch:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
-    def add(self, vectors_BD: Tensor, numbers_B: Tensor) -> None:
-        """numbers: the place of each vector's sample in the global batch."""
-        self._parts.append((vectors_BD, numbers_B))
+    def add(self, vectors_BD: Tensor, numbers_B: Tensor, records_B: Tensor | None = None) -> None:
+        """numbers: the place of each vector's sample in the global batch. records: whose it is."""
+        records = torch.zeros_like(numbers_B) if records_B is None else records_B
+        self._parts.append((vectors_BD, torch.stack([numbers_B, records], 1)))
 
-    def take(self) -> Tensor:
-        """All ranks call it together [N, D]. The host does not wait for the device."""
-        vectors, numbers = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Vectors [N, D] and whose they are [N]. All ranks call it together. The host does not wait for the device."""
+        vectors, numbers_N2 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
         self._parts.clear()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            vectors, numbers = self._gather(vectors, numbers)
-        return vectors[numbers.argsort()]
+            vectors, numbers_N2 = self._gather(vectors, numbers_N2)
+        order = numbers_N2[:, 0].argsort()
+        return vectors[order], numbers_N2[order, 1]
 
     def _gather(self, vectors: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
         counts = self._counts(len(vectors))
         padding = max(counts) - len(vectors)
         vectors = torch.cat([vectors, vectors.new_zeros(padding, vectors.shape[1])])
-        numbers = torch.cat([numbers, numbers.new_zeros(padding)])
+        numbers = torch.cat([numbers, numbers.new_zeros(padding, 2)])
         all_vectors = [torch.empty_like(vectors) for _ in counts]
         all_numbers = [torch.empty_like(numbers) for _ in counts]
         dist.all_gather(all_vectors, vectors)

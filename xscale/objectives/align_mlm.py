@@ -5,7 +5,8 @@
 E is the input word-embedding table, b_i the i-th entry of the dictionary B. By decision, an entry of several
 sub-words on a side stands for the mean of their rows (`subwords: single` keeps entries of one, as the authors), and
 |B| is all of data.lexicons at every step, or a fresh sample of `pairs_per_step`. A step's entries are dealt out to
-the ranks and rows: each is used once a step. No language embeddings, as the paper argues (G.5).
+the ranks and rows: each is used once a step. Entries whose sides are the same tokens ("Berlin Berlin", half of MUSE's)
+have cosine 1 and no gradient: they are no part of B. No language embeddings, as the paper argues (G.5).
 
 Shape letters: N entries of a row, H hidden width.
 """
@@ -47,7 +48,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry of a single token on either side; set subwords: mean"
+            f"streams.{context.stream}: data.lexicons has no entry of two different tokens; set subwords: mean"
         )
     picked = part_of_step(len(source.lengths), options.pairs_per_step, context)
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)

@@ -117,5 +117,5 @@ class Objective:
     the places of these. It costs a second forward pass. See `own_share`."""
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
-    advise: Callable[[Any, int], str | None] = lambda options, records: None
-    """(options, records that the stream draws from) -> what had better be otherwise."""
+    advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
+    """(options, records that the stream draws from, steps of the run) -> what had better be otherwise."""

@@ -10,7 +10,8 @@ reset positions and language embeddings.
 
 Decided, where the paper is silent: W1 and W2 have no biases, as (2) is written. z is L2-normalised as in MoCo
 (`normalize_z`). The queue is filled before the first step (`prefill`), is the same on every rank and holds keys of
-the global batch in global order; during an optimizer step it does not change, so rows do not matter. The
+the global batch in global order; during an optimizer step it does not change, so rows do not matter. A key of the
+anchor's own pair, from an earlier epoch or the prefill, is no negative: it is left out of the sum (`own_keys`). The
 momentum update happens once per optimizer step, after it, and not after one that fp16 overflow skipped; keys of a
 skipped step go into the queue all the same, since the forward pass that made them was sound (those that are not
 finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
@@ -84,13 +85,21 @@ def check(options: Options, samples: int) -> str | None:
     return None
 
 
-def advise(options: Options, records: int) -> str | None:
-    if not options.moco_weight or options.queue_size <= records:
-        return None
-    return (
-        f"queue_size {options.queue_size:,} exceeds the {records:,} records that it draws from: a pair is contrasted "
-        f"with earlier keys of its own; a smaller queue_size avoids it"
-    )
+def advise(options: Options, records: int, steps: int) -> list[str]:
+    if not options.moco_weight:
+        return []
+    lines, follows = [], 1 / max(1 - options.momentum, 1e-9)
+    if steps < 3 * follows:
+        lines.append(
+            f"momentum {options.momentum}: the key encoder follows the trained one in about {follows:,.0f} steps, and "
+            f"stays near its random start in a run of {steps:,}; 0.9 to 0.99 suit short runs"
+        )
+    if options.queue_size > records:
+        lines.append(
+            f"queue_size {options.queue_size:,} exceeds the {records:,} records that it draws from: most keys are of "
+            f"pairs that are contrasted with them more than once; a smaller queue_size does as well"
+        )
+    return lines
 
 
 # Data
@@ -113,7 +122,10 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         sequences=behind(words.sequences, query),
         reads=words.reads | {"query": Reads(query.starts + len(words.sequences.ids))},
         targets=words.targets | {"moco": len(pairs)},
-        arrays={"number": np.array([pair.number for pair in pairs], dtype=np.int64)},
+        arrays={
+            "number": np.array([pair.number for pair in pairs], dtype=np.int64),
+            "record": np.array([pair.record for pair in pairs], dtype=np.uint64).view(np.int64),
+        },
         beside=Beside(key, key.starts),
     )
 
@@ -181,7 +193,7 @@ class Moco:
         self.queue.to(places_S.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(key_encoder(tokens)[places_S])
-        self._batch.add(z_BD, arrays["number"])
+        self._batch.add(z_BD, arrays["number"], arrays["record"])
         return z_BD
 
     def update(self, applied: bool) -> None:
@@ -192,7 +204,8 @@ class Moco:
 
     def _enqueue(self, step: int) -> None:
         if self._batch:
-            self.queue.push(self._batch.take(), step)
+            keys_ND, records_N = self._batch.take()
+            self.queue.push(keys_ND, step, records_N)
 
     def finish_prefill(self) -> int:
         self._enqueue(self.step)
@@ -216,23 +229,27 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
     predictions = [] if words is None else [Prediction(options.word_term, words)]
     if not options.moco_weight:
         return Losses(predictions)
-    loss, right, age = contrast(parts, states, options)
-    return Losses(predictions, {"moco": loss}, {"contrastive_accuracy": (right, "moco"), "queue_age": (age, "moco")})
+    loss, metrics = contrast(parts, states, arrays["record"], options)
+    return Losses(predictions, {"moco": loss}, {name: (value, "moco") for name, value in metrics.items()})
 
 
-def contrast(parts: Parts, states: dict[str, Tensor], options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over pairs: L_MoCo, pairs whose translation is nearer than the whole queue, mean age of the queue."""
+def contrast(
+    parts: Parts, states: dict[str, Tensor], records_B: Tensor, options: Options
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sums over pairs: L_MoCo; pairs whose translation is nearer than all negatives, mean age of the queue, and keys in
+    it that are of the pair itself."""
     moco: Moco = parts.companion
     zq_BD, zk_BD = parts.heads(states["query"]), states["beside"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
-    negative_BK = zq_BD @ moco.queue.keys.to(zq_BD.dtype).T
+    own_BK = (records_B[:, None] == moco.queue.records) & (records_B != 0)[:, None]
+    negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     total = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
         right = (logits.argmax(-1) == labels_B).sum()
         age = moco.queue.age(moco.step + 1) * len(logits)
-    return total, right, age
+    return total, {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
 
 
 def terms(options: Options) -> dict[str, float]:

@@ -87,8 +87,8 @@ class Job:
         lines = [lexicon.summary() for lexicon in self.lexicons]
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
-            advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec))
-            lines += [f"streams.{spec.name}.{advice}"] if advice else []
+            advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
+            lines += [f"streams.{spec.name}.{line}" for line in advice]
         return lines
 
     def records(self, spec: StreamSpec) -> int:
