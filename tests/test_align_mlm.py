@@ -15,8 +15,9 @@ from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_dict_mlm import plain_loss, random_samples
 from xscale.config import load_recipe
+from xscale.data import lexicon as lexicons
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, entries, load_lexicon
+from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Share
@@ -300,7 +301,7 @@ def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Toke
     (tmp_path / "en-xx.txt").write_text("".join(f"{w} {w}\n" for w in words) + "david shitu\nwill naz\n")
     lexicon = load_lexicon(tmp_path / "en-xx.txt", tokenizer)
     assert lexicon.identical == len(words) and "5 have the same tokens on both" in lexicon.summary()
-    source, target = entries((lexicon,), False)
+    source, target = lexicons.entries((lexicon,), False)
     assert len(source.lengths) == len(target.lengths) == 2
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
     piece = align_mlm.collate([[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.Options(), context)

@@ -632,7 +632,7 @@ def test_recipes_are_the_papers() -> None:
         "ppa_mlm": {"replace_tlm_with_mlm": True},
     }
     for name, change in changes.items():
-        stream = replace(full.streams["ppa"], options=replace(ppa.Options(), **change))
+        stream = replace(full.streams["ppa"], options=replace(short, **change))
         assert recipes[name] == replace(full, streams={"ppa": stream})
 
 
