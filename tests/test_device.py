@@ -1,5 +1,6 @@
 """What a step asks of the device: the host does not wait for it, one copy moves all, activations are computed again."""
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import launch
 from tests.rows import CPU, rows_of_step, totals_of
 from xscale.data.row import Row
+from xscale.files import sha256_file
+from xscale.ranks import Control
 from xscale.run import checkpoint
 from xscale.run.job import Job
 from xscale.step.module import StepModule
@@ -149,3 +152,37 @@ def test_counters_move_to_where_the_fused_optimizer_reads_them() -> None:
     checkpoint.move_counters(optimizer)
     assert [optimizer.state[p]["step"].device.type for p in (here, there, plain)] == ["cpu", "meta", "cpu"]
     assert optimizer.state[here]["step"] == 7
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {}},
+        {"files": None},
+        {"files": {"a": None}},
+        {"step": "8"},
+        {"step": 5},
+        {"world_size": "1"},
+        {"state": {}},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+    """The newest checkpoint is then the one before it."""
+    for step in (4, 8):
+        path = tmp_path / f"step_{step:08d}"
+        path.mkdir()
+        (path / "weights").write_text("w")
+        whole = {"bytes": 1, "sha256": sha256_file(path / "weights")}
+        manifest = {
+            "step": step,
+            "world_size": 1,
+            "identity": {"seed": 0},
+            "state": {"step": step},
+            "files": {"weights": whole},
+        }
+        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | (change if step == 8 else {})))
+    said: list[str] = []
+    found = checkpoint.newest_valid(tmp_path, Control(), said.append)
+    assert found is not None and found.step == 4
+    assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]

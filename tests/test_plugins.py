@@ -83,6 +83,33 @@ def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
         load_plugins(["takes_a_name"])
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("def x(:", "cannot be imported: SyntaxError"),
+        ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
+        ("import sys; sys.exit(3)", "cannot be imported: SystemExit"),
+        ("import not_there_at_all", "No module named 'not_there_at_all'"),
+        ("OBJECTIVES = []", "OBJECTIVES is no dict"),
+        ("OBJECTIVES = {'odd': 5}", "OBJECTIVES\\['odd'\\] is no Objective"),
+        ("from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n@dataclass\nclass O:\n"
+         "    weight: float = 7.0\nOBJECTIVES = {'odd': replace(tlm.OBJECTIVE, options=O)}", "every stream has weight"),
+        ("from dataclasses import replace\nfrom xscale.objectives import tlm\n"
+         "OBJECTIVES = {'odd': replace(tlm.OBJECTIVE, reads='pairs')}", "reads = 'pairs': must be"),
+    ],
+)  # fmt: skip
+def test_a_broken_plugin_is_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "odd_plugin", raising=False)
+    (tmp_path / "odd_plugin.py").write_text(text)
+    with pytest.raises(UserError, match=f"--plugin odd_plugin.*{problem}"):
+        load_plugins(["odd_plugin"])
+    with pytest.raises(UserError, match="a module's name"):
+        load_plugins(["./odd_plugin.py"])
+
+
 @pytest.mark.slow
 def test_it_trains_resumes_and_is_exported(package: Path, demo: Path, tmp_path: Path, monkeypatch) -> None:
     """On 2 ranks; a resume gives the same bits, one rank the same losses."""

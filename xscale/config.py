@@ -5,6 +5,7 @@ All problems of a recipe are reported at once. A value comes from the YAML file,
 
 import contextlib
 import dataclasses
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -102,7 +103,7 @@ class TrainConfig:
     measure_every: Annotated[int, Field(ge=0)] = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
     and the alignment scores of dictionaries; 0: never."""
-    time_limit: float | None = None
+    time_limit: NotNegative | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
 
     @model_validator(mode="after")
@@ -181,7 +182,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     objectives: options class of each objective. Raises UserError naming every problem.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if not path.exists():
+    if not path.is_file():
         shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
         raise UserError(
             f"recipe {name!r} not found ({path}). Shipped recipes: {shipped}; or give a path ending in .yaml"
@@ -241,7 +242,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         problems.append("streams: needs at least one, such as {mlm: {objective: mlm, samples: 64}}")
     else:
         for name, fields in tree["streams"].items():
-            streams[name] = _build_stream(str(name), fields, objectives, problems)
+            streams[str(name)] = _build_stream(str(name), fields, objectives, problems)
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)
@@ -253,6 +254,9 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
 
 def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:
     where = f"streams.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        problems.append(f"{where}: a stream's name has letters, digits, _ and - alone")
+        return None
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
         return None

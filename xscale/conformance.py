@@ -11,6 +11,7 @@ import argparse
 import copy
 import io
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -60,8 +61,8 @@ def rows_of(job: Job, world: int, max_tokens: int) -> list[list[Row]]:
 
 
 def take_step(module: StepModule, job: Job, ranks: list[list[Row]]) -> Step:
-    """All ranks' rows in this process."""
-    module = copy.deepcopy(module)
+    """All ranks' rows in this process. The companions are updated."""
+    module.zero_grad()
     rows = [row for rows in ranks for row in rows]
     totals = {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
     weights = step_weights(job.recipe, totals, 0)
@@ -72,16 +73,25 @@ def take_step(module: StepModule, job: Job, ranks: list[list[Row]]) -> Step:
         of_row, numbers_K = row_pass(module, weights)
         of_row.backward()
         loss, reported = loss + of_row.item(), reported + numbers_K
+    for companion in module.companions.values():
+        companion.update(applied=True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
     return Step(loss, gradient, StepSums(module.reported, reported).shares(reported.tolist(), job.recipe, totals))
 
 
 def check_cuts(module: StepModule, job: Job) -> Iterator[str]:
     """One row, several rows, 2 and 4 ranks."""
-    whole = take_step(module, job, rows_of(job, 1, 1 << 30))
+    of_whole = copy.deepcopy(module)
+    whole = take_step(of_whole, job, rows_of(job, 1, 1 << 30))
     norm = whole.gradient.norm()
     for world, max_tokens in ((1, 0), (2, 1 << 30), (4, 0)):
-        found, where = take_step(module, job, rows_of(job, world, max_tokens)), f"on {world} rank(s), of short rows"
+        of_cut, where = copy.deepcopy(module), f"on {world} rank(s), of short rows"
+        found = take_step(of_cut, job, rows_of(job, world, max_tokens))
+        for name, companion in of_cut.companions.items():
+            states = tree_leaves([c.state_dict() for c in (companion, of_whole.companions[name])])
+            pairs = zip(states[: len(states) // 2], states[len(states) // 2 :], strict=True)
+            if not all(torch.allclose(torch.as_tensor(a).double(), torch.as_tensor(b).double()) for a, b in pairs):
+                yield f"{where} the companion of {name} has another state than of one row"
         if abs(found.loss - whole.loss) > CLOSE * abs(whole.loss):
             yield f"{where} the loss is {found.loss!r}, in one row {whole.loss!r}"
         if (found.gradient - whole.gradient).norm() > CLOSE * norm:
@@ -94,7 +104,7 @@ def check_cuts(module: StepModule, job: Job) -> Iterator[str]:
 def check_gradient(module: StepModule, job: Job) -> Iterator[str]:
     """Against the difference of two losses, in a random direction."""
     ranks, step = rows_of(job, 1, 1 << 30), 1e-6
-    found = take_step(module, job, ranks).gradient
+    found = take_step(copy.deepcopy(module), job, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     losses = []
     for sign in (1, -1):
@@ -128,9 +138,17 @@ def check_empty_rows(module: StepModule, job: Job) -> Iterator[str]:
         one.streams = {name: module.streams[name]}
         passes = [RowPass(one, row, CPU, (0, number)) for number, row in enumerate(rows)]
         share_vectors(one, passes)
-        loss, _ = passes[1](one, dict.fromkeys(rows[1].targets, 1.0))
+        weights = dict.fromkeys(rows[1].targets, 1.0)
+        passes[0](one, weights)
+        reported = one.reported
+        loss, _ = passes[1](one, weights)
+        if one.reported != reported:
+            yield f"streams.{name}: without samples it reports {one.reported}, with some {reported}"
         if not loss.isfinite():
             yield f"streams.{name}: without samples the loss is {loss.item()}"
+        loss.backward()
+        if not all(p.grad is None or p.grad.isfinite().all() for p in one.parameters()):
+            yield f"streams.{name}: without samples a gradient is not finite"
 
 
 def check_collate(module: StepModule, job: Job) -> Iterator[str]:
@@ -143,15 +161,16 @@ def check_collate(module: StepModule, job: Job) -> Iterator[str]:
 
 
 def check_resume(module: StepModule, job: Job) -> Iterator[str]:
-    """A fresh module with the weights and the companions' saved state."""
-    file = io.BytesIO()
+    """A fresh module with the weights and the companions' saved state, after two steps."""
+    module, ranks, file = copy.deepcopy(module), rows_of(job, 1, 1 << 30), io.BytesIO()
+    for _ in range(2):
+        take_step(module, job, ranks)
     torch.save({name: companion.state_dict() for name, companion in module.companions.items()}, file)
     file.seek(0)
     fresh = StepModule(job.encoder(), job.recipe).double()
     fresh.load_state_dict(module.state_dict())
     for name, state in torch.load(file, weights_only=True).items():
         fresh.companions[name].load_state_dict(state)
-    ranks = rows_of(job, 1, 1 << 30)
     before, after = take_step(module, job, ranks), take_step(fresh, job, ranks)
     if before.loss != after.loss or not torch.equal(before.gradient, after.gradient):
         yield f"after a resume the loss is {after.loss!r}, before it {before.loss!r}"
@@ -182,7 +201,8 @@ def _lines(check: Callable[[StepModule, Job], Iterator[str]], module: StepModule
     try:
         return list(check(module, job))
     except Exception as error:  # whatever the objective's own code raises
-        return [f"{type(error).__name__}: {error}"]
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return [f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"]
 
 
 def main() -> int:

@@ -124,10 +124,12 @@ def verify(path: Path, control: Control) -> str | None:
 def read(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        absent = {"step", "world_size", "identity", "state", "files"} - set(manifest)
-        if absent:
-            raise ValueError(f"without {', '.join(sorted(absent))}")
-    except (OSError, ValueError, TypeError) as error:
+        kinds = {"step": int, "world_size": int, "identity": dict, "state": dict, "files": dict}
+        wrong = [key for key, kind in kinds.items() if type(manifest.get(key)) is not kind or manifest[key] == {}]
+        wrong += [name for name, file in manifest["files"].items() if not {"bytes", "sha256"} <= set(file)]
+        if wrong or manifest["state"].get("step") != manifest["step"]:
+            raise ValueError(f"without a sound {', '.join(wrong) or 'step'}")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
     return Checkpoint(path, manifest)
 

@@ -10,6 +10,7 @@ from xscale.run.job import Job, prepare
 from xscale.run.start import calibration, check_engine
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.engine import check_module
 from xscale.step.module import StepModule
 
 
@@ -28,6 +29,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 def describe(job: Job, config: EngineConfig, process: Process, device: str) -> None:
     module = StepModule(job.encoder(), job.recipe)
+    check_module(module, config.stage)
     parameters = sum(p.numel() for p in module.parameters())
     print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))

@@ -30,7 +30,9 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
             raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            if not isinstance(saved, dict) or not saved:
+                raise ValueError("not an object")
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); remove it to go on with the run in {out}") from None
         differences = compare(saved, identity)
         if differences:

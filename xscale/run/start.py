@@ -88,7 +88,10 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int
 def take_folder(out: Path, job: Job, resume: str) -> Any:
     """Claim and lock the run's directory, and log there. Rank 0 only."""
     folder.claim_out(out, job.identity(), resume)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
     lock = folder.lock_out(out)
     start_logging(out)
     return lock

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
+from xscale.errors import UserError
 from xscale.models.build import dropout_fields
+from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
 
 PREFIX = "encoder.lm."
@@ -29,6 +31,9 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 def load_model(path: str | Path, dropout: float | None = None) -> PreTrainedModel:
     """The Hugging Face model of a checkpoint or run, fp32; dropout: another one than it was trained with."""
     path = checkpoints.find(Path(path))
+    problem = checkpoints.verify(path, Control())
+    if problem:
+        raise UserError(f"checkpoint {path} is not usable: {problem}")
     config = AutoConfig.from_pretrained(path / checkpoints.HF)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))

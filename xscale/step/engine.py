@@ -16,9 +16,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfigError
 
-    if isinstance(module, StepModule):
-        comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
-        check_companions(stage_of(ds_config), [*module.companions, *comparing])
+    check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
         offload = ds_config.get("zero_optimization", {}).get("offload_optimizer") or {}
@@ -39,3 +37,10 @@ def follow_schedule(engine: Any) -> None:
     scheduler = engine.lr_scheduler
     if scheduler is not None and scheduler.last_batch_iteration >= 0:
         scheduler.step(scheduler.last_batch_iteration)
+
+
+def check_module(module: nn.Module, stage: int) -> None:
+    """Raises UserError where ZeRO's stage cannot train it."""
+    if isinstance(module, StepModule):
+        comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
+        check_companions(stage, [*module.companions, *comparing])

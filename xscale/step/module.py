@@ -122,6 +122,7 @@ class StepModule(nn.Module):
                 numbers[Reported("loss", stream, term)] = value.detach()
                 if weights[stream, term]:
                     loss = loss + weights[stream, term] * value
+            assert "loss" not in losses.metrics, f"streams.{stream}: a metric cannot be called loss"
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
         predicted, of_predictions = self.predict(row, predictions, inputs.labels, weights_M, largest)
         self.reported = [*of_predictions, *numbers]

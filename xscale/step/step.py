@@ -102,9 +102,12 @@ def optimizer_step(
     norms = gradient_norms(engine, passes, weights) if measure else {}
     undo_mean = {term: world * weight for term, weight in weights.items()}
     values_K: Tensor | None = None
+    reported: list[Reported] = []
     with one_reduction(engine):
         for row_pass in passes:
             loss, reported_K = row_pass(engine, undo_mean)
+            reported = reported or engine.module.reported
+            assert engine.module.reported == reported, "an objective reports other numbers for one row than for another"
             reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
             values_K = reported_K if values_K is None else values_K + reported_K
             engine.backward(loss)
