@@ -20,7 +20,7 @@ RECIPES = Path(__file__).parent / "recipes"
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """Of a section of the recipe, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
-Share = Annotated[float, Field(gt=0, lt=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -82,7 +82,7 @@ class TrainConfig:
     max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of a predicted token's target that is spread over the whole vocabulary."""
+    """Fraction of a predicted token's target that is spread over the whole vocabulary."""
     z_loss: NotNegative = 0.0
     """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
     max_tokens: PositiveInt | None = None

@@ -28,7 +28,7 @@ import numpy as np
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from xscale.config import STRICT, NotNegative, Share
+from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data import links
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, fit_pairs, join_segments
@@ -39,8 +39,8 @@ from xscale.objectives.tlm import swapped
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    mask_prob: Share = 0.30
-    """Share of the maskable tokens that is predicted."""
+    mask_prob: Fraction = 0.30
+    """Fraction of the maskable tokens that is predicted."""
     bilingual_weight: NotNegative = 1.0
     """lambda: the factor of L_bp."""
     expand: Literal["all", "first"] = "all"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from xscale.config import STRICT, Share
+from xscale.config import STRICT, Fraction
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
 from xscale.data.tokenizer import Words
@@ -21,8 +21,8 @@ from xscale.objectives.base import Losses, Objective, Parts, Prediction
 class MaskedOptions:
     """Fields that every masked objective has."""
 
-    mask_prob: Share = 0.15
-    """Share of the maskable tokens that is predicted."""
+    mask_prob: Fraction = 0.15
+    """Fraction of the maskable tokens that is predicted."""
     whole_word: bool = False
     """Choose words, then mask all their tokens."""
     language_embeddings: bool = False

@@ -30,7 +30,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.config import STRICT, NotNegative, Share
+from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
 from xscale.data.sequences import Example, Sequences, behind, fit_pairs, join_segments
@@ -62,8 +62,8 @@ class Options:
     """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
     replace_tlm_with_mlm: bool = False
     """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is its factor."""
-    mask_prob: Share = 0.15
-    """Share of the maskable tokens that is predicted."""
+    mask_prob: Fraction = 0.15
+    """Fraction of the maskable tokens that is predicted."""
 
     @model_validator(mode="after")
     def trains_something(self) -> Self:
