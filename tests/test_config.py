@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe
+from xscale.data.row import Work
 from xscale.errors import UserError
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
+from xscale.run.loop import Agreed, check_targets
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 STREAM = "streams: {mlm: {objective: mlm, samples: 8}}\n"
@@ -375,3 +377,14 @@ def test_identity_covers_what_decides_the_result() -> None:
     assert load("xlm", *free).identity() == base.identity()
     for assignment in fixed:
         assert load("xlm", assignment).identity() != base.identity(), assignment
+
+
+def test_a_step_without_targets_is_an_error() -> None:
+    """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
+    recipe, work = load("mlm", "data.max_length=16"), Work(0, 0, 0, 0, 0)
+    nothing = Agreed({("mlm", "mlm"): 0}, work, samples=0, too_long=64, stop=0, flush=0)
+    with pytest.raises(
+        UserError, match=r"step 7 has no targets: of its samples 64 were longer than data.max_length 16.*truncate"
+    ):
+        check_targets(nothing, 7, recipe)
+    check_targets(nothing._replace(targets={("mlm", "mlm"): 0, ("tlm", "mlm"): 1}), 7, recipe)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.data.row import Work
 from xscale.errors import UserError
@@ -38,6 +39,18 @@ class Agreed(NamedTuple):
     stop: int
     """How many ranks were told to stop."""
     flush: int
+
+
+def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
+    """Raises UserError, on all ranks, where a step has nothing to learn from."""
+    if any(agreed.targets.values()):
+        return
+    data = recipe.data
+    raise UserError(
+        f"step {step} has no targets: of its samples {agreed.too_long:,} were longer than data.max_length "
+        f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
+        f"more samples a step"
+    )
 
 
 class Trainer:
@@ -88,6 +101,7 @@ class Trainer:
             agreed = self.agree(batch, flush=started - self.last_flush >= FLUSH_SECONDS)
             if agreed.stop:
                 return self.stop_early()
+            check_targets(agreed, self.step + 1, recipe)
             self.pending.append(self.train_step(batch, agreed, started, waited))
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
