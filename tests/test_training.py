@@ -113,7 +113,8 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
     curves, traces = {}, {}
     for world, max_tokens in [(1, 100_000), (2, 200), (4, 400), (2, 4096)]:
         out = tmp_path / f"{world}-{max_tokens}"
-        more = ["--steps", "12", "--trace", *EXACT, f"train.max_tokens={max_tokens}"]
+        # A seed at which no unit of PPA's ReLU comes so near to 0 that rounding decides on which side it is.
+        more = ["--steps", "12", "--trace", "--seed", "3", *EXACT, f"train.max_tokens={max_tokens}"]
         launch.run(world, arguments(demo, out, *more))
         curves[world, max_tokens] = launch.metrics(out)
         traces[world, max_tokens] = {step: sorted(keys) for step, keys in launch.trace(out).items()}
