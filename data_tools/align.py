@@ -2,9 +2,11 @@
 
     python -m data_tools.align --src F --tgt F --out links.txt [--symmetrize intersection]
 
-`write_shards pairs --align` does this on its way. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a program:
+`write_shards pairs --align` does this on its way. links.txt counts the words of links.src.txt and links.tgt.txt, which
+are written too. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a program:
 `pip install 'xscale[align]'`. It draws its own random numbers, so links of two runs differ a little; for the same
-shards at every run, align once with this tool and give the file to `write_shards pairs --links`.
+shards at every run, align once with this tool and give its files to `write_shards pairs --links links.txt --links_src
+links.src.txt --links_tgt links.tgt.txt`.
 """
 
 import argparse
@@ -18,7 +20,8 @@ from pathlib import Path
 
 from data_tools.ranks import Ranks, run
 from xscale import files
-from xscale.data.text import bare_word, read_lines
+from xscale.data import words
+from xscale.data.text import read_lines
 from xscale.errors import UserError
 
 Links = set[tuple[int, int]]
@@ -68,7 +71,7 @@ def parse_links(text: str) -> Links:
 def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
     """Write a line of links for each pair to `out`. Returns a report. Raises UserError.
 
-    Words are whitespace words; the aligner sees them in lower case and without punctuation at their ends.
+    Words are those of data/words.py; the aligner sees them in lower case.
     """
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
@@ -82,8 +85,8 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
         with paths["src"].open("w", encoding="utf-8") as src, paths["tgt"].open("w", encoding="utf-8") as tgt:
             for texts in pairs:
                 given += 1
-                for text, file in zip(texts, (src, tgt), strict=True):
-                    file.write(" ".join(bare_word(word) or word for word in text.split()) + "\n")
+                for (found, _), file in zip(words.split(list(texts)), (src, tgt), strict=True):
+                    file.write(" ".join(found).lower() + "\n")
         options = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
         command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -121,11 +124,16 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         """Aligning is one process's work; the other ranks of mpirun wait."""
         if not ranks.is_main:
             return ""
-        if args.out.exists():
-            raise UserError(f"{args.out} exists; choose another --out or remove it")
+        sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]
+        for path in (args.out, *sides):
+            if path.exists():
+                raise UserError(f"{path} exists; choose another --out or remove it")
         with files.publish(args.out) as partial:
             report = align(pairs(), partial, args.symmetrize)
-        return f"{args.out}: {report}"
+        for number, path in enumerate(sides):
+            with files.publish(path) as partial, partial.open("w", encoding="utf-8") as file:
+                file.writelines(" ".join(words.split([pair[number]])[0][0]) + "\n" for pair in pairs())
+        return f"{args.out}: {report}; of the words of {sides[0]} and {sides[1]}"
 
     message = ranks.together(work)[0]
     if ranks.is_main:

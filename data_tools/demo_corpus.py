@@ -41,12 +41,12 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
     def pair_lines(first: int, count: int) -> Iterator[writer.Line]:
         for number in range(1, count + 1):
             *texts, links = world.pair(first + number - 1)
-            yield number, "", [Record(f"demo.en-xx-{first + number:09d}", LANGUAGES, tuple(texts), links)]
+            yield writer.Line(number, "", [Record(f"demo.en-xx-{first + number:09d}", LANGUAGES, tuple(texts), links)])
 
     def mono_lines(language: str) -> Iterator[writer.Line]:
         for number in range(1, mono + 1):
             text = world.sentence(language, number)
-            yield number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))]
+            yield writer.Line(number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))])
 
     def finish() -> None:
         if not ranks.is_main:

@@ -15,12 +15,22 @@ from typing import Any
 from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.scan import scan_shard
-from xscale.data.shards import FORMAT_VERSION, fingerprint, idx_path
+from xscale.data.shards import FORMAT_VERSION, SEGMENTATIONS, fingerprint, idx_path, read_index
 from xscale.errors import UserError
 
 
-def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by: dict[str, Any]) -> dict[str, Any]:
-    """Scan all tars (split over the ranks), write an .idx beside each and index.json last. Raises UserError."""
+def build(
+    directory: Path,
+    langs: tuple[str, ...] | None,
+    ranks: Ranks,
+    made_by: dict[str, Any],
+    links_count: str | None = None,
+) -> dict[str, Any]:
+    """Scan all tars (split over the ranks), write an .idx beside each and index.json last. Raises UserError.
+
+    links_count: a name of SEGMENTATIONS, whose words the links count; None: as the index that is there says, or white
+    space where others wrote the tars.
+    """
     tars = sorted(directory.glob("*.tar"))
     if not tars:
         raise UserError(f"no .tar in {directory}")
@@ -50,6 +60,7 @@ def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by:
         "langs": list(all_langs),
         "languages": dict.fromkeys(all_langs, records),
         "layout": layout,
+        "segmentation": _segmentation(directory, layout, links_count),
         "records": records,
         "bytes": sum(shard["bytes"] for shard, _, _ in found),
         "made_by": made_by,
@@ -61,15 +72,25 @@ def build(directory: Path, langs: tuple[str, ...] | None, ranks: Ranks, made_by:
     return index
 
 
+def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict[str, str]:
+    if links_count:
+        return SEGMENTATIONS[links_count]
+    try:
+        return read_index(directory).get("segmentation", SEGMENTATIONS["whitespace"])
+    except UserError:
+        return SEGMENTATIONS["unicode" if layout == "lines" else "whitespace"]
+
+
 def summary(directory: Path, index: dict[str, Any]) -> str:
     counts = index["made_by"].get("counts", {})
-    left_out = ", ".join(
-        f"{n:,} {reason}" for reason, n in counts.items() if reason not in ("lines", "records", "members")
-    )
+    no_reasons = ("lines", "records", "members", "dropped_links")
+    left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
+    dropped = counts.get("dropped_links", 0)
     return (
         f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}) in "
         f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"
         + (f"; left out lines: {left_out}" if left_out else "")
+        + (f"; {dropped:,} links of a word and a symbol dropped" if dropped else "")
     )
 
 
@@ -77,8 +98,13 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--langs", nargs="+", help="languages, for samples that do not name theirs")
+    parser.add_argument(
+        "--links_count", choices=SEGMENTATIONS, help="whose words the links count (default: as the index says; "
+        "whitespace where others wrote the tars)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    index = build(args.directory, tuple(args.langs) if args.langs else None, ranks, {"tool": "data_tools.index"})
+    langs = tuple(args.langs) if args.langs else None
+    index = build(args.directory, langs, ranks, {"tool": "data_tools.index"}, args.links_count)
     if ranks.is_main:
         print(summary(args.directory, index))
 

@@ -18,7 +18,7 @@ from data_tools.ranks import Ranks, run
 from xscale import files, rng
 from xscale.data.lexicon import pair_of, read_entries
 from xscale.data.shards import Source, find_sources
-from xscale.data.text import bare_word
+from xscale.data.words import split
 from xscale.errors import UserError
 
 Entry = tuple[str, str]
@@ -49,16 +49,16 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
         for source, shard in shards[ranks.rank :: ranks.size]:
             flip = flips[source.langs]
             for number in range(source.shards[shard].records):
-                record = source.read(shard, number)
+                record = source.with_words(source.read(shard, number))
                 if record.links is None:
                     continue
-                sides = [[bare_word(word) for word in text.split()] for text in record.texts[::flip]]
-                for side, seen in zip(sides, words, strict=True):
-                    seen.update(side)
+                (a, a_is_word), (b, b_is_word) = split([text.lower() for text in record.texts[::flip]])
+                for side, is_word, seen in ((a, a_is_word, words[0]), (b, b_is_word, words[1])):
+                    seen.update(word for word, whole in zip(side, is_word, strict=True) if whole)
                 for link in record.links.split():
                     i, j = (int(end) for end in link.split("-")[::flip])
-                    if sides[0][i] and sides[1][j]:
-                        pairs[sides[0][i], sides[1][j]] += 1
+                    if a_is_word[i] and b_is_word[j]:
+                        pairs[a[i], b[j]] += 1
         return pairs, *words
 
     parts = ranks.together(count)

@@ -1,6 +1,6 @@
 """Train a tokenizer on shards or text and save it as a Hugging Face tokenizer directory.
 
-python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram] [--vocab_size 32000]
+python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 """
 
 import argparse
@@ -21,14 +21,15 @@ from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
-UNIGRAM_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _ALPHABET = 1000
 """Most frequent characters that a WordPiece vocabulary holds, so that Chinese leaves room for pieces."""
 
 
 def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
-    """A BERT-style WordPiece or an XLM-R-style Unigram tokenizer with mask, pad, cls and sep tokens."""
-    special = WORDPIECE_SPECIAL if kind == "wordpiece" else UNIGRAM_SPECIAL
+    """A BERT-style WordPiece, an XLM-R-style Unigram or a RoBERTa-style byte-level BPE tokenizer with mask, pad, cls
+    and sep tokens, and with its model's template of pairs."""
+    special = WORDPIECE_SPECIAL if kind == "wordpiece" else ROBERTA_SPECIAL
     tokens = list(special.values())
     if kind == "wordpiece":
         normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -38,6 +39,16 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         tokenizer.decoder = decoders.WordPiece()
         tokenizer.add_special_tokens(tokens)
+    elif kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.normalizer = normalizers.Lowercase() if lowercase else None
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        pairs = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(texts, pairs)
     else:
         tokenizer = Tokenizer(models.Unigram())
         steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -53,7 +64,7 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
     cls, sep = special["cls"], special["sep"]
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{cls} $A {sep}",
-        pair=f"{cls} $A {sep} $B:1 {sep}:1",
+        pair=f"{cls} $A {sep} $B:1 {sep}:1" if kind == "wordpiece" else f"{cls} $A {sep} {sep} $B {sep}",
         special_tokens=[(cls, ids["cls"]), (sep, ids["sep"])],
     )
     return PreTrainedTokenizerFast(
@@ -116,7 +127,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--type", choices=("wordpiece", "unigram"), default="wordpiece")
+    parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument("--lowercase", action="store_true")
     parser.add_argument("--max_records", type=int, default=1_000_000, help="records of each source, at most")

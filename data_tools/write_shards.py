@@ -13,9 +13,10 @@ import os
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby, zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import webdataset
 
@@ -23,6 +24,7 @@ from data_tools import align
 from data_tools import index as indexing
 from data_tools.ranks import Ranks, run
 from xscale import files
+from xscale.data.carry import carry_over
 from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -32,44 +34,79 @@ SHARD_LINES = 8192
 MEMBER_RECORDS = 256
 _PROGRESS_LINES = 200_000
 
-Line = tuple[int, str, list[Record]]
-"""(input line number over all files, reason why nothing of it is kept or "", its records)."""
+
+class Line(NamedTuple):
+    number: int
+    """Over all input files."""
+    reason: str
+    """Why nothing of it is kept, or ""."""
+    records: list[Record] = []  # noqa: RUF012 (nobody appends)
+    dropped_links: int = 0
+    """Links of a word and a symbol."""
+
+
+class Links(NamedTuple):
+    """Where the word links of pairs come from."""
+
+    path: Path
+    tokenised: tuple[Path, Path] | None = None
+    """The texts whose white-space words they count; None: those of the pairs themselves."""
+    by_words: bool = False
+    """They count words as data/words.py does."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path, *(self.tokenised or ()))
 
 
 def pair_lines(
-    src: Path, tgt: Path, links: Path | None, langs: tuple[str, str], keep: "TokenFilter | None"
+    src: Path,
+    tgt: Path,
+    links: Links | None,
+    langs: tuple[str, str],
+    keep: "TokenFilter | None",
+    owned: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Line]:
-    """One record a line. Raises UserError where the files differ in length."""
+    """One record a line. Raises UserError where the files differ in length. owned: lines that anybody will look at."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
-    streams = [read_lines(path) for path in (src, tgt, *([links] if links else []))]
-    for number, columns in enumerate(zip_longest(*streams), start=1):
+    paths = (src, tgt, *(links.paths if links else ()))
+    for number, columns in enumerate(zip_longest(*map(read_lines, paths)), start=1):
         if None in columns:
-            ended = (src, tgt, links)[columns.index(None)]
-            longer = (src, tgt, links)[next(i for i, column in enumerate(columns) if column)]
+            ended = paths[columns.index(None)]
+            longer = paths[next(i for i, column in enumerate(columns) if column)]
             raise UserError(
                 f"{ended} ends after line {number - 1}, {longer} goes on at line {number}: line n of one must be the "
                 f"counterpart of line n of the other"
             )
         texts = (columns[0][1].strip(), columns[1][1].strip())
-        if not all(texts):
-            yield number, "empty", []
+        if not owned(number) or not all(texts):
+            yield Line(number, "empty")
             continue
-        pharaoh = columns[2][1].strip() if links else None
-        record = Record(f"{name}-{number:09d}", langs, texts, pharaoh)
-        if pharaoh is not None:
-            check_links(record, links, number)
         reason = keep.reason(texts) if keep else ""
-        yield number, reason, [] if reason else [record]
+        if reason:
+            yield Line(number, reason)
+            continue
+        pharaoh, dropped = None, 0
+        if links:
+            tokenised = (columns[3][1], columns[4][1]) if links.tokenised else None
+            try:
+                pharaoh, dropped = carry_over(columns[2][1], texts, tokenised, links.by_words)
+            except ValueError as error:
+                raise UserError(
+                    f"{links.path}: line {number}: {error}; links are 0-based `source-target` numbers of the "
+                    f"white-space words of the text as given, or of the aligner's text: --links_src F --links_tgt F"
+                ) from None
+        yield Line(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
 
 
 @contextlib.contextmanager
-def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> Iterator[Path]:
-    """A file of links for `pair_lines`, made by rank 0 where all ranks can read it, and removed at the end."""
+def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> Iterator[Links]:
+    """Links for `pair_lines`, made by rank 0 where all ranks can read them, and removed at the end."""
     folder = out.with_name(out.name + ".aligning")
 
     def texts() -> Iterator[tuple[str, str]]:
-        for _, _, records in pair_lines(src, tgt, None, ("src", "tgt"), None):
-            yield records[0].texts if records else ("", "")  # type: ignore[misc]
+        for line in pair_lines(src, tgt, None, ("src", "tgt"), None):
+            yield line.records[0].texts if line.records else ("", "")  # type: ignore[misc]
 
     def work() -> None:
         check_free(out)
@@ -80,7 +117,7 @@ def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> I
 
     try:
         ranks.together(work)
-        yield folder / "links"
+        yield Links(folder / "links", by_words=True)
     finally:
         if ranks.is_main:
             shutil.rmtree(folder, ignore_errors=True)
@@ -91,17 +128,6 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} is not empty; choose another --out or remove it")
 
 
-def check_links(record: Record, path: Path | None, number: int) -> None:
-    sizes = [len(text.split()) for text in record.texts]
-    for link in (record.links or "").split():
-        i, dash, j = link.partition("-")
-        if not (dash and i.isdigit() and j.isdigit() and int(i) < sizes[0] and int(j) < sizes[1]):
-            raise UserError(
-                f"{path}: line {number}: link {link!r} does not fit a pair of {sizes[0]} and {sizes[1]} whitespace "
-                f"words; links are 0-based `source-target` word numbers of the text as given"
-            )
-
-
 def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilter | None") -> Iterator[Line]:
     """One record a sentence; `<doc>` lines of WikiExtractor are left out."""
     total = 0
@@ -110,16 +136,17 @@ def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilt
             total += 1
             line = line.strip()
             if not line or line.startswith(("<doc ", "</doc>")):
-                yield total, "empty", []
+                yield Line(total, "empty")
                 continue
             texts = [line] if whole_lines else split_sentences(line)
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
             records = [Record(f"{name}.{lang}-{number:09d}.{i}", (lang,), (text,)) for i, text in kept]
-            yield total, "" if records else "length", records
+            yield Line(total, "" if records else "length", records)
 
 
 class TokenFilter:
-    """Keeps records by word pieces: every side at least `least`, all sides together at most `most` (PPA 3.1)."""
+    """Keeps records by word pieces: every side at least `least` (PPA 3.1), all sides together at most `most`, with the
+    special tokens that they have in a sequence, as data.max_length counts."""
 
     def __init__(self, tokenizer: Path, least: int, most: int):
         self.encoder, self.least, self.most = Tokenizer(tokenizer), least, most
@@ -128,7 +155,8 @@ class TokenFilter:
         sizes = [len(ids) for ids in self.encoder.encode(list(texts))]
         if min(sizes) < self.least:
             return "too short"
-        return "too long" if sum(sizes) > self.most else ""
+        special = self.encoder.pair.special if len(texts) == 2 else 2
+        return "too long" if sum(sizes) + special > self.most else ""
 
 
 def stem(path: Path) -> str:
@@ -156,12 +184,12 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
 
     def write() -> dict[int, Counter]:
         written: dict[int, Counter] = {}
-        for shard, group in groupby(lines, key=lambda line: (line[0] - 1) // shard_lines):
+        for shard, group in groupby(lines, key=lambda line: (line.number - 1) // shard_lines):
             if shard % ranks.size == ranks.rank:
                 written[shard] = _write_shard(partial / f"{name}-{shard:06d}.tar", group)
             else:
-                for number, _, _ in group:
-                    _progress(number, ranks)
+                for line in group:
+                    _progress(line.number, ranks)
         return written
 
     try:
@@ -178,7 +206,8 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
                 (partial / f"{name}-{old:06d}.tar").rename(partial / f"{name}-{new:06d}.tar")
         ranks.gather(None)
         totals: Counter = sum((counts[shard] for shard in sorted(counts)), Counter())
-        index = indexing.build(partial, None, ranks, made_by | {"counts": dict(sorted(totals.items()))})
+        made_by |= {"counts": dict(sorted(totals.items()))}
+        index = indexing.build(partial, None, ranks, made_by, links_count="unicode")
         if ranks.is_main:
             files.move_in(partial, out)
         ranks.gather(None)
@@ -203,11 +232,12 @@ def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
             count["members"] += 1
             member.clear()
 
-    for _, reason, records in lines:
+    for line in lines:
         count["lines"] += 1
-        if not records:
-            count[reason] += 1
-        for record in records:
+        count["dropped_links"] += line.dropped_links
+        if not line.records:
+            count[line.reason] += 1
+        for record in line.records:
             member.append(record.to_json())
             count["records"] += 1
             if len(member) == MEMBER_RECORDS:
@@ -233,6 +263,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     links = pairs.add_mutually_exclusive_group()
     links.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
+    for side in ("src", "tgt"):
+        pairs.add_argument(f"--links_{side}", type=Path, help=f"--{side} as the aligner saw it, if not as given")
     pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default="grow-diag-final-and", help="of --align")
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=Path, nargs="+", required=True)
@@ -244,8 +276,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--shard_lines", type=int, default=SHARD_LINES, help="input lines a shard covers")
         command.add_argument("--tokenizer", type=Path, help="needed by --min_tokens and --max_tokens")
         command.add_argument("--min_tokens", type=int, help="word pieces of each side, at least")
-        command.add_argument("--max_tokens", type=int, help="word pieces of all sides together, at most")
+        command.add_argument(
+            "--max_tokens", type=int, help="tokens of the sequence, as data.max_length counts, at most"
+        )
     return parser.parse_args(argv)
+
+
+def links_of(args: argparse.Namespace) -> Links | None:
+    """--links, --links_src and --links_tgt. Raises UserError."""
+    tokenised = (args.links_src, args.links_tgt)
+    if tokenised == (None, None):
+        return Links(args.links) if args.links else None
+    if not args.links or None in tokenised:
+        raise UserError(
+            "--links_src and --links_tgt are both texts whose words --links counts; give all three or --links alone"
+        )
+    return Links(args.links, tokenised)
 
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:
@@ -265,11 +311,15 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     }
     with contextlib.ExitStack() as stack:
         if args.kind == "pairs":
-            links = args.links
+            links = links_of(args)
             if args.align:
                 links = stack.enter_context(aligned(args.src, args.tgt, args.out, args.symmetrize, ranks))
                 made_by["links"] = f"eflomal, {args.symmetrize}"
-            lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep)
+
+            def owned(number: int) -> bool:
+                return (number - 1) // args.shard_lines % ranks.size == ranks.rank
+
+            lines = pair_lines(args.src, args.tgt, links, tuple(args.langs), keep, owned)
             name, files = args.name or "pairs", [args.src, args.tgt]
         else:
             files = files_of(args.text)

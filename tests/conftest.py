@@ -28,6 +28,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def real() -> Path:
+    """Real text: $XSCALE_REAL_DATA, or ../shared/data beside the checkout. Read only."""
+    path = Path(os.environ.get("XSCALE_REAL_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not path.is_dir():
+        pytest.skip("no real text: set XSCALE_REAL_DATA")
+    return path
+
+
+@pytest.fixture(scope="session")
 def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer(demo / "tokenizer")
 

@@ -23,7 +23,8 @@ from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Reads
-from xscale.data.sequences import Example, Sequences, offsets
+from xscale.data.ragged import offsets
+from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError

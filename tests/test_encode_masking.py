@@ -19,7 +19,8 @@ from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece
-from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, offsets, pack_sentences
+from xscale.data.ragged import offsets
+from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.objectives import mlm, tlm

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from xscale.data.piece import Beside, Piece, Reads
+from xscale.data.ragged import offsets
 from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
-from xscale.data.sequences import Sequences, offsets
+from xscale.data.sequences import Sequences
 from xscale.step.step import to_device
 
 LONGEST, FILLER = 9, 77

@@ -60,6 +60,9 @@ class DataConfig:
     """Tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What happens to a pair or sentence that does not fit max_length; either way it is counted."""
+    segments: bool = True
+    """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
+    has language embeddings; false: both 0, so that neither is the first."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Languages are drawn with p proportional to records^alpha."""
     workers: Annotated[int, Field(ge=0)] = 2

@@ -11,7 +11,7 @@ class Record(NamedTuple):
     langs: tuple[str, ...]
     texts: tuple[str, ...]
     links: str | None = None
-    """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based whitespace words, first text - second text."""
+    """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based words (data/words.py), first text - second text."""
 
     def to_json(self) -> str:
         fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from xscale.data.sequences import offsets
+from xscale.data.ragged import offsets
 from xscale.data.shards import Source
-from xscale.data.text import bare_word, read_lines
+from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split
 from xscale.errors import UserError
 
 _NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
@@ -172,9 +173,8 @@ def _words_of(language: str, sources: list[Source]) -> set[str]:
         if language in source.langs:
             side = source.langs.index(language)
             n = min(_ORDER_SAMPLE, source.shards[0].records)
-            for record in range(n):
-                words = source.read(0, record).texts[side].split()
-                found.update(map(bare_word, words))
+            texts = [source.read(0, record).texts[side].lower() for record in range(n)]
+            found.update(word for words, _ in split(texts) for word in words)
     return found
 
 

@@ -1,7 +1,7 @@
 """Word links of sentence pairs, as links between places of tokens.
 
 The words of a piece are numbered through: those of the first pair's first text, of its second, of the next pair's
-first, and so on, as `links` counts them (whitespace words). Text 2p + s is side s of pair p. A place is a token's index
+first, and so on, as `links` counts them (data/words.py). Text 2p + s is side s of pair p. A place is a token's index
 among the piece's.
 
 Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
@@ -16,7 +16,8 @@ from typing import Literal, NoReturn
 import numpy as np
 
 from xscale.data.piece import Reads
-from xscale.data.sequences import Example, Sequences, offsets
+from xscale.data.ragged import offsets
+from xscale.data.sequences import Example, Sequences
 from xscale.errors import UserError
 
 Layout = list[list[int]]
@@ -47,8 +48,11 @@ class WordTokens:
         return self.places[np.repeat(self.starts[words], counts) + offsets(counts)], counts
 
 
-def read_links(pairs: list[Example]) -> WordLinks:
-    """Raises UserError for a link that is malformed or outside its sentences."""
+def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
+    """Links of a word and a symbol are left out; and, without `symbols`, those of two symbols.
+
+    Raises UserError for a link that is malformed or outside its sentences.
+    """
     numbers: list[int] = []
     links_of = []
     for pair in pairs:
@@ -57,30 +61,37 @@ def read_links(pairs: list[Example]) -> WordLinks:
         found = list(map(int, pair.links.replace("-", " ").split()))
         numbers += found
         links_of.append(len(found) // 2)
-    sizes = np.array([pair.word_counts for pair in pairs], dtype=np.int64).reshape(-1, 2)
+    texts = [text for pair in pairs for text in pair.words or ()]
+    sizes = np.array([len(text.is_word) for text in texts], dtype=np.int64).reshape(-1, 2)
     links = np.array(numbers, dtype=np.int64).reshape(-1, 2)
     pair_of = np.repeat(np.arange(len(pairs)), np.array(links_of, dtype=np.int64))
     outside = (links >= sizes[pair_of]).any(axis=1)
     if outside.any():
         _refuse(pairs[pair_of[outside.argmax()]])
     first = np.concatenate([[0], np.cumsum(sizes)])
-    return WordLinks(first, np.unique(links + first[:-1].reshape(-1, 2)[pair_of], axis=0))
+    links += first[:-1].reshape(-1, 2)[pair_of]
+    is_word = np.concatenate([_NOTHING, *(text.is_word for text in texts)])[links].reshape(-1, 2)
+    links = links[(is_word[:, 0] == is_word[:, 1]) & (is_word[:, 0] | symbols)]
+    # Each once, in order: np.unique of whole rows is ten times as slow.
+    return WordLinks(first, np.stack(np.divmod(np.unique(links[:, 0] * first[-1] + links[:, 1]), max(first[-1], 1)), 1))
+
+
+_NOTHING = np.empty(0, dtype=bool)
 
 
 def _refuse(pair: Example) -> NoReturn:
     remedy = "Write the shards again with `python -m data_tools.write_shards pairs ... --links F` or `--align`"
     if pair.links is None:
         raise UserError(f'record {pair.key!r} has no word links ("" would say that no word has one). {remedy}')
-    assert pair.word_counts is not None
-    n, m = pair.word_counts
+    n, m = (len(text.is_word) for text in pair.words or ())
     wrong = next(
         link
         for link in pair.links.split()
         if not re.fullmatch(_LINK, link) or int(link.split("-")[0]) >= n or int(link.split("-")[1]) >= m
     )
     raise UserError(
-        f"record {pair.key!r}: link {wrong!r} does not fit texts of {n} and {m} whitespace words; links are 0-based "
-        f"`first-second` word numbers of the texts as they stand, not of another tokenisation. {remedy}"
+        f"record {pair.key!r}: link {wrong!r} does not fit texts of {n} and {m} words; links are 0-based "
+        f"`first-second` numbers of the words that xscale/data/words.py defines. {remedy}"
     )
 
 
@@ -97,15 +108,14 @@ def word_tokens(
     keep: Literal["all", "first", "last"],
 ) -> WordTokens:
     """Places of every token of each word, or only of its first or last one. A word that was cut off has none."""
-    if not pairs:
-        return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
     texts = list(chain.from_iterable(layout))
-    numbers = [(pairs[text // 2].words or ())[text % 2] for text in texts]
-    flat = np.array(list(chain.from_iterable(numbers)), dtype=np.int64)
-    words = (np.repeat(first[texts], [len(n) for n in numbers]) + flat)[flat >= 0]
-    assert sequences.words is not None
-    places = np.flatnonzero(sequences.words >= 0)
-    order = np.argsort(words, kind="stable")
+    if not texts:
+        return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    of_texts = [(pairs[text // 2].words or ())[text % 2] for text in texts]
+    counts = [len(text.words) for text in of_texts]
+    words = np.concatenate([text.words for text in of_texts]) + np.repeat(first[texts], counts)
+    places = np.concatenate([text.tokens for text in of_texts]) + np.repeat(sequences.segment_starts, counts)
+    order = np.lexsort((places, words))
     words, places = words[order], places[order]
     if keep != "all":
         side = {"prepend": -1} if keep == "first" else {"append": -1}
@@ -115,11 +125,13 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """Every pair of a token of one word and a token of the other, for each linked pair of words [Z, 2]."""
+    """Every pair of a token of one word and a token of the other, for each linked pair of words; each once [Z, 2]."""
     ours, n_ours = tokens.runs(links[:, 0])
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)
-    return np.stack([np.repeat(ours, n_theirs), theirs], axis=1)
+    # Two tokens that overlap several linked words, as of Chinese do, are one link.
+    width = int(max(ours.max(initial=0), theirs.max(initial=0))) + 1
+    return np.stack(np.divmod(np.unique(np.repeat(ours, n_theirs) * width + theirs), width), axis=1)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Reads]:

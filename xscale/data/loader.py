@@ -24,7 +24,8 @@ from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
-from xscale.data.tokenizer import Tokenizer, Words
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import TokenWords
 from xscale.errors import RankError, UserError
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
@@ -37,8 +38,8 @@ class StreamCollate:
 
     collate: Collate
     options: Any
-    words: Words | None = None
-    """Whose word numbers the examples carry."""
+    words: bool = False
+    """Whether the examples carry the words of their texts."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +113,13 @@ class StepDataset(Dataset):
         return found
 
     def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
-        words_of = self.streams[stream].words
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
         texts = [text for record in records for text in record.texts]
-        words: list[list[int]] | None = None
-        if words_of:
-            ids, words = self.context.tokenizer.encode_words(texts, words_of)
+        words: list[TokenWords] | None = None
+        if self.streams[stream].words:
+            records = [self.sources[s].with_words(r) for (s, _, _), r in zip(places, records, strict=True)]
+            ids, words = self.context.tokenizer.encode_words(texts)
         else:
             ids = self.context.tokenizer.encode(texts)
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
@@ -136,7 +137,6 @@ class StepDataset(Dataset):
                 record.key,
                 record.links,
                 itself,
-                tuple(len(text.split()) for text in record.texts) if words_of == "whitespace" else None,
             )
             at = end
 

@@ -25,7 +25,8 @@ def mask_tokens(
     unit = place
     if whole_word:
         assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
-        unit = sequences.words.astype(np.uint64)
+        alone = place + np.uint64(1 << 32)  # a token that is of no word
+        unit = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
     chosen = maskable & (rng.uniform(per_token ^ _purpose("choose"), unit) < mask_prob)
     targets = np.flatnonzero(chosen)
     per_token, place = per_token[targets], place[targets]

@@ -4,13 +4,16 @@ Shape letters: N tokens of the piece's sequences, M predicted tokens, S states t
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from xscale.data.masking import mask_tokens
-from xscale.data.sequences import Sequences
+from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.tokenizer import Tokenizer
+
+Types = Literal["languages", "segments"]
+"""What a token's type is the number of; by name of a field of Sequences."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,17 @@ class Context:
     """The dictionaries of data.lexicons (data/lexicon.py), as id tables."""
     stream: str = ""
     share: Share = Share()
+    segments: bool = False
+    """Whether the two sentences of a pair have token types of their own."""
+
+    def fit_pairs(self, samples: list[list[Example]]) -> tuple[list[Example], int]:
+        """The pairs of samples of one each that fit max_length, and how many were too long."""
+        special = self.tokenizer.pair.special
+        return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
+
+    def types(self, language_embeddings: bool) -> "Types | None":
+        """What the token types of a sequence of pairs say."""
+        return "languages" if language_embeddings else "segments" if self.segments else None
 
 
 class Reads(NamedTuple):
@@ -65,8 +79,8 @@ class Piece:
     """Term -> ids that it predicts from the vocabulary [M], in the order of the loss's predictions."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """What else the loss gets, on the device."""
-    types: bool = False
-    """Whether tokens have an embedding of their language."""
+    types: Types | None = None
+    """What the token types say; None: 0 everywhere."""
     beside: "Beside | None" = None
     too_long: int = 0
 
@@ -85,7 +99,7 @@ def masked_lm(
     *,
     mask_prob: float,
     whole_word: bool = False,
-    language_embeddings: bool = False,
+    types: Types | None = None,
     samples: int | None = None,
     too_long: int = 0,
 ) -> Piece:
@@ -98,6 +112,6 @@ def masked_lm(
         targets={"mlm": len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,
         labels={"mlm": sequences.ids[targets]},
-        types=language_embeddings,
+        types=types,
         too_long=too_long,
     )

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.piece import Piece, Reads
-from xscale.data.sequences import Sequences, offsets
+from xscale.data.piece import Piece, Reads, Types
+from xscale.data.ragged import offsets
+from xscale.data.sequences import Sequences
 
 Index = tuple[Any, Any, Any, Any]
 """What ops.alignment_gather reads, int32: offsets [S + 1] and places [K] of each state, offsets [N + 1] and states [K]
@@ -111,11 +112,11 @@ def make_row(pieces: dict[str, Piece], longest: int, filler: int, shape: Shape |
 
 
 def lay_out(
-    parts: list[Sequences], types: list[bool], longest: int, filler: int, shape: Shape | None = None
+    parts: list[Sequences], types: list[Types | None], longest: int, filler: int, shape: Shape | None = None
 ) -> tuple[Tokens, list[np.ndarray]]:
     """The sequences of all parts, longest first; and for each part the index in the row of each of its tokens.
 
-    types: which parts have token types. The row never is quite empty.
+    types: what each part's token types say. The row never is quite empty.
     """
     lengths = np.concatenate([part.lengths for part in parts])
     order = np.argsort(-lengths, kind="stable")
@@ -132,12 +133,12 @@ def lay_out(
         filled[len(place) :] = rest
         return filled
 
-    languages = [part.languages * used for part, used in zip(parts, types, strict=True)]
+    numbers = [getattr(part, of) if of else np.zeros_like(part.ids) for part, of in zip(parts, types, strict=True)]
     lengths = np.concatenate([lengths[order], fill]).astype(np.int32)
     tokens = Tokens(
         column([part.ids for part in parts], filler),
         column([part.positions for part in parts], offsets(fill)),
-        column(languages, 0) if any(types) else None,
+        column(numbers, 0) if any(types) else None,
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         lengths,
         longest,

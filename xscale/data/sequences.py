@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from xscale.data.ragged import offsets
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import TokenWords
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Example:
 
     langs: tuple[str, ...]
     ids: tuple[list[int], ...]
-    words: tuple[list[int], ...] | None
-    """For each token the number of its word (whole-word masking), where asked for."""
+    words: tuple[TokenWords, ...] | None
+    """Of each text, where asked for."""
     identity: np.uint64
     """Key of all randomness that concerns this record in this epoch of this stream."""
     number: int = 0
@@ -27,8 +29,6 @@ class Example:
     """The record's word links, in Pharaoh form."""
     record: np.uint64 | int = 0
     """Of the record itself, the same in every epoch and stream; 0: unknown."""
-    word_counts: tuple[int, ...] | None = None
-    """Whitespace words of each text before any cut, where `words` are whitespace words."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,14 @@ class Sequences:
     """Position of each token in its sequence, or in its segment where positions are reset [N]."""
     languages: np.ndarray
     """Language number of each token [N]."""
+    segments: np.ndarray
+    """0 for tokens of a sequence's first segment, 1 for those of its second, 2, ... [N]."""
     words: np.ndarray | None
-    """Word number of each token within its sequence, -1 for special tokens [N]."""
+    """Word number of each token within its sequence, -1 for special tokens and such as belong to no word [N]."""
     identities: np.ndarray
     """uint64 key of each sequence [B]."""
+    segment_starts: np.ndarray
+    """Index of each segment's first token that is its own, not a special one."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -64,72 +68,79 @@ class Sequences:
         return offsets(self.lengths)
 
 
-def offsets(lengths: np.ndarray) -> np.ndarray:
-    """0..length-1 for each length, concatenated."""
-    ends = np.cumsum(lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-
-
 def join_segments(
     tokenizer: Tokenizer,
     sequences: list[list[tuple[Example, int]]],
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text).
+    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text). Of two texts
+    of one record it is the tokenizer's own template of a pair.
 
-    The first [SEP] belongs to the first segment, and so on; [CLS] belongs to the first. A sequence takes the
-    identity of its first example.
+    [CLS] belongs to the first segment, what stands between two to the former. A sequence takes the identity of its
+    first example.
     """
     flat: list[int] = []
-    words: list[int] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
-    segment_lengths, segment_languages, segments = [], [], []
+    words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
+    segment_starts, segment_lengths, segment_languages, segments = [], [], [], []
+    sep = [tokenizer.sep_id]
     for sequence in sequences:
-        flat.append(tokenizer.cls_id)
-        start, first_word = len(flat) - 1, 0
-        if words is not None:
-            words.append(-1)
-        for example, side in sequence:
+        start, first_word = len(flat), 0
+        pair = len(sequence) == 2 and sequence[0][0] is sequence[1][0]
+        opening, between, closing = tokenizer.pair[:3] if pair else ([tokenizer.cls_id], sep, sep)
+        before = opening
+        for number, (example, side) in enumerate(sequence):
+            flat += before
+            segment_starts.append(len(flat))
             flat += example.ids[side]
-            flat.append(tokenizer.sep_id)
+            after = closing if number == len(sequence) - 1 else between
+            flat += after
             if words is not None:
                 assert example.words is not None
-                numbers = example.words[side]
-                words += [first_word + w if w >= 0 else -1 for w in numbers]
-                words.append(-1)
-                first_word += max(numbers, default=-1) + 1
+                of_token = example.words[side].of_token
+                words += [_NO_WORD[: len(before)], np.where(of_token < 0, -1, of_token + first_word)]
+                words.append(_NO_WORD[: len(after)])
+                first_word += len(example.words[side].is_word)
             segment_lengths.append(len(flat) - start)
             segment_languages.append(language_ids[example.langs[side]])
-            start = len(flat)
+            start, before = len(flat), []
         segments.append(len(sequence))
     per_segment = np.array(segment_lengths, dtype=np.int64)
-    starts = np.cumsum([0, *segments[:-1]]) if segments else np.empty(0, dtype=np.int64)
+    of_sequence = np.array(segments, dtype=np.int64)
+    starts = np.cumsum(of_sequence) - of_sequence
     lengths = np.add.reduceat(per_segment, starts) if segments else np.empty(0, dtype=np.int64)
     return Sequences(
         ids=np.array(flat, dtype=np.int64),
         lengths=lengths,
         positions=offsets(per_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
-        words=None if words is None else np.array(words, dtype=np.int64),
+        segments=np.repeat(offsets(of_sequence), per_segment),
+        words=None if words is None else np.concatenate([_NO_WORD[:0], *words]),
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
+        segment_starts=np.array(segment_starts, dtype=np.int64),
     )
+
+
+_NO_WORD = np.full(8, -1)
 
 
 def behind(first: Sequences, second: Sequences) -> Sequences:
     """The second's sequences behind the first's; without word numbers."""
     joined = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])
-        for name in ("ids", "lengths", "positions", "languages", "identities")
+        for name in ("ids", "lengths", "positions", "languages", "segments", "identities")
     }
-    return Sequences(**joined, words=None)
+    segment_starts = np.concatenate([first.segment_starts, second.segment_starts + len(first.ids)])
+    return Sequences(**joined, words=None, segment_starts=segment_starts)
 
 
-def fit_pairs(examples: list[Example], max_length: int, overlong: str) -> tuple[list[Example], int]:
-    """Pairs that fit `[CLS] S [SEP] T [SEP]`; the others are dropped or cut, both sides in proportion.
+def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: int = 3) -> tuple[list[Example], int]:
+    """Pairs of at most `max_length` tokens, `special` ones included; the others are dropped or cut, both sides in
+    proportion.
 
     Returns the pairs and how many were too long.
     """
-    room, kept, long = max_length - 3, [], 0
+    room, kept, long = max_length - special, [], 0
     for example in examples:
         first, second = example.ids
         excess = len(first) + len(second) - room
@@ -170,5 +181,5 @@ def pack_sentences(
 
 def truncated(example: Example, keep: tuple[int, ...]) -> Example:
     ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
-    words = example.words and tuple(side[:n] for side, n in zip(example.words, keep, strict=True))
+    words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
     return replace(example, ids=ids, words=words)

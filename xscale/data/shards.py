@@ -19,11 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from xscale.data import words
+from xscale.data.carry import carry_over
 from xscale.errors import UserError
 from xscale.record import Record
 
 FORMAT_VERSION = 1
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
+SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
+"""Whose words a record's links count: those of data/words.py, or of the text as others split it."""
 OPEN_SHARDS = 256
 """Shards of a source that a process keeps open at once for each stream; a window of the order (data/order.py) has no
 more."""
@@ -47,6 +51,7 @@ class Source:
         self.index = index
         self.layout: str = index["layout"]
         self.langs: tuple[str, ...] = tuple(index["langs"])
+        self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
         self.shards = [Shard(**shard) for shard in index["shards"]]
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
         self.records = int(self.counts.sum())
@@ -64,6 +69,27 @@ class Source:
     @property
     def name(self) -> str:
         return "-".join(self.langs)
+
+    def check_links(self) -> None:
+        """Raises UserError where its links count words that this version does not know."""
+        if self.segmentation not in SEGMENTATIONS.values():
+            raise UserError(
+                f"{self.directory}: the word links count words of segmentation {self.segmentation}, this xscale has "
+                f"version {words.VERSION}. Write the shards again from the text: `python -m data_tools.write_shards "
+                f"pairs ... --links F` or `--align`"
+            )
+
+    def with_words(self, record: Record) -> Record:
+        """The record with its links over words (data/words.py). Raises UserError."""
+        if record.links is None or self.segmentation != SEGMENTATIONS["whitespace"]:
+            return record
+        try:
+            return record._replace(links=carry_over(record.links, record.texts)[0])
+        except ValueError as error:
+            raise UserError(
+                f"{self.directory}: record {record.key!r}: {error}; links are 0-based `first-second` numbers of the "
+                f"white-space words of its texts"
+            ) from None
 
     def check_sizes(self) -> None:
         """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""

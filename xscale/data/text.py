@@ -3,10 +3,8 @@
 import gzip
 import lzma
 import re
-import unicodedata
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +43,6 @@ def files_of(paths: list[Path]) -> list[Path]:
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     return files
-
-
-@lru_cache(maxsize=100_000)
-def bare_word(word: str) -> str:
-    """In lower case, without the punctuation and symbols at either end; "" where nothing else is there."""
-    kept = [i for i, character in enumerate(word) if unicodedata.category(character)[0] not in "PSC"]
-    return word[kept[0] : kept[-1] + 1].lower() if kept else ""
 
 
 def split_sentences(line: str) -> list[str]:

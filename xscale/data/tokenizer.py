@@ -5,15 +5,29 @@ Shape letters: B sequences, N tokens of all of them behind one another, M masked
 
 import hashlib
 import os
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
 import numpy as np
 
+from xscale.data.words import TokenWords, token_words
 from xscale.errors import UserError
 
-Words = Literal["whitespace", "tokenizer"]
-"""Whose words: the text's, as word links count them, or the tokenizer's, which splits punctuation and Chinese."""
+
+class PairTemplate(NamedTuple):
+    """How the tokenizer joins two sentences: first, A, between, B, last."""
+
+    first: list[int]
+    between: list[int]
+    last: list[int]
+    segments: bool
+    """Whether A and B have token types of their own, 0 and 1."""
+
+    @property
+    def special(self) -> int:
+        """Number of special tokens."""
+        return len(self.first) + len(self.between) + len(self.last)
 
 
 class Tokenizer:
@@ -55,18 +69,32 @@ class Tokenizer:
         self.is_special = np.zeros(self.vocab_size, dtype=bool)
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
+        self.pair = self._pair_template()
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text without special tokens; one call of the tokenizer."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
-    def encode_words(self, texts: list[str], words: Words = "tokenizer") -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids, and for each token the number of its word in the text; -1 where it has none."""
-        split = words == "whitespace"
-        inputs: list[Any] = [text.split() for text in texts] if split else texts
-        encodings = self.backend.encode_batch(inputs, is_pretokenized=split, add_special_tokens=False)
-        return [e.ids for e in encodings], [[-1 if w is None else w for w in e.word_ids] for e in encodings]
+    def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
+        """Token ids of each text, and which tokens its words (data/words.py) have."""
+        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        ids = [encoding.ids for encoding in encodings]
+        counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
+        numbers = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
+        spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
+        return ids, token_words(texts, counts, spans)
+
+    def _pair_template(self) -> PairTemplate:
+        """By an example; [CLS] A [SEP] B [SEP] where the tokenizer has no template that begins and ends so."""
+        found = self.backend.encode("a", "b")
+        types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
+        sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]
+        if not all(map(len, sides)) or special.sum() < 3:
+            return PairTemplate([self.cls_id], [self.sep_id], [self.sep_id], False)
+        (a, b), ids = sides, found.ids
+        first, between, last = ids[: a[0]], ids[a[-1] + 1 : b[0]], ids[b[-1] + 1 :]
+        return PairTemplate(first, between, last, bool(types[b[0]] == 1 and types[a[0]] == 0))
 
     def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
         """Tokens per stored byte, from a sample of a source; estimates lengths without reading text."""

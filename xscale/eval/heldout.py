@@ -30,7 +30,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
     options = tlm.Options(language_embeddings=model.language_embeddings, reset_positions=model.reset_positions)
-    context = Context(model.tokenizer, MAX_LENGTH, "drop", model.language_ids(source))
+    context = Context(model.tokenizer, MAX_LENGTH, "drop", model.language_ids(source), segments=model.segments)
     loss = correct = targets = 0.0
     with torch.inference_mode():
         for start in range(0, len(samples), BATCH):

@@ -34,6 +34,7 @@ class Exported:
         trained = getattr(lm.config, "xscale", None) or {}
         self.languages: list[str] = trained.get("languages", [])
         self.language_embeddings: bool = trained.get("language_embeddings", False)
+        self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
 
     def language_ids(self, source: Source) -> dict[str, int]:

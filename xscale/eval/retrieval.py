@@ -51,7 +51,7 @@ def embed(model: Exported, texts: list[str], language: int) -> Tensor:
             {"words": Reads(np.flatnonzero(~special), counts)},
             {},
             len(chosen),
-            types=model.language_embeddings,
+            types="languages" if model.language_embeddings else None,
         )
         inputs = to_device(make_row({"": piece}, limit, model.tokenizer.sep_id).inputs, model.device)
         with torch.inference_mode():

@@ -79,15 +79,21 @@ def build_encoder(
     languages: list[str],
     language_embeddings: bool,
     reset_positions: bool,
+    segments: bool,
     seed: int,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
     languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each.
-    These and `reset_positions` are kept in the model's config as `xscale`, for whoever feeds it later.
+    These, `reset_positions` and `segments` are kept in the model's config as `xscale`, for whoever feeds it later.
     """
-    trained = {"languages": languages, "language_embeddings": language_embeddings, "reset_positions": reset_positions}
+    trained = {
+        "languages": languages,
+        "language_embeddings": language_embeddings,
+        "reset_positions": reset_positions,
+        "segments": segments,
+    }
     torch.manual_seed(rng.torch_seed(seed, "model"))
     if init is None:
         config = preset_config(preset, vocab_size, pad_id, max_length, dropout)
@@ -137,6 +143,18 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
     if model_type == "modernbert":
         return {"embedding_dropout": dropout, "attention_dropout": dropout, "mlp_dropout": dropout}
     return {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+
+
+def has_segments(init: str | Path | None, preset: str) -> bool:
+    """Whether the model has token types for the two sentences of a pair; False where `init` cannot be read."""
+    if init is None:
+        return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
+    try:
+        config = AutoConfig.from_pretrained(init)
+    except (OSError, ValueError):
+        return False
+    of_languages = (getattr(config, "xscale", None) or {}).get("language_embeddings", False)
+    return getattr(config, "type_vocab_size", 0) > 1 and not of_languages
 
 
 def _token_types(config: Any) -> int:

@@ -8,12 +8,13 @@
     L = sum over masked i of L_mp(i) + lambda L_bp(i),  L_mp = -log p, L_bp = -log p~       (9-11)
 
 Decided, where the paper is silent:
-- Links are between words. `expand: all` links every sub-word of one word to every sub-word of the other, `first` the
-  first sub-words only.
+- Links are between words (data/words.py), or between symbols; of a word and a symbol they are left out. `expand: all`
+  links every sub-word of one word to every sub-word of the other, `first` the first sub-words only.
 - (5) is a sum, as printed; `normalize: mean` divides by the number of linked sub-words.
 - A masked token without a link, or whose linked words were cut off, has no bilingual target; `bilingual_coverage` is
-  the share that has one. Both losses are divided by |M|, the number of masked tokens, as (9-11) sum them; divided by
-  the linked ones alone, L_bp would count 1.1 to 5 times lambda, by how many links a text has.
+  the share that has one, `bilingual_links` the tokens that a target sums on average. Both losses are divided by |M|,
+  the number of masked tokens, as (9-11) sum them; divided by the linked ones alone, L_bp would count 1.1 to 5 times
+  lambda, by how many links a text has.
 - W1, b1 and GELU are the pre-trained head's own; W3, b3 start as a copy of W1, b1. Its LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is the
   pre-trained model's. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data import links
 from xscale.data.piece import Context, Piece, masked_lm
-from xscale.data.sequences import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, join_segments
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import swapped
@@ -70,11 +71,11 @@ def _identity(width: int) -> nn.Linear:
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
     """Samples are single pairs. States: "masked" [M], H at masked tokens; "linked" [R], H* at those that have links."""
-    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    pairs, too_long = context.fit_pairs(samples)
     sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    piece = masked_lm(sequences, context, mask_prob=options.mask_prob, too_long=too_long)
+    piece = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False), too_long=too_long)
     masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
     words = links.read_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
@@ -84,7 +85,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         piece,
         reads=piece.reads | {"linked": partners},
         labels={"mono": labels, "bi": labels[linked]},
-        targets={"mono": len(masked), "bi": len(linked)},
+        targets={"mono": len(masked), "bi": len(linked), "links": len(partners.places)},
         arrays=arrays,
     )
 
@@ -108,8 +109,8 @@ OBJECTIVE = Objective(
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
     divisors={"bi": "mono"},  # (9): both are sums over the same masked tokens
-    ratios={"bilingual_coverage": ("bi", "mono")},
-    words=lambda options: "whitespace",
+    ratios={"bilingual_coverage": ("bi", "mono"), "bilingual_links": ("links", "bi")},
+    words=lambda options: True,
     needs="links",
     heads=Heads,
 )

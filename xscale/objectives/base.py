@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from xscale.data.loader import Collate
 from xscale.data.row import Tokens
-from xscale.data.tokenizer import Words
 from xscale.models.encoder import Encoder
 
 
@@ -103,8 +102,8 @@ class Objective:
     """Term -> which of the piece's counts, summed over the step, divides it, where it is not its own targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Metrics that are one of a piece's counts divided by another."""
-    words: Callable[[Any], Words | None] = lambda options: None
-    """options -> whose word numbers collate needs."""
+    words: Callable[[Any], bool] = lambda options: False
+    """options -> whether collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
     """What must be there before step 1."""
     heads: Callable[[Encoder, Any], nn.Module | None] | None = None

@@ -10,7 +10,8 @@ is masked; without R all states could collapse into one.
 Decided: R runs over every sub-word of t, not over words' last ones; special tokens take part in neither sum. Both are
 divided by the number of sub-words of both sentences, so that lambda means the same however many links there are. All
 links count; the authors keep those that are one-to-one, which is left to whoever makes the links. Of a word that was
-cut its last remaining sub-word stands.
+cut its last remaining sub-word stands. Links of punctuation are left out: as they are many and alike, they would pull
+states of all sentences together.
 """
 
 import copy
@@ -25,7 +26,7 @@ from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.piece import Beside, Context, Piece, Reads
 from xscale.data.row import Tokens
-from xscale.data.sequences import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -72,12 +73,12 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     States: "first", "second" [K] of linked words; "anchors" [T], of the anchor language's tokens, which are read beside
     by the frozen encoder too.
     """
-    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    pairs, too_long = context.fit_pairs(samples)
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]
     anchors = [[2 * p + side] for p, side in enumerate(sides)]
     layout = anchors + [[2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    words = links.read_links(pairs)
+    words = links.read_links(pairs, symbols=False)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
     first, second = links.token_links(words.links, last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
@@ -121,7 +122,7 @@ OBJECTIVE = Objective(
     loss=loss,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
     divisors={"align": "tokens", "anchor": "tokens"},  # L + lambda R of the same sentences
-    words=lambda options: "whitespace",
+    words=lambda options: True,
     needs="links",
     companion=lambda encoder, heads, options: Frozen(encoder),
 )

@@ -13,7 +13,6 @@ from torch import Tensor
 from xscale.config import STRICT, Fraction
 from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
-from xscale.data.tokenizer import Words
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
@@ -50,13 +49,13 @@ def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: C
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
-        language_embeddings=options.language_embeddings,
+        types="languages" if options.language_embeddings else None,
         too_long=too_long,
     )
 
 
-def words(options: MaskedOptions) -> Words | None:
-    return "tokenizer" if options.whole_word else None
+def words(options: MaskedOptions) -> bool:
+    return options.whole_word
 
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Any) -> Losses:

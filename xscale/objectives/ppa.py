@@ -33,7 +33,7 @@ from xscale import rng
 from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
-from xscale.data.sequences import Example, Sequences, behind, fit_pairs, join_segments
+from xscale.data.sequences import Example, Sequences, behind, join_segments
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
@@ -110,7 +110,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
 
     States: "masked" [M]; "query" [B], of the views' first tokens. `number` [B]: the pairs' places in the global batch.
     """
-    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
     words = word_level(sides, options, context) if options.tlm_weight else Piece(view([], context), {}, {}, 0)
     piece = replace(words, samples=len(pairs), too_long=too_long)
@@ -139,7 +139,8 @@ def word_level(sides: list[tuple[Example, int]], options: Options, context: Cont
     else:
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
     joined = join_segments(context.tokenizer, sequences, context.language_ids)
-    piece = masked_lm(joined, context, mask_prob=options.mask_prob)
+    types = None if options.replace_tlm_with_mlm else context.types(False)
+    piece = masked_lm(joined, context, mask_prob=options.mask_prob, types=types)
     (labels,), (count,) = piece.labels.values(), piece.targets.values()
     return replace(piece, labels={options.word_term: labels}, targets={options.word_term: count})
 

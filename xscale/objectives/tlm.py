@@ -6,7 +6,7 @@ from pydantic.dataclasses import dataclass
 from xscale import rng
 from xscale.config import STRICT
 from xscale.data.piece import Context, Piece, masked_lm
-from xscale.data.sequences import Example, fit_pairs, join_segments
+from xscale.data.sequences import Example, join_segments
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
@@ -24,7 +24,7 @@ _SWAP = rng.key("tlm", "swap")
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
     """Samples are single pairs."""
-    pairs, too_long = fit_pairs([sample[0] for sample in samples], context.max_length, context.overlong)
+    pairs, too_long = context.fit_pairs(samples)
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
     return masked_lm(
@@ -32,7 +32,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
-        language_embeddings=options.language_embeddings,
+        types=context.types(options.language_embeddings),
         too_long=too_long,
     )
 

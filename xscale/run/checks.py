@@ -32,8 +32,6 @@ def check_needs(
     for spec in specs:
         stream = recipe.streams[spec.name]
         objective = OBJECTIVES[stream.objective]
-        if objective.words(stream.options) == "whitespace":
-            check_words(spec.name, tokenizer, sources[spec.sources[0]])
         needs = objective.needs
         if needs == "lexicon" and not lexicons:
             raise UserError(
@@ -41,21 +39,13 @@ def check_needs(
                 f"lexicon/ beside the shards"
             )
         for source in (sources[s] for s in spec.sources):
+            if needs == "links":
+                source.check_links()
             if needs == "links" and source.read(0, 0).links is None:
                 raise UserError(
                     f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
                     f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
                 )
-
-
-def check_words(stream: str, tokenizer: Tokenizer, source: Source) -> None:
-    """Raises UserError where the tokenizer reads a sentence otherwise than word by word, as byte-level BPE does."""
-    texts = [t for record in range(min(100, source.shards[0].records)) for t in source.read(0, record).texts]
-    if tokenizer.encode_words(texts, "whitespace")[0] != tokenizer.encode(texts):
-        raise UserError(
-            f"streams.{stream} follows word links, but this tokenizer gives a word other tokens inside a sentence than "
-            f"alone (byte-level BPE does); use a WordPiece or Unigram tokenizer, such as mBERT's or XLM-R's"
-        )
 
 
 def find_tokenizer(recipe: Recipe, data: Path) -> str:

@@ -18,12 +18,12 @@ from xscale.data.row import Shape
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.models.build import build_encoder, load_pretrained
+from xscale.models.build import build_encoder, has_segments, load_pretrained
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run import checkpoint as checkpoints
-from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons
+from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons, own_tokenizer
 from xscale.run.weights import load_model
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -41,6 +41,8 @@ class Job:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
+    segments: bool
+    """Whether the two sentences of a pair have token types of their own."""
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
@@ -107,12 +109,13 @@ class Job:
             languages=self.languages,
             language_embeddings=self.any_stream("language_embeddings"),
             reset_positions=self.any_stream("reset_positions"),
+            segments=self.segments,
             seed=self.recipe.train.seed,
             load=load_model if model.init and checkpoints.is_run(Path(model.init)) else load_pretrained,
         )
 
     def any_stream(self, option: str) -> bool:
-        return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
+        return any_stream(self.recipe, option)
 
     def mixture(
         self, process: Process, device: str, specs: list[StreamSpec], state: dict[str, Any], rows: int = 1
@@ -141,7 +144,13 @@ class Job:
         recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages)}
         context = Context(
-            self.tokenizer, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
+            self.tokenizer,
+            recipe.data.max_length,
+            recipe.data.overlong,
+            language_ids,
+            recipe.train.seed,
+            self.lexicons,
+            segments=self.segments,
         )
         collates = {}
         for spec in specs:
@@ -182,4 +191,17 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     languages = sorted({language for source in sources for language in source.langs})
     lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
     check_needs(recipe, tokenizer, specs, sources, lexicons)
-    return Job(recipe, sources, tokenizer, specs, languages, lexicons)
+    return Job(recipe, sources, tokenizer, specs, languages, lexicons, uses_segments(recipe, tokenizer))
+
+
+def any_stream(recipe: Recipe, option: str) -> bool:
+    """Whether any stream has this option on."""
+    return any(getattr(stream.options, option, False) for stream in recipe.streams.values())
+
+
+def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
+    """Whether recipe, tokenizer and model have token types for the two sentences of a pair."""
+    if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
+        return False
+    init = recipe.model.init
+    return has_segments(init and (own_tokenizer(init) or init), recipe.model.preset)

@@ -1,0 +1,174 @@
+"""What a word is: a function of the text alone, whatever the tokenizer and wherever its white space is.
+
+A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
+Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
+marks; an emoji sequence is one. Words and symbols of a text are numbered through: `l'homme` has three. Links between
+words, whole-word masks and word states all speak of these.
+
+words.txt has the class of every code point, a line for each run of one class (data_tools/word_table.py wrote it, once);
+its hash is the version of the segmentation.
+
+Shape letters: C characters of all texts, W words of one text, T tokens of words, N tokens of one text.
+"""
+
+import hashlib
+from enum import IntEnum
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from xscale.data.ragged import offsets
+
+TABLE = Path(__file__).with_name("words.txt")
+
+
+class Class(IntEnum):
+    """Of a code point."""
+
+    BREAK = 0
+    """White space, controls, and U+200B."""
+    LETTER = 1
+    MARK = 2
+    FORMAT = 3
+    """Has no width: stays with what it follows."""
+    JOINER = 4
+    """U+200D: makes one of the symbols beside it."""
+    OWN = 5
+    """A character of a script that is written without spaces."""
+    OWN_MARK = 6
+    OWN_PUNCTUATION = 7
+    SYMBOL = 8
+    TONE = 9
+    """Of an emoji's skin."""
+
+
+@lru_cache(maxsize=1)
+def table() -> np.ndarray:
+    """uint8 class of every code point."""
+    firsts, names = zip(*(line.split() for line in TABLE.read_text(encoding="ascii").splitlines()), strict=True)
+    classes = np.array([Class[name.upper()] for name in names], dtype=np.uint8)
+    return np.repeat(classes, np.diff([int(first, 16) for first in firsts], append=0x110000))
+
+
+VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
+"""Of the segmentation: links count words, so those of another version are of other words."""
+
+
+class Segmented(NamedTuple):
+    """The words of some texts. A text's characters are chars[i] to chars[i + 1], its words words[i] to words[i + 1]."""
+
+    chars: np.ndarray
+    """[texts + 1]"""
+    words: np.ndarray
+    """[texts + 1]"""
+    word_of: np.ndarray
+    """Number of each character's word among those of all texts, -1 for one that has none [C]."""
+    is_word: np.ndarray
+    """Of each of all texts' words, False for a symbol."""
+
+
+def segment(texts: list[str]) -> Segmented:
+    """All texts at once, by a few passes of numpy over their characters."""
+    chars = np.cumsum([0, *map(len, texts)])
+    codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    c = table()[codes]
+    place = np.arange(len(c))
+
+    def latest(which: np.ndarray) -> np.ndarray:
+        """The last place up to each where `which` holds, else -1."""
+        return np.maximum.accumulate(np.where(which, place, -1))
+
+    # What follows a mark or a format character belongs to is decided by the last character that is neither.
+    base = latest((c != Class.MARK) & (c != Class.FORMAT) & (c != Class.JOINER) & (c != Class.OWN_MARK))
+    of_base = np.where(base >= 0, c[base], np.uint8(Class.BREAK))
+    symbol = (of_base == Class.SYMBOL) | (of_base == Class.TONE)
+    own = (of_base == Class.OWN) | (of_base == Class.OWN_PUNCTUATION)
+    own |= ~symbol & (latest(c == Class.OWN_MARK) > base)
+    run = ~symbol & ~own & ((of_base == Class.LETTER) | (latest(c == Class.MARK) > base))
+    before_run, before_symbol = (np.concatenate([[False], kind[:-1]]) for kind in (run, symbol))
+    inside = run | own | symbol
+    before_inside = np.concatenate([[False], inside[:-1]])
+    joined = np.concatenate([[False], c[:-1] == Class.JOINER]) & before_symbol
+    starts = np.select(
+        [c == Class.LETTER, c == Class.MARK, c == Class.OWN_MARK, c == Class.SYMBOL, c == Class.TONE],
+        [~before_run, ~before_inside, before_run | ~before_inside, ~joined, ~before_symbol],
+        (c == Class.OWN) | (c == Class.OWN_PUNCTUATION),
+    )
+    word_of = np.where(inside, np.cumsum(starts) - 1, -1)
+    at = np.flatnonzero(starts)
+    is_word = ~np.isin(c[at], (Class.SYMBOL, Class.TONE, Class.OWN_PUNCTUATION))
+    # The line breaks between texts go; they are at the end of each text but the last.
+    breaks = chars[1:-1] + np.arange(len(chars) - 2)
+    texts_of_words = np.searchsorted(at, chars + np.arange(len(chars)))
+    return Segmented(chars, texts_of_words, np.delete(word_of, breaks), is_word)
+
+
+class TokenWords(NamedTuple):
+    """The words of one text, and the tokens that overlap them."""
+
+    of_token: np.ndarray
+    """Number of each token's first word; -1 for a token that has none, such as a lone white space [N]."""
+    tokens: np.ndarray
+    """Every token of every word, by token [T]."""
+    words: np.ndarray
+    """Number of its word [T]."""
+    is_word: np.ndarray
+    """Of each word of the text; False for a symbol [W]."""
+
+    def cut(self, tokens: int) -> "TokenWords":
+        """Of the first tokens alone. The words stay, some of them without a token."""
+        kept = self.tokens < tokens
+        return self._replace(of_token=self.of_token[:tokens], tokens=self.tokens[kept], words=self.words[kept])
+
+
+def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
+    """counts: tokens of each text; spans: (first character, end) in its text of all texts' tokens [tokens, 2].
+
+    A token belongs to every word of which it has a character; if one of them is a word, not to symbols (Unigram
+    tokenizers have `en.`).
+    """
+    found = segment([*texts, "."])  # so that there is a word at all
+    word_of, is_word = found.word_of, found.is_word
+    counts = np.append(counts, 0)
+    place, none = np.arange(len(word_of)), word_of < 0
+    here = np.minimum.accumulate(np.where(none, len(word_of), place)[::-1])[::-1]
+    before = np.maximum.accumulate(np.where(none, -1, place))
+    text_of = np.repeat(np.arange(len(counts)), counts)
+    start, end = (spans + found.chars[text_of, None]).T
+    inside = here[start] < end
+    first = np.where(inside, word_of[here[start]], 0)
+    last = np.where(inside, word_of[before[end - 1]], -1)
+    tokens = np.repeat(np.arange(len(spans)), last - first + 1)
+    words = np.repeat(first, last - first + 1) + offsets(last - first + 1)
+    up_to = np.concatenate([[0], np.cumsum(is_word)])
+    some_word = up_to[last + 1] > up_to[first]
+    kept = is_word[words] | ~some_word[tokens]
+    tokens, words = tokens[kept], words[kept]
+    words -= found.words[text_of[tokens]]
+    of_token = np.full(len(spans), -1)
+    of_token[tokens[::-1]] = words[::-1]
+    ends = np.cumsum(counts)
+    borders = np.searchsorted(tokens, np.concatenate([[0], ends]))
+    tokens -= (ends - counts)[text_of[tokens]]
+    return [
+        TokenWords(of_token[end - n : end], tokens[a:b], words[a:b], is_word[first_word:next_text])
+        for n, end, (a, b), (first_word, next_text) in zip(
+            counts.tolist(), ends.tolist(), pairwise(borders.tolist()), pairwise(found.words.tolist()), strict=True
+        )
+    ][:-1]
+
+
+def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
+    """Words and symbols of each text in order, and which of them are words."""
+    found = segment(texts)
+    inside = np.flatnonzero(found.word_of >= 0)
+    starts = inside[np.flatnonzero(np.diff(found.word_of[inside], prepend=-1))]
+    ends = inside[np.flatnonzero(np.diff(found.word_of[inside], append=-1))] + 1
+    made = []
+    for text, at, (first, end) in zip(texts, found.chars.tolist(), pairwise(found.words.tolist()), strict=False):
+        spans = zip((starts[first:end] - at).tolist(), (ends[first:end] - at).tolist(), strict=True)
+        made.append(([text[a:b] for a, b in spans], found.is_word[first:end]))
+    return made
