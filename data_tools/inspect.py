@@ -1,36 +1,42 @@
 """What a shard directory, or each shard directory one level below, holds.
 
-python -m data_tools.inspect DIR [--show N] [--verify]
+    python -m data_tools.inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
+
+Words, and what links count, are those of xscale/data/words.py: letters and digits in runs, punctuation by itself.
 """
 
 import argparse
+import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_tools.index import summary
 from data_tools.ranks import Ranks, run
+from xscale import files
+from xscale.data import links as word_links
 from xscale.data.scan import scan_shard
+from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source, directories_below, idx_path, read_index
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import TokenWords, segment
 from xscale.errors import UserError
 from xscale.files import sha256_file
+from xscale.record import Record
 
 _LENGTH_SAMPLE = 10_000
 
 
-def describe(source: Source, show: int) -> list[str]:
+def describe(source: Source, records: list[Record], links: dict[str, Any] | None, show: int) -> list[str]:
     lines = [summary(source.directory, source.index)]
     for shard in source.shards[:20]:
         lines.append(f"  {shard.name}  {shard.records:,} records  {shard.bytes:,} bytes  sha256 {shard.sha256[:16]}")
     if len(source.shards) > 20:
         lines.append(f"  ... and {len(source.shards) - 20} more")
-    ordinals = np.linspace(0, source.records - 1, min(source.records, _LENGTH_SAMPLE)).astype(np.int64)
-    ends = np.cumsum(source.counts)
-    shards = np.searchsorted(ends, ordinals, side="right")
-    places = list(zip(shards.tolist(), (ordinals - ends[shards] + source.counts[shards]).tolist(), strict=True))
-    records = [source.read(shard, record) for shard, record in places]
     for side, lang in enumerate(source.langs):
-        words = np.array([len(record.texts[side].split()) for record in records])
+        words = np.diff(segment([record.texts[side] for record in records]).words)
         low, middle, high = np.percentile(words, [5, 50, 95])
         lines.append(
             f"  {lang}: words a sentence {words.mean():.1f} on average, 5 % {low:.0f}, 50 % {middle:.0f}, "
@@ -38,10 +44,68 @@ def describe(source: Source, show: int) -> list[str]:
         )
     linked = sum(record.links is not None for record in records)
     lines.append(f"  with word links: {100 * linked / len(records):.0f} %")
-    for at in np.linspace(0, len(places) - 1, min(show, len(places))).astype(np.int64):
-        shard, number = places[at]
-        lines.append("  " + source.read(shard, number).to_json())
+    if links:
+        (a, b), (share_a, share_b) = links["words"], links["linked_share"]
+        lines.append(
+            f"  links: of {a:.1f} and {b:.1f} words a sentence {100 * share_a:.1f} % and {100 * share_b:.1f} % are "
+            f"linked, with {links['links_per_linked_word']:.2f} words each; {100 * links['punctuation_share']:.1f} % of "
+            f"the links are of punctuation"
+        )
+        if "tokens_per_target" in links:
+            of_target = links["tokens_per_target"]
+            lines.append(f"  tokens that a linked token sums: 50 % {of_target['median']:g}, 95 % {of_target['p95']:g}")
+    for at in np.linspace(0, len(records) - 1, min(show, len(records))).astype(np.int64):
+        lines.append("  " + records[at].to_json())
     return lines
+
+
+def sample(source: Source) -> list[Record]:
+    """Records spread over the whole source."""
+    ordinals = np.linspace(0, source.records - 1, min(source.records, _LENGTH_SAMPLE)).astype(np.int64)
+    ends = np.cumsum(source.counts)
+    shards = np.searchsorted(ends, ordinals, side="right")
+    places = zip(shards.tolist(), (ordinals - ends[shards] + source.counts[shards]).tolist(), strict=True)
+    return [source.read(shard, record) for shard, record in places]
+
+
+def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+    """Of records with links over words: --json's "links"; None where none has any."""
+    records = [record for record in records if record.links is not None]
+    if not records:
+        return None
+    texts = [text for record in records for text in record.texts]
+    if tokenizer:
+        ids, words = tokenizer.encode_words(texts)
+    else:
+        found = segment(texts)
+        ids = [[] for _ in texts]
+        nothing = np.empty(0, dtype=np.int64)
+        words = [TokenWords(nothing, nothing, nothing, found.is_word[a:b]) for a, b in pairwise(found.words.tolist())]
+    pairs = [
+        Example(
+            r.langs, tuple(ids[2 * i : 2 * i + 2]), tuple(words[2 * i : 2 * i + 2]), np.uint64(0), i, r.key, r.links
+        )
+        for i, r in enumerate(records)
+    ]
+    links = word_links.read_links(pairs)
+    linked = [len(np.unique(links.links[:, side])) for side in (0, 1)]
+    counts = [sum(len(pair.words[side].is_word) for pair in pairs if pair.words) for side in (0, 1)]
+    symbols = ~np.concatenate([text.is_word for text in words])[links.links[:, 0]]
+    statistics = {
+        "words": [count / len(pairs) for count in counts],
+        "linked_share": [n / max(count, 1) for n, count in zip(linked, counts, strict=True)],
+        "links_per_linked_word": 2 * len(links.links) / max(sum(linked), 1),
+        "punctuation_share": float(symbols.mean()) if len(symbols) else 0.0,
+    }
+    if tokenizer:
+        layout = [[text] for text in range(len(texts))]
+        sequences = join_segments(tokenizer, word_links.segments(pairs, layout), dict.fromkeys(records[0].langs, 0))
+        tokens = word_links.word_tokens(pairs, layout, sequences, links.first, "all")
+        places = word_links.token_links(links.links, tokens)
+        summed = np.bincount(places.flatten())
+        median, p95 = np.percentile(summed[summed > 0], [50, 95]) if len(summed) else (0.0, 0.0)
+        statistics["tokens_per_target"] = {"median": float(median), "p95": float(p95)}
+    return statistics
 
 
 def damage(source: Source, ranks: Ranks) -> list[str]:
@@ -86,16 +150,26 @@ def _first_damage(source: Source, number: int) -> str:
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=Path, nargs="+")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the index")
+    parser.add_argument("--tokenizer", type=Path, help="to say how many tokens a bilingual target sums")
+    parser.add_argument(
+        "--json", type=Path, metavar="F", help="write counts and what is said of links to this file too"
+    )
     args = parser.parse_args(argv)
-    alone = (args.directory / "index.json").exists()
-    for directory in (not alone and directories_below(args.directory)) or [args.directory]:
-        inspect(directory, args.show, args.verify, ranks)
+    tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
+    found = []
+    for given in args.directory:
+        alone = (given / "index.json").exists()
+        for directory in (not alone and directories_below(given)) or [given]:
+            found.append(inspect(directory, args.show, args.verify, tokenizer, ranks))
+    if args.json and ranks.is_main:
+        files.write_text(args.json, json.dumps({"sources": found}, indent=1, ensure_ascii=False) + "\n")
 
 
-def inspect(directory: Path, show: int, verify: bool, ranks: Ranks) -> None:
+def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
+    """Print what is there. Returns --json's entry."""
     read_index(directory)
     source = Source(directory)
     if verify:
@@ -104,9 +178,15 @@ def inspect(directory: Path, show: int, verify: bool, ranks: Ranks) -> None:
             raise UserError(f"{len(problems)} damaged shards:\n" + "\n".join(f"  {problem}" for problem in problems))
         if ranks.is_main:
             print(f"{directory}: {len(source.shards)} shards verified")
+    entry = {"directory": str(directory), "name": source.name, "kind": source.kind, "records": source.records}
     if ranks.is_main:
         source.check_sizes()
-        print("\n".join(describe(source, show)))
+        source.check_links()
+        records = [source.with_words(record) for record in sample(source)]
+        links = link_statistics(records, tokenizer)
+        print("\n".join(describe(source, records, links, show)))
+        entry["links"] = links
+    return entry
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def originals(piece: Piece) -> list[list[int]]:
 def part_of(sequences: Sequences, start: int, end: int) -> Sequences:
     """Some of the sequences; without word numbers."""
     a, b = (int(sequences.lengths[:n].sum()) for n in (start, end))
-    tokens = {name: getattr(sequences, name)[a:b] for name in ("ids", "positions", "languages")}
+    tokens = {name: getattr(sequences, name)[a:b] for name in ("ids", "positions", "languages", "segments")}
     each = {name: getattr(sequences, name)[start:end] for name in ("lengths", "identities")}
     return replace(sequences, **tokens, **each, words=None)
 
@@ -85,7 +85,7 @@ def part_of(sequences: Sequences, start: int, end: int) -> Sequences:
 # Models
 
 
-def run(model: Any, sequences: Sequences, types: bool = False) -> Any:
+def run(model: Any, sequences: Sequences, types: str | None = None) -> Any:
     """Output of a Hugging Face model for a padded batch."""
 
     def padded(values: Any, fill: int) -> Tensor:
@@ -97,7 +97,7 @@ def run(model: Any, sequences: Sequences, types: bool = False) -> Any:
         first = config.pad_token_id + 1 if "roberta" in config.model_type else 0
         inputs["position_ids"] = padded(sequences.positions, 0) + first
     if types:
-        inputs["token_type_ids"] = padded(sequences.languages, 0)
+        inputs["token_type_ids"] = padded(getattr(sequences, types), 0)
     mask_BL = pad_sequence([torch.ones(int(n), dtype=torch.long) for n in sequences.lengths], True)
     return model(input_ids=ids_BL, attention_mask=mask_BL, output_hidden_states=True, **inputs)
 
@@ -206,7 +206,7 @@ def words_of(ids: list[int], sides: list[list[tuple[int, int]]], tokenizer: Toke
 
 def sides_of(example: Example) -> list[list[tuple[int, int]]]:
     assert example.words is not None
-    return [list(zip(ids, numbers, strict=True)) for ids, numbers in zip(example.ids, example.words, strict=True)]
+    return [list(zip(ids, text.of_token, strict=True)) for ids, text in zip(example.ids, example.words, strict=True)]
 
 
 def links_of(links: str | None) -> set[tuple[int, int]]:
@@ -235,7 +235,7 @@ def alignlm(
 ) -> dict[str, Term]:
     """Equations 1 to 11, with a matrix A for each pair and both predictions at every position."""
     by_identity = {int(example.identity): example for example in examples}
-    H_BLH = run(model.lm, piece.sequences).hidden_states[-1]
+    H_BLH = run(model.lm, piece.sequences, piece.types).hidden_states[-1]
     A_BLL = H_BLH.new_zeros(*H_BLH.shape[:2], H_BLH.shape[1])
     for b, (ids, identity) in enumerate(zip(originals(piece), piece.sequences.identities, strict=True)):
         example = by_identity[int(identity)]
@@ -277,8 +277,9 @@ def contextual(
             kept = sides_of(example)[side][: len(ids[b]) - 2]
             assert ids[b] == [tokenizer.cls_id, *(token for token, _ in kept), tokenizer.sep_id]
             last |= {(side, w): now_BLH[b, 1 + i] for i, (_, w) in enumerate(kept)}
+        whole_words = [text.is_word for text in example.words or ()]
         for i, j in links_of(example.links):
-            if (0, i) in last and (1, j) in last:
+            if (0, i) in last and (1, j) in last and whole_words[0][i] and whole_words[1][j]:
                 L = L + (last[0, i] - last[1, j]).square().sum()
                 links += 1
         for i in range(1, len(ids[p]) - 1):

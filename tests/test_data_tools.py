@@ -52,6 +52,32 @@ def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, sha
     assert [record["links"] for record in records_of(tmp_path / "out", shard_records)] == ["0-1 1-0", ""]
 
 
+def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, shard_records, on_ranks, capsys) -> None:
+    """Carried over to words, whatever the ranks; what ties a word to punctuation is dropped and counted."""
+    paths = corpus_files(["It's here.", "Yes, now!"] * 3, ["C'est ici.", "Oui !"] * 3)
+    for name, lines in (
+        ("links", ["0-0 1-1 3-2 4-3 2-3", "0-0 1-1"] * 3),
+        ("src", ["it &apos; s here .", "yes , now !"] * 3),
+        ("tgt", ["c&apos; est ici .", "oui !"] * 3),
+    ):
+        (tmp_path / name).write_text("".join(line + "\n" for line in lines))
+    options = ("--links", tmp_path / "links", "--links_src", tmp_path / "src", "--links_tgt", tmp_path / "tgt")
+    for size in (1, 3):
+        out = tmp_path / f"out{size}"
+        done = on_ranks(size, lambda r, out=out: write_pairs(*paths, out, *options, "--shard_lines", 1, ranks=r))
+        assert done == [None] * size
+        # It ' s here .    C ' est ici .
+        links = [record["links"] for record in records_of(out, shard_records)]
+        assert links == ["0-0 3-3 4-4", "0-0 1-1"] * 3
+        assert counts_of(out)["dropped_links"] == 6
+        assert "6 links of a word and a symbol dropped" in capsys.readouterr().out
+    with pytest.raises(UserError, match="give all three"):
+        write_pairs(*paths, tmp_path / "x", *options[:4])
+    (tmp_path / "src").write_text("quite another text\n" * 6)
+    with pytest.raises(UserError, match=r"links: line 1: .*is not of the text.*--links_src F"):
+        write_pairs(*paths, tmp_path / "x", *options)
+
+
 def test_windows_line_ends(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
     write_pairs(*corpus_files(["a\r", "b\r"], ["A", "B"]), tmp_path / "out")
     assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["a", "A"], ["b", "B"]]
@@ -67,21 +93,21 @@ def test_a_shard_is_a_range_of_lines(tmp_path: Path, corpus_files, write_pairs, 
 
 
 def test_token_limits(tmp_path: Path, demo: Path, corpus_files, write_pairs, shard_records) -> None:
-    """Every side at least --min_tokens, all sides together at most --max_tokens, by Hugging Face's count."""
+    """Every side at least --min_tokens; a sequence at most --max_tokens, as Hugging Face and training count."""
     world, reference = World(0), AutoTokenizer.from_pretrained(str(demo / "tokenizer"))
     pairs = [world.pair(i)[:2] for i in range(200)]
     sizes = [[len(reference(side, add_special_tokens=False)["input_ids"]) for side in pair] for pair in pairs]
-    options = ("--min_tokens", 9, "--max_tokens", 26, "--tokenizer", demo / "tokenizer")
+    options = ("--min_tokens", 9, "--max_tokens", 29, "--tokenizer", demo / "tokenizer")
     paths = corpus_files(*zip(*pairs, strict=True))
     write_pairs(*paths, tmp_path / "out", *options)
-    expected = [list(p) for p, size in zip(pairs, sizes, strict=True) if min(size) >= 9 and sum(size) <= 26]
+    expected = [list(p) for p, size in zip(pairs, sizes, strict=True) if min(size) >= 9 and sum(size) + 3 <= 29]
     assert 20 < len(expected) < 180
     assert [record["texts"] for record in records_of(tmp_path / "out", shard_records)] == expected
     counts = counts_of(tmp_path / "out")
     assert counts["too short"] == sum(min(size) < 9 for size in sizes)
     assert counts["lines"] == counts["records"] + counts["too short"] + counts["too long"] == 200
     write_mono(tmp_path / "mono", "--text", paths[0], "--whole_lines", *options)
-    kept = [pair[0] for pair, size in zip(pairs, sizes, strict=True) if 9 <= size[0] <= 26]
+    kept = [pair[0] for pair, size in zip(pairs, sizes, strict=True) if 9 <= size[0] <= 27]
     assert [record["texts"][0] for record in records_of(tmp_path / "mono", shard_records)] == kept
 
 
@@ -188,7 +214,7 @@ def test_tokenizer_of_shards_and_text(tmp_path: Path, demo: Path, kind: str, cap
     assert made.unk_token_id not in made("Schifffahrt")["input_ids"], "the text was not read"
     ids = made("the dog sleeps", "a cat")["input_ids"]
     special = (made.cls_token_id, made.sep_token_id)
-    assert ids[0] == special[0] and ids[-1] == special[1] and ids.count(special[1]) == 2
+    assert ids[0] == special[0] and ids[-1] == special[1] and ids.count(special[1]) == (2 if kind == "wordpiece" else 3)
     assert made.decode(ids, skip_special_tokens=True).split() == ["the", "dog", "sleeps", "a", "cat"]
     assert made.mask_token_id is not None and made.pad_token_id is not None
     assert made.unk_token_id not in ids

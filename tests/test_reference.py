@@ -359,7 +359,8 @@ def test_shares_by_hand(demo: Path) -> None:
         Reported("loss", "align_mlm", "align"): -1.0,
     }
     targets = {
-        ("mlm", "mlm"): 4, ("alignlm", "mono"): 20, ("alignlm", "bi"): 2, ("ppa", "moco"): 3, ("tlm", "mlm"): 0,
+        ("mlm", "mlm"): 4, ("alignlm", "mono"): 20, ("alignlm", "bi"): 2, ("alignlm", "links"): 5, ("ppa", "moco"): 3,
+        ("tlm", "mlm"): 0,
         ("align_mlm", "align"): 50, ("align_mlm", "mlm"): 9,
     }  # fmt: skip
     shares = StepSums(list(sums), torch.tensor(list(sums.values()))).shares(list(sums.values()), recipe, targets)
@@ -372,6 +373,7 @@ def test_shares_by_hand(demo: Path) -> None:
             "loss/alignlm.mono": 2.0,
             "bilingual_accuracy/alignlm": 0.5,
             "bilingual_coverage/alignlm": 0.1,
+            "bilingual_links/alignlm": 2.5,
             "queue_age/ppa": 2.0,
             "loss/tlm": 0.0,
             "loss/align_mlm": 10 * -1 / 50,

@@ -26,7 +26,8 @@ def sequences(lengths: list[int], first: int = 1000) -> Sequences:
     ids = first + np.arange(total)
     sizes = np.array(lengths, dtype=np.int64)
     identities = np.arange(len(lengths), dtype=np.uint64)
-    return Sequences(ids, sizes, offsets(sizes) // 2, 1 + ids % 3, None, identities)
+    starts = np.cumsum(sizes) - sizes
+    return Sequences(ids, sizes, offsets(sizes) // 2, 1 + ids % 3, ids % 2, None, identities, starts)
 
 
 PARTS = st.lists(LENGTHS, min_size=1, max_size=4).map(
@@ -50,7 +51,9 @@ def split(part: Sequences) -> list[list[int]]:
 @settings(deadline=None)
 @given(PARTS, st.data())
 def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObject) -> None:
-    types = data.draw(st.lists(st.booleans(), min_size=len(parts), max_size=len(parts)))
+    types = data.draw(
+        st.lists(st.sampled_from([None, "languages", "segments"]), min_size=len(parts), max_size=len(parts))
+    )
     tokens, places = lay_out(parts, types, LONGEST, FILLER)
     expected = [sequence for part in parts for sequence in split(part)]
     expected.sort(key=len, reverse=True)  # stable: equally long ones stay in order
@@ -62,7 +65,7 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
     for part, place, used in zip(parts, places, types, strict=True):
         assert (tokens.input_ids[place] == part.ids).all() and (tokens.positions[place] == part.positions).all()
         if tokens.types is not None:
-            assert tokens.types[place].tolist() == (part.languages.tolist() if used else [0] * len(part.ids))
+            assert tokens.types[place].tolist() == (getattr(part, used).tolist() if used else [0] * len(part.ids))
     assert (tokens.types is not None) == any(types)
     every = np.concatenate(places)
     assert sorted(every.tolist()) == list(range(len(every)))
@@ -73,8 +76,8 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
 def test_rows_filled_up_to_a_shape(parts: list[Sequences], room: int, sequences: int) -> None:
     """A row that fits has the shape exactly; one that does not is as it is. Real tokens are where they were."""
     shape = Shape(room, sequences)
-    plain, real_places = lay_out(parts, [True] * len(parts), LONGEST, FILLER)
-    tokens, places = lay_out(parts, [True] * len(parts), LONGEST, FILLER, shape)
+    plain, real_places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER)
+    tokens, places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER, shape)
     n, count = sum(len(part.ids) for part in parts), sum(len(part.lengths) for part in parts)
     needed = -(-(room - n) // LONGEST)
     if room < n or count + needed > sequences or not room:
@@ -154,7 +157,9 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
     counts = np.array([] if empty else [2, 0, 3])
     reads_b = {"one": Reads(places(b, 4)), "sums": Reads(places(b, 5), counts.astype(np.int64))}
     return {
-        "a": Piece(a, {"masked": Reads(places(a, 3))}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types=True),
+        "a": Piece(
+            a, {"masked": Reads(places(a, 3))}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types="languages"
+        ),
         "b": Piece(
             b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
             arrays={"number": np.arange(3)}, beside=Beside(d, places(d, 2)), too_long=1,

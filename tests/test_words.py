@@ -46,7 +46,10 @@ def reference(text: str) -> list[tuple[int, int]]:
     return [match.span() for match in regex.compile(REFERENCE, regex.V1).finditer(text)]
 
 
-ALPHABET = "aB7éß'-.,!? \t\n\u00a0\u200b\u200c\u200d\u0301\u0e31\u0e01\u0e40学ーあア々〇\u1781\u17d4\u17b6\u1000\u104a\u0915\u093f\u0651\u0640\u064e☺️👩🏽\U0001f3fd❤🔥$€%½³"
+ALPHABET = (
+    "aB7éß'-.,!? \t\n\u00a0\u200b\u200c\u200d\u0301\u0e31\u0e01\u0e40学ーあア々〇\u1781\u17d4\u17b6\u1000\u104a"
+    "\u0915\u093f\u0651\u0640\u064e☺️👩🏽\U0001f3fd❤🔥$€%½³"
+)
 
 
 @settings(max_examples=500, deadline=None)

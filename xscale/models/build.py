@@ -79,8 +79,8 @@ def build_encoder(
     languages: list[str],
     language_embeddings: bool,
     reset_positions: bool,
-    segments: bool,
     seed: int,
+    segments: bool = False,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
