@@ -72,7 +72,7 @@ def write_mono(texts: Iterable[str], language: str, out: Path) -> Source:
 
 def _write(records: Iterable[Record], out: Path) -> Source:
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines: Iterator[Line] = ((number, "", [record]) for number, record in enumerate(records, start=1))
+    lines = (Line(number, "", [record]) for number, record in enumerate(records, start=1))
     write_shards(lines, out, out.name, SHARD_LINES, Ranks(), {"tool": "benchmarks"})
     return Source(out)
 

@@ -69,10 +69,12 @@ def parse_links(text: str) -> Links:
 
 
 def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
-    """Write a line of links for each pair to `out`. Returns a report. Raises UserError.
+    """Write a line of links between words (data/words.py) of each pair to `out`. Returns a report. Raises UserError."""
+    return align_words(((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs), out, symmetrize)
 
-    Words are those of data/words.py; the aligner sees them in lower case.
-    """
+
+def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
+    """Likewise of texts whose words stand between spaces. The aligner sees them in lower case."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
@@ -85,8 +87,8 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
         with paths["src"].open("w", encoding="utf-8") as src, paths["tgt"].open("w", encoding="utf-8") as tgt:
             for texts in pairs:
                 given += 1
-                for (found, _), file in zip(words.split(list(texts)), (src, tgt), strict=True):
-                    file.write(" ".join(found).lower() + "\n")
+                for text, file in zip(texts, (src, tgt), strict=True):
+                    file.write(text.lower() + "\n")
         options = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
         command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
         done = subprocess.run(command, capture_output=True, text=True)

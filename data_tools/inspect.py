@@ -48,8 +48,8 @@ def describe(source: Source, records: list[Record], links: dict[str, Any] | None
         (a, b), (share_a, share_b) = links["words"], links["linked_share"]
         lines.append(
             f"  links: of {a:.1f} and {b:.1f} words a sentence {100 * share_a:.1f} % and {100 * share_b:.1f} % are "
-            f"linked, with {links['links_per_linked_word']:.2f} words each; {100 * links['punctuation_share']:.1f} % of "
-            f"the links are of punctuation"
+            f"linked, with {links['links_per_linked_word']:.2f} words each; {100 * links['punctuation_share']:.1f} % "
+            f"of the links are of punctuation"
         )
         if "tokens_per_target" in links:
             of_target = links["tokens_per_target"]

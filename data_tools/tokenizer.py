@@ -22,6 +22,10 @@ from xscale.errors import UserError
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+_SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
+"""Never in one token with a word: `en.` would be neither."""
+_BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
+"""GPT-2's, but that a mark belongs to its letter and `'s` is no token."""
 _ALPHABET = 1000
 """Most frequent characters that a WordPiece vocabulary holds, so that Chinese leaves room for pieces."""
 
@@ -42,7 +46,9 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
     elif kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.normalizer = normalizers.Lowercase() if lowercase else None
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        words = pre_tokenizers.Split(Regex(_BYTE_LEVEL_WORD), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, level])
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         pairs = trainers.BpeTrainer(
@@ -53,8 +59,10 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         tokenizer = Tokenizer(models.Unigram())
         steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
         tokenizer.normalizer = normalizers.Sequence(steps + ([normalizers.Lowercase()] if lowercase else []))
-        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-        tokenizer.decoder = decoders.Metaspace()
+        symbols = pre_tokenizers.Split(Regex(_SYMBOLS), "isolated")
+        space = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([symbols, space])
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
         trainer = trainers.UnigramTrainer(
             vocab_size=vocab_size, special_tokens=tokens, unk_token=special["unk"], show_progress=False
         )

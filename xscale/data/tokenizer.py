@@ -70,6 +70,7 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         self.pair = self._pair_template()
+        self._space: int | None = self.backend.token_to_id("▁")
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -83,6 +84,9 @@ class Tokenizer:
         counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
         numbers = chain.from_iterable(chain.from_iterable(encoding.offsets for encoding in encodings))
         spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
+        if self._space is not None:
+            flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=len(spans))
+            spans[flat == self._space] = 0  # before a text's first word it claims that word's first character
         return ids, token_words(texts, counts, spans)
 
     def _pair_template(self) -> PairTemplate:
