@@ -30,7 +30,8 @@ class ModelConfig:
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer directory; null: `tokenizer/` in the first --data directory or its parent."""
+    """Hugging Face tokenizer directory; null: that of `init`, else `tokenizer/` in the first --data directory or its
+    parent."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Of hidden states and attention."""
 

@@ -22,6 +22,7 @@ def export(source: Path, out: Path) -> Path:
     path = checkpoints.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
+    files.check_writable(out)
     lm = load_model(path)
     tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF)
     tokenizer.model_max_length = positions(lm.config)
