@@ -1,22 +1,36 @@
 """Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, BertConfig
+from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel
 
+from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
-from xscale import config
+from xscale import config, export, files
 from xscale.config import Recipe
+from xscale.data.piece import Context, Piece
 from xscale.data.row import Tokens
+from xscale.data.sequences import Example
+from xscale.data.shards import find_sources
 from xscale.errors import UserError
+from xscale.eval import heldout
+from xscale.eval.model import Exported
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
-from xscale.objectives import OBJECTIVES
+from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
+from xscale.objectives import OBJECTIVES, alignlm
 from xscale.run.checks import find_tokenizer
+from xscale.run.job import Job
+from xscale.run.weights import full_weights
+from xscale.step.module import StepModule
 
 
 def recipe(init: str | Path | None) -> Recipe:
@@ -135,3 +149,213 @@ def test_a_model_of_others_keeps_its_rows(tmp_path: Path) -> None:
     found = table(start(tmp_path, ["cs", "de", "en"]))
     assert torch.equal(found[:2], rows) and torch.equal(found[2], rows[0])
     assert torch.equal(table(start(tmp_path, ["cs", "de", "en"], embeddings=False)), rows)
+
+
+# Heads
+
+SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003", "data.workers=0")
+
+
+def job_of(demo: Path, recipe: str | Path, *sets: str) -> Job:
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
+    return launch.job_of([*common, "--set", *sets])
+
+
+def save(module: StepModule, job: Job, path: Path) -> Path:
+    """As a run at ZeRO stage 0 keeps its step 7."""
+    module.encoder.lm.config.save_pretrained(path / "hf")
+    job.tokenizer.hf.save_pretrained(path / "hf")
+    torch.save({"module": module.state_dict()}, path / "mp_rank_00_model_states.pt")
+    sealed = {
+        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": job.identity(), "files": sealed}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepModule, Path, Path]:
+    """A run of all objectives with weights like no fresh ones, its checkpoint, and what was exported."""
+    path = tmp_path_factory.mktemp("ended")
+    job = job_of(demo, "mixed", *SETS)
+    module = job.module()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    save(module, job, path / "checkpoints" / "step_00000007")
+    export.export(path, path / "hf")
+    return module.eval(), path, path / "hf"
+
+
+def test_heads_are_exported_beside_a_plain_model(ended: tuple[StepModule, Path, Path]) -> None:
+    """W2, W3 and linear, PPA's projection: read by safetensors alone."""
+    module, _, hf = ended
+    weights = load_file(hf / "xscale_heads.safetensors")
+    assert weights.keys() == {name.removeprefix("heads.") for name in module.state_dict() if name.startswith("heads.")}
+    assert all(torch.equal(weight, module.state_dict()[f"heads.{name}"]) for name, weight in weights.items())
+    assert {name.rpartition(".")[0] for name in weights} == {
+        "alignlm.W2", "alignlm.W3", "alignlm.linear", "ppa.w1", "ppa.w2"
+    }  # fmt: skip
+    assert AutoModelForMaskedLM.from_pretrained(hf).state_dict().keys() == module.encoder.lm.state_dict().keys()
+
+
+@pytest.mark.parametrize("source", ["a run", "a checkpoint", "an exported directory"])
+def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], source: str) -> None:
+    """By another recipe's streams of the same objective, whatever they are called; the key encoder starts from them."""
+    module, run, hf = ended
+    init = {"a run": run, "a checkpoint": run / "checkpoints" / "step_00000007", "an exported directory": hf}[source]
+    recipe = run / "other.yaml"
+    streams = {"links": {"objective": "alignlm", "samples": 8}, "ppa": {"objective": "ppa", "samples": 8}}
+    recipe.write_text(yaml.safe_dump({"streams": streams}))
+    gone_on = job_of(demo, recipe, *SETS, f"model.init={init}").module()
+    for ours, theirs in (("links", "alignlm"), ("ppa", "ppa")):
+        expected = module.heads[theirs].state_dict()
+        found = gone_on.heads[ours].state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    keys = gone_on.companions["ppa"].momentum.masters[1]  # type: ignore[attr-defined]
+    assert torch.equal(keys.w1.weight, module.heads["ppa"].w1.weight)
+    assert gone_on.notes == [
+        "streams.links takes over the heads of model.init's stream alignlm: W2.bias, W2.weight, W3.bias, W3.weight, "
+        "linear.bias, linear.weight",
+        "streams.ppa takes over the heads of model.init's stream ppa: w1.weight, w2.weight",
+    ]
+
+
+def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:
+    sets = [*SETS, "streams.ppa.samples=16", "streams.ppa.projection=25"]
+    gone_on, fresh = (job_of(demo, "ppa", *sets, *more).module() for more in ([f"model.init={ended[2]}"], []))
+    assert torch.equal(gone_on.heads["ppa"].w1.weight, fresh.heads["ppa"].w1.weight)
+    (note,) = gone_on.notes
+    assert note.startswith("streams.ppa starts with fresh heads") and "w2.weight is 24x128, here 25x128" in note
+    assert not job_of(demo, "tlm", f"model.init={ended[2]}").module().notes
+
+
+def test_the_stream_of_the_same_name_comes_first() -> None:
+    kept = {
+        name: KeptHeads({"objective": "alignlm"}, {"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    found = {}
+    for name in ("b", "c"):
+        layer = torch.nn.Linear(2, 1)
+        take_over(kept, name, "alignlm", layer)
+        found[name] = layer.weight[0, 0].item()
+    assert found == {"b": 2.0, "c": 1.0} and take_over(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
+
+
+def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "xscale_heads.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match=r"xscale_heads.safetensors cannot be read.*export the run again"):
+        load_heads(tmp_path)
+    save_file({"a.w": torch.zeros(1)}, tmp_path / "xscale_heads.safetensors")
+    with pytest.raises(UserError, match=r"xscale_heads.safetensors cannot be read"):
+        load_heads(tmp_path)
+
+
+def spoil_weight(lm: PreTrainedModel, heads: object) -> None:
+    lm.get_input_embeddings().weight.data[7, 0] += 1.0
+
+
+def spoil_config(lm: PreTrainedModel, heads: object) -> None:
+    lm.config.hidden_act = "relu"
+
+
+def spoil_heads(lm: PreTrainedModel, heads: Any) -> None:
+    heads["ppa"].weights["w1.weight"] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (spoil_weight, r"away from those of the trained.*weights that differ: bert.embeddings.word_embeddings.weight"),
+        (spoil_config, r"away from those of the trained model.*no weight differs"),
+        (spoil_heads, "heads of stream ppa are not those that were trained"),
+    ],
+)
+def test_an_export_that_is_not_what_was_trained_is_our_error(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, named: str
+) -> None:
+    """What was written is another model: nothing takes the place."""
+    load = export.load_run
+
+    def load_two(path: Path) -> Any:
+        (lm, heads), (other, others) = load(path), load(path)
+        spoil(other, others)
+        monkeypatch.setattr(lm, "save_pretrained", other.save_pretrained)
+        monkeypatch.setattr(export, "save_heads", lambda heads, folder: save_heads(others, folder))
+        return lm, heads
+
+    monkeypatch.setattr(export, "load_run", load_two)
+    with pytest.raises(RuntimeError, match=named):
+        export.export(ended[1], tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_to_nowhere_is_refused_before_the_work(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(export, "load_run", lambda path: pytest.fail("weights were read"))
+    with pytest.raises(UserError, match="file/hf cannot be written"):
+        export.export(ended[1], tmp_path / "file" / "hf")
+
+
+# What heads are worth on held-out text
+
+
+def test_held_out_losses_of_alignlm_are_of_its_heads(
+    demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to dense logits and matrices of stock modules, for the same masks; the same again."""
+    module, _, hf = ended
+    model, (source,) = Exported(hf), find_sources([demo / "heldout"])
+    pieces: list[tuple[Piece, list[Example]]] = []
+
+    def collate(samples: list[list[Example]], options: Any, context: Context) -> Piece:
+        pieces.append((alignlm.collate(samples, options, context), [pair for (pair,) in samples]))
+        return pieces[-1][0]
+
+    monkeypatch.setitem(OBJECTIVES, "alignlm", replace(alignlm.OBJECTIVE, collate=collate))
+    found = heldout.evaluate(model, source, 50)
+    plain_model = plain.Model(module.encoder.lm, dict(module.heads.items()), {})
+    options = alignlm.Options()
+    sums = [plain.terms("alignlm", plain_model, "alignlm", *piece, options, model.tokenizer) for piece in pieces]
+    for term in ("mono", "bi"):
+        targets, right = (sum(getattr(of[term], name) for of in sums) for name in ("targets", "right"))
+        assert targets == found[f"alignlm_{term}_targets"] > 100
+        assert sum(of[term].total.item() for of in sums) / targets == pytest.approx(found[f"alignlm_{term}_loss"], 1e-5)
+        assert right / targets == found[f"alignlm_{term}_accuracy"]
+    assert sum(len(examples) for _, examples in pieces) == 50
+    assert found == heldout.evaluate(model, source, 50)
+
+
+def test_without_word_links_there_is_the_monolingual_loss(
+    demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same, since the masks are."""
+    model, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    linked = heldout.evaluate(model, source, 50)
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda shard, record: read(shard, record)._replace(links=None))
+    assert heldout.evaluate(model, source, 50) == {name: v for name, v in linked.items() if "_bi_" not in name}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
+    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them."""
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "3"]
+    launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
+    export.export(tmp_path / "first", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "xscale_heads.safetensors")
+    first, last = (full_weights(tmp_path / f"first/checkpoints/step_0000000{step}") for step in (0, 3))
+    for name, weight in weights.items():
+        assert torch.equal(weight, last[f"heads.{name}"]) and not torch.equal(weight, first[f"heads.{name}"])
+    launch.run(2, [*common, "--out", str(tmp_path / "second"), "--set", f"model.init={tmp_path / 'hf'}"])
+    begun = full_weights(tmp_path / "second/checkpoints/step_00000000")
+    assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
+    line = "streams.alignlm takes over the heads of model.init's stream alignlm: W2.bias, "
+    assert line in (tmp_path / "second" / "run.log").read_text()
