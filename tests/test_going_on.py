@@ -14,6 +14,7 @@ from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
+from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
 from xscale.config import Recipe
 from xscale.data.piece import Context, Piece
@@ -293,6 +294,17 @@ def test_an_export_that_is_not_what_was_trained_is_our_error(
     with pytest.raises(RuntimeError, match=named):
         export.export(ended[1], tmp_path / "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_model_type_is_exported_as_it_was_trained(kind: str, tmp_path: Path) -> None:
+    """Weights that stand still differ by rounding alone; one that moved by 0.1 is found."""
+    lm = make(kind, torch.float32).lm
+    lm.save_pretrained(tmp_path)
+    assert export.compare(lm, {}, tmp_path) is None
+    with torch.no_grad():
+        lm.get_output_embeddings().bias[5] += 0.1
+    assert "bias" in (export.compare(lm, {}, tmp_path) or "")
 
 
 def test_an_export_to_nowhere_is_refused_before_the_work(

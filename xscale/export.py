@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
@@ -87,7 +88,7 @@ def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
     n = len(ids)
     row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
     out = encoder.lm.get_output_embeddings()
-    return encoder.features(encoder(row)) @ out.weight.T + out.bias
+    return F.linear(encoder.features(encoder(row)), out.weight, out.bias)
 
 
 def main() -> int:

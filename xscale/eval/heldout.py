@@ -103,7 +103,8 @@ def alignlm_pieces(model: Exported, source: Source, limit: int, options: alignlm
     draw = Draw(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     rows = [{"alignlm": draw.at(places)} for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH))]
     how = StreamCollate(collate, options, objective.words(options))
-    context = Context(model.tokenizer, positions(model.encoder.lm.config), "drop", model.language_ids(source))
+    longest = positions(model.encoder.lm.config)
+    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     dataset = StepDataset([source], {"alignlm": how}, context, seed=0)
     for row in rows:
         ((piece, _),) = dataset.pieces("alignlm", StepPlan(0, [row], {}, rank=0, world=1))

@@ -25,6 +25,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="shard directories of held-out pairs")
     parser.add_argument("--limit", type=int, default=1000, help="records of each source, at most")
     parser.add_argument("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
+    choices = parser.add_argument_group("retrieval", "Of several values every combination is measured.")
+    choices.add_argument("--pooling", nargs="+", choices=retrieval.POOLINGS, default=["mean"], help="default: mean")
+    choices.add_argument(
+        "--layer", nargs="+", type=layer, default=[-1], metavar="N", help="0: embeddings, -1: last (default), or all"
+    )
+    choices.add_argument("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="default: cosine")
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args(argv)
@@ -66,9 +72,10 @@ def measure_all(model: Exported, sources: list[Source], args: argparse.Namespace
     code = 0
     for task, (name, source) in product(args.task, zip(names_of(sources), sources, strict=True)):
         try:
-            scores = measure(task, model, source, args)
-            results.setdefault(task, {})[name] = scores
-            print(f"{task} {name}: " + ", ".join(f"{score} {value:,.4g}" for score, value in scores.items()))
+            for variant, scores in measure(task, model, source, args).items():
+                row = f"{name} {variant}".strip()
+                results.setdefault(task, {})[row] = scores
+                print(f"{task} {row}: " + ", ".join(f"{score} {value:,.4g}" for score, value in scores.items()))
         except Exception as error:
             ours = not isinstance(error, UserError)
             text = f"{type(error).__name__}: {error}" if ours else str(error)
@@ -82,11 +89,18 @@ def measure_all(model: Exported, sources: list[Source], args: argparse.Namespace
     return code
 
 
-def measure(task: str, model: Exported, source: Source, args: argparse.Namespace) -> dict[str, float]:
+def measure(task: str, model: Exported, source: Source, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Scores by variant of the task; "" where there is one alone."""
     if task == "alignment":
-        return alignment_score.evaluate(model, source, args.lexicons or find_lexicons([source], source.directory))
-    evaluate = {"heldout": heldout.evaluate, "retrieval": retrieval.evaluate}[task]
-    return evaluate(model, source, args.limit)
+        lexicons = args.lexicons or find_lexicons([source], source.directory)
+        return {"": alignment_score.evaluate(model, source, lexicons)}
+    if task == "heldout":
+        return {"": heldout.evaluate(model, source, args.limit)}
+    return retrieval.evaluate(model, source, args.limit, args.pooling, args.layer, args.margin)
+
+
+def layer(text: str) -> str | int:
+    return text if text == retrieval.ALL else int(text)
 
 
 if __name__ == "__main__":
