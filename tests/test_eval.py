@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, BertConfig
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
+from data_tools import tokenizer as train_tokenizer
+from data_tools.ranks import Ranks
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import run
+from xscale.eval import retrieval, run
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 Measure = Callable[..., tuple[int, dict[str, Any]]]
@@ -108,3 +112,111 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert measure("--task", "heldout", out=tmp_path / place)[0] == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and str(tmp_path / place) in error
+
+
+# Retrieval
+
+
+def states_of(path: Path, texts: list[str]) -> list[list[np.ndarray]]:
+    """By transformers alone: of each text all layers' states of its tokens [L, H], [CLS] first and [SEP] last."""
+    model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=model.config.max_position_embeddings)
+        with torch.no_grad():
+            hidden = model(**inputs, output_hidden_states=True).hidden_states
+        found.append([layer[0].double().numpy() for layer in hidden])
+    return found
+
+
+def cosines(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
+    a, b = (np.stack(side) / np.linalg.norm(np.stack(side), axis=1, keepdims=True) for side in (first, second))
+    return a @ b.T
+
+
+def translation_evaluator(scores: np.ndarray) -> dict[str, float]:
+    """sentence-transformers' TranslationEvaluator: src2trg, trg2src and mean accuracy, of the index of the largest."""
+
+    def share(scores: np.ndarray) -> float:
+        return sum(int(np.argmax(row)) == number for number, row in enumerate(scores)) / len(scores)
+
+    there, back = share(scores), share(scores.T)
+    return {"there": there, "back": back, "mean": (there + back) / 2}
+
+
+def by_csls(cosine: np.ndarray, k: int = 10) -> np.ndarray:
+    """2 cos(x, y) - r(x) - r(y), pair by pair."""
+    r_x, r_y = ([np.mean(sorted(row)[-k:]) for row in side] for side in (cosine, cosine.T))
+    return np.array([[2 * c - r_x[i] - r_y[j] for j, c in enumerate(row)] for i, row in enumerate(cosine)])
+
+
+POOL = {"mean": lambda states: states[1:-1].mean(0), "cls": lambda states: states[0]}
+MARGIN = {"cosine": lambda cosine: cosine, "csls": by_csls}
+
+
+def same_as_the_reference(
+    found: dict[str, Any], path: Path, pairs: list[list[str]], langs: tuple[str, str], ties: int = 0
+) -> None:
+    """found: results of every pooling, margin and layer. ties: sentences that may go either way, of those that are
+    there twice. As an embedding [CLS] is the same in every sentence, and any of them as near as the others."""
+    first, second = (states_of(path, [pair[side] for pair in pairs]) for side in (0, 1))
+    layers = len(first[0])
+    assert len(found) == len(POOL) * len(MARGIN) * layers
+    a, b = langs
+    for pooling, margin, layer in product(POOL, MARGIN, range(layers)):
+        pooled = ([POOL[pooling](states[layer]) for states in side] for side in (first, second))
+        expected = translation_evaluator(MARGIN[margin](cosines(*pooled)))
+        scores = found[f"{a}-{b} {pooling} {margin} layer {layer}"]
+        numbers, near = [scores[f"{a}->{b}"], scores[f"{b}->{a}"], scores["accuracy"]], (ties + 1e-6) / len(pairs)
+        if (pooling, layer) != ("cls", 0):
+            assert numbers == pytest.approx([*expected.values()], rel=0, abs=near), (pooling, margin, layer)
+        assert scores["sentences"] == len(pairs)
+
+
+def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, demo: Path) -> None:
+    """Every layer, pooling and margin, on sentences that are cut at the model's positions, too; the default is one of
+    them, and negative numbers count from the end."""
+    texts = [json.loads(line)["texts"] for tar in sorted((demo / "heldout").rglob("*.tar")) for line in tar_lines(tar)]
+    every = ("--pooling", "mean", "cls", "--margin", "cosine", "csls")
+    _, found = measure("--task", "retrieval", *every, "--layer", "all")
+    scores = found["results"]["retrieval"]
+    same_as_the_reference(scores, hf, texts[:60], ("en", "xx"))
+    assert len({json.dumps(of_row) for of_row in scores.values()}) > 8
+    _, default = measure("--task", "retrieval")
+    assert default["results"]["retrieval"] == {"en-xx": scores["en-xx mean cosine layer 3"]}
+    _, chosen = measure("--task", "retrieval", "--pooling", "cls", "--margin", "csls", "--layer", "-4", "1", "0")
+    names = {"en-xx cls csls layer 0": 0, "en-xx cls csls layer 1": 1}
+    assert chosen["results"]["retrieval"] == {name: scores[f"en-xx cls csls layer {n}"] for name, n in names.items()}
+
+
+def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:
+    assert measure("--task", "retrieval", "--layer", "2", "-5", "4")[0] == 2
+    assert "--layer -5 4: the model has layers 1 to 3, 0 is what" in capsys.readouterr().err
+
+
+def test_csls_takes_from_a_hub_what_makes_it_near_to_all() -> None:
+    """The second sentence is everybody's nearest neighbour by cosine, its own translation's alone by csls."""
+    cosine = torch.tensor([[0.70, 0.80, 0.10], [0.20, 0.95, 0.20], [0.10, 0.80, 0.70]])
+    assert cosine.argmax(1).tolist() == [1, 1, 1]
+    scores = retrieval.csls(cosine, 3)
+    assert scores.argmax(1).tolist() == [0, 1, 2]
+    np.testing.assert_allclose(scores, by_csls(cosine.double().numpy(), 3), atol=1e-6)
+    assert torch.equal(retrieval.csls(cosine, 10), scores)  # no more neighbours than sentences
+
+
+def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:
+    """Tatoeba's German and English: names, numbers and loans alone find some translations in a model of random weights,
+    at its embeddings more than behind its layers."""
+    sides = (real / "eval" / "tatoeba" / f"tatoeba.deu-eng.{code}.xz" for code in ("eng", "deu"))
+    write_pairs(*sides, tmp_path / "pairs")
+    train_tokenizer.main(Ranks(), ["--data", str(tmp_path), "--out", str(tmp_path / "hf"), "--vocab_size", "2000"])
+    config = BertConfig(**SHAPE, vocab_size=2000, max_position_embeddings=64, initializer_range=0.3)
+    torch.manual_seed(0)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "hf")
+    every = ("--pooling", "mean", "cls", "--margin", "cosine", "csls", "--layer", "all", "--limit", "300")
+    _, found = measure("--task", "retrieval", "--model", tmp_path / "hf", "--data", tmp_path / "pairs", *every)
+    scores = found["results"]["retrieval"]
+    texts = [json.loads(line)["texts"] for tar in sorted((tmp_path / "pairs").glob("*.tar")) for line in tar_lines(tar)]
+    same_as_the_reference(scores, tmp_path / "hf", texts[:300], ("en", "de"), ties=2)
+    accuracy = {name: of_row["accuracy"] for name, of_row in scores.items()}
+    assert accuracy["en-de mean cosine layer 0"] > 0.02 > accuracy["en-de mean cosine layer 3"]

@@ -69,7 +69,8 @@ def start(init: Path | None, languages: list[str], embeddings: bool = True, **ch
     """As a run that begins with these languages."""
     defaults: dict = {
         "init": init and str(init), "preset": "tiny", "dropout": 0.0, "max_length": 32, "vocab_size": 97, "pad_id": 0,
-        "languages": languages, "language_embeddings": embeddings, "reset_positions": False, "seed": 1,
+        "languages": languages, "language_embeddings": embeddings, "reset_positions": False, "segments": False,
+        "seed": 1,
     }  # fmt: skip
     return build_encoder(**(defaults | changes))
 
@@ -129,6 +130,7 @@ def test_the_mean_stands_for_languages_that_are_no_longer_told_apart(
         "languages": ["cs", "de", "en"],
         "language_embeddings": False,
         "reset_positions": False,
+        "segments": False,
     }
 
 

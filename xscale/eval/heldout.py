@@ -16,8 +16,9 @@ from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Draw, StepPlan
 from xscale.data.piece import Context, Piece
+from xscale.data.ragged import offsets
 from xscale.data.row import make_row
-from xscale.data.sequences import Example, offsets
+from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.piece import Piece, Reads
+from xscale.data.piece import Piece, Reads, Types
 from xscale.data.row import make_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
@@ -129,5 +129,5 @@ def piece_of(model: Exported, sentences: list[list[int]], language: int, pooling
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
     counts = np.array([len(sentence) for sentence in sentences])
     reads = {"mean": Reads(np.flatnonzero(~special), counts), "cls": Reads(sequences.starts)}
-    chosen, types = {pooling: reads[pooling] for pooling in poolings}, "languages" if model.language_embeddings else None
-    return Piece(sequences, chosen, {}, len(sentences), types=types)
+    types: Types | None = "languages" if model.language_embeddings else None
+    return Piece(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -86,8 +86,8 @@ def build_encoder(
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
     languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each,
-    and then for those that `init` had besides. These, `reset_positions` and `segments` are kept in the model's config as
-    `xscale`, for whoever feeds it later.
+    and then for those that `init` had besides. These, `reset_positions` and `segments` are kept in the model's config
+    as `xscale`, for whoever feeds it later.
     """
     trained = {
         "languages": languages,
@@ -171,8 +171,8 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
     languages that have one, in their order.
 
     Those of the run that the model comes from keep theirs, by name; new ones start as their mean. Where that run had no
-    language embeddings, all start as row 0, which it gave to single sentences; of a model that is no run's, rows stay and
-    new ones start as row 0. Where they are not wanted any more, their mean stands in every row.
+    language embeddings, all start as row 0, which it gave to single sentences; of a model that is no run's, rows stay
+    and new ones start as row 0. Where they are not wanted any more, their mean stands in every row.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before.get("languages", []) if before.get("language_embeddings") else []
