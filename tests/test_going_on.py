@@ -27,7 +27,7 @@ from xscale.eval.model import Exported
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
-from xscale.objectives import OBJECTIVES, alignlm
+from xscale.objectives import OBJECTIVES, alignlm, tlm
 from xscale.run.checks import find_tokenizer
 from xscale.run.job import Job
 from xscale.run.weights import full_weights
@@ -156,12 +156,12 @@ def test_a_model_of_others_keeps_its_rows(tmp_path: Path) -> None:
 
 # Heads
 
-SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003", "data.workers=0")
+SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003")
 
 
 def job_of(demo: Path, recipe: str | Path, *sets: str) -> Job:
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
-    return launch.job_of([*common, "--set", *sets])
+    return launch.job_of([*common, "--set", "data.workers=0", *sets])
 
 
 def save(module: StepModule, job: Job, path: Path) -> Path:
@@ -226,6 +226,25 @@ def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], 
         "linear.bias, linear.weight",
         "streams.ppa takes over the heads of model.init's stream ppa: w1.weight, w2.weight",
     ]
+
+
+def test_heads_of_a_plug_in_are_kept_without_it(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export need not know the objective."""
+    linear = replace(tlm.OBJECTIVE, heads=lambda encoder, options: torch.nn.Linear(3, 2))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("streams: {mine: {objective: odd, samples: 4}}")
+    monkeypatch.setitem(OBJECTIVES, "odd", linear)
+    job = job_of(demo, recipe)
+    module = job.module()
+    save(module, job, tmp_path / "checkpoint")
+    monkeypatch.delitem(OBJECTIVES, "odd")
+    export.export(tmp_path / "checkpoint", tmp_path / "hf")
+    (kept,) = load_heads(tmp_path / "hf").values()
+    assert kept.objective == "odd" and kept.stream["samples"] == 4
+    assert torch.equal(kept.weights["weight"], module.heads["mine"].weight)
+    monkeypatch.setitem(OBJECTIVES, "odd", linear)
+    gone_on = job_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5").module()
+    assert torch.equal(gone_on.heads["mine"].weight, module.heads["mine"].weight)
 
 
 def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:

@@ -26,7 +26,8 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     init: str | None = None
-    """Weights to start from: a Hugging Face directory or hub name; null: random weights of `preset`."""
+    """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
+    weights of `preset`. Of a run, also exported, languages keep their embeddings and streams their objective's heads."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None

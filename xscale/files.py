@@ -53,7 +53,7 @@ def check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another place") from None
+        raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}); choose another place") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -96,7 +96,8 @@ def measure(task: str, model: Exported, source: Source, args: argparse.Namespace
         return {"": alignment_score.evaluate(model, source, lexicons)}
     if task == "heldout":
         return {"": heldout.evaluate(model, source, args.limit)}
-    return retrieval.evaluate(model, source, args.limit, args.pooling, args.layer, args.margin)
+    poolings, margins = (list(dict.fromkeys(names)) for names in (args.pooling, args.margin))
+    return retrieval.evaluate(model, source, args.limit, poolings, args.layer, margins)
 
 
 def layer(text: str) -> str | int:
