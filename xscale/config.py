@@ -27,7 +27,7 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
-    weights of `preset`. Of a run, also exported, languages keep their embeddings and streams their objective's heads."""
+    weights of `preset`. Of a run, also exported, languages keep their embeddings, streams their heads."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
