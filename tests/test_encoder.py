@@ -123,6 +123,20 @@ def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list
     same_states_and_gradients(make(kind), row_of(lengths))
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_states_of_all_layers_are_those_of_transformers(kind: str) -> None:
+    """In their order: first what the embeddings give, last the last hidden states. Each sequence alone, unpadded."""
+    encoder, row = make(kind), row_of([23, 9, 7, 4])
+    found = encoder.hidden_states(row)
+    sentences = row.input_ids.split(row.lengths.tolist())
+    expected = [encoder.lm.base_model(s[None], output_hidden_states=True).hidden_states for s in sentences]
+    assert len(found) == encoder.lm.config.num_hidden_layers + 1
+    for layer, states in enumerate(found):
+        alone = torch.cat([of_sentence[layer][0] for of_sentence in expected])
+        torch.testing.assert_close(states, alone, rtol=0, atol=1e-10)
+    assert torch.equal(found[-1], encoder(row))
+
+
 @pytest.mark.parametrize("kind", sorted(FLAT))
 def test_own_positions_and_types_are_the_models(kind: str) -> None:
     row = row_of(LENGTHS[0], own=True)

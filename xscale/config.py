@@ -26,11 +26,13 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     init: str | None = None
-    """Weights to start from: a Hugging Face directory or hub name; null: random weights of `preset`."""
+    """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
+    weights of `preset`. Of a run, also exported, languages keep their embeddings, streams their heads."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer directory; null: `tokenizer/` in the first --data directory or its parent."""
+    """Hugging Face tokenizer directory; null: that of `init`, else `tokenizer/` in the first --data directory or its
+    parent."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Of hidden states and attention."""
 

@@ -167,7 +167,7 @@ def check_resume(module: StepModule, job: Job) -> Iterator[str]:
         take_step(module, job, ranks)
     torch.save({name: companion.state_dict() for name, companion in module.companions.items()}, file)
     file.seek(0)
-    fresh = StepModule(job.encoder(), job.recipe).double()
+    fresh = job.module().double()
     fresh.load_state_dict(module.state_dict())
     for name, state in torch.load(file, weights_only=True).items():
         fresh.companions[name].load_state_dict(state)
@@ -190,7 +190,7 @@ def problems(recipe: str, data: list[Path], sets: list[str]) -> dict[str, list[s
     job = prepare(recipe, ["model.dropout=0.0", "data.workers=0", *sets], data)
     job = job.calibrated()
     torch.manual_seed(0)
-    module = StepModule(job.encoder(), job.recipe).double()
+    module = job.module().double()
     with torch.no_grad():
         for p in module.parameters():  # fresh heads may start at a point where gradients vanish
             p.add_(0.02 * torch.randn_like(p))

@@ -1,20 +1,33 @@
 """A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
-Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained` loads; of a run, its newest checkpoint.
+Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained` loads, and the objectives' own trained
+heads beside them (models/heads.py); of a run, its newest checkpoint. What was written is loaded again and compared with
+what was trained, before it takes its place.
 """
 
 import argparse
 import sys
 from pathlib import Path
 
-from transformers import AutoTokenizer
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import files
+from xscale.data.row import Tokens
 from xscale.errors import UserError
 from xscale.models.build import positions
+from xscale.models.encoder import Encoder
+from xscale.models.heads import KeptHeads, load_heads, save_heads
 from xscale.plugins import load_plugins
 from xscale.run import checkpoint as checkpoints
-from xscale.run.weights import load_model
+from xscale.run.weights import load_run
+
+CHECKED = 16
+"""Tokens of the sequence whose logits are compared."""
+CLOSE = 1e-3
+"""How far logits may be apart, as a share of the largest: two ways to compute them in fp32 round differently."""
 
 
 def export(source: Path, out: Path) -> Path:
@@ -22,13 +35,60 @@ def export(source: Path, out: Path) -> Path:
     path = checkpoints.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
-    lm = load_model(path)
+    files.check_writable(out)
+    lm, heads = load_run(path)
     tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF)
     tokenizer.model_max_length = positions(lm.config)
     with files.publish(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        save_heads(heads, partial)
+        difference = compare(lm, heads, partial)
+        if difference:
+            raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
     return path
+
+
+def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
+    """What differs between the trained model, in our forward pass, and what transformers loads from `folder`, in its
+    own; None where nothing does."""
+    kept = load_heads(folder)
+    for name, trained in heads.items():
+        if name not in kept or _differing(trained.weights, kept[name].weights):
+            return f"the heads of stream {name} are not those that were trained"
+    written = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    ids, types = _sequence(lm)
+    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
+    with torch.inference_mode():
+        found, expected = written(**inputs).logits[0], _logits(Encoder(lm).eval(), ids, types)
+    furthest, largest = (found - expected).abs().max(), expected.abs().max()
+    if torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(largest)), equal_nan=True):
+        return None
+    names = _differing(lm.state_dict(), written.state_dict())
+    return (
+        f"transformers' logits are up to {float(furthest):.2g} away from those of the trained model (the largest is "
+        f"{float(largest):.2g}); " + (f"weights that differ: {', '.join(names[:5])}" if names else "no weight differs")
+    )
+
+
+def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
+    return [name for name, w in trained.items() if name not in written or not torch.equal(w, written[name])]
+
+
+def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Ids [N] from all over the vocabulary, without padding, and their languages where the model has embeddings."""
+    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
+    ids = ids[ids != lm.config.pad_token_id]
+    trained = getattr(lm.config, "xscale", None) or {}
+    return ids, torch.arange(len(ids)) % len(trained["languages"]) if trained.get("language_embeddings") else None
+
+
+def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
+    """[N, V], in our forward pass."""
+    n = len(ids)
+    row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
+    out = encoder.lm.get_output_embeddings()
+    return F.linear(encoder.features(encoder(row)), out.weight, out.bias)
 
 
 def main() -> int:

@@ -3,9 +3,12 @@
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from xscale.errors import UserError
 
 PARTIAL = ".incomplete"
 """Suffix of what is being written, or removed."""
@@ -41,6 +44,16 @@ def move_in(partial: Path, path: Path) -> None:
         path.rmdir()
     os.replace(partial, path)
     sync(path.parent)
+
+
+def check_writable(path: Path) -> None:
+    """Before the work: raises UserError where `publish` could not put anything at `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({path.parent}: {error.strerror}); choose another place") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,27 +1,38 @@
-"""Masked prediction on held-out pairs: TLM loss and accuracy, beside the text's unigram entropy.
+"""Masked prediction on held-out pairs: TLM loss and accuracy, beside the text's unigram entropy; AlignLM's losses.
 
 The entropy is what a model that knows nothing but the held-out text's own token frequencies would score: below it,
-the encoder has learnt from context.
+the encoder has learnt from context. TLM is measured through the exported masked-LM head, whatever was trained; a stream
+of AlignLM by its own heads too, which are kept beside the model.
 """
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xscale import rng
-from xscale.data.piece import Context
+from xscale.data.loader import StepDataset, StreamCollate
+from xscale.data.mixture import Draw, StepPlan
+from xscale.data.piece import Context, Piece
+from xscale.data.ragged import offsets
 from xscale.data.row import make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
+from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all
-from xscale.objectives import tlm
+from xscale.models.build import positions
+from xscale.objectives import OBJECTIVES, Parts, alignlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
-BATCH, MAX_LENGTH = 32, 512
+BATCH = 32
 
 
 def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """tlm_loss (nats a masked token), masked_accuracy, unigram_entropy (nats a token). Masks are the same each time."""
+    """tlm_loss (nats a masked token), masked_accuracy, unigram_entropy (nats a token), targets; dropped: pairs of more
+    tokens than the model has positions; and `alignlm_losses`. Masks are the same each time."""
     records = read_all(source, limit)
     ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
     identities = rng.hash64(rng.key("heldout"), np.arange(len(records)))
@@ -30,17 +41,21 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
     options = tlm.Options(language_embeddings=model.language_embeddings, reset_positions=model.reset_positions)
-    context = Context(model.tokenizer, MAX_LENGTH, "drop", model.language_ids(source), segments=model.segments)
-    loss = correct = targets = 0.0
+    longest = positions(model.encoder.lm.config)
+    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
+    loss = correct = targets = dropped = 0.0
     with torch.inference_mode():
         for start in range(0, len(samples), BATCH):
             piece = tlm.collate(samples[start : start + BATCH], options, context)
-            inputs = to_device(make_row({"tlm": piece}, MAX_LENGTH, model.tokenizer.sep_id).inputs, model.device)
+            inputs = to_device(make_row({"tlm": piece}, longest, model.tokenizer.sep_id).inputs, model.device)
             states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
             _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
             loss += float(losses_M.double().sum())
             correct += float(right_M.sum())
             targets += len(losses_M)
+            dropped += piece.too_long
+    if not targets:
+        raise UserError(f"{source.directory}: no pair has a token to predict in the model's {longest} positions")
     counts = np.bincount(np.concatenate([np.array(side, dtype=np.int64) for side in ids]))
     p = counts[counts > 0] / counts.sum()
     return {
@@ -48,4 +63,65 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
         "masked_accuracy": correct / targets,
         "unigram_entropy": float(-(p * np.log(p)).sum()),
         "targets": targets,
-    }
+        "dropped": dropped,
+    } | alignlm_losses(model, source, limit)
+
+
+def alignlm_losses(model: Exported, source: Source, limit: int) -> dict[str, float]:
+    """Of each stream of AlignLM: STREAM_mono_loss, of masked tokens, and STREAM_bi_loss, of those with a word link,
+    where the records have links; nats a token, each with its accuracy and number of targets."""
+    found: dict[str, float] = {}
+    for name, kept in model.heads.items():
+        if kept.objective != "alignlm":
+            continue
+        options = kept.options(alignlm.Options)
+        heads = alignlm.Heads(model.encoder, options)
+        heads.load_state_dict(kept.weights)
+        parts = Parts(model.encoder, heads.eval().to(model.device))
+        sums: dict[str, Tensor] = {}
+        for piece in alignlm_pieces(model, source, limit, options):
+            for term, of_piece in predicted(parts, piece, model, options).items():
+                sums[term] = sums.get(term, 0) + of_piece
+        for term, total in sums.items():
+            loss, right, targets = total.tolist()
+            if targets:
+                found |= {f"{name}_{term}_loss": loss / targets, f"{name}_{term}_accuracy": right / targets}
+                found[f"{name}_{term}_targets"] = targets
+    return found
+
+
+def alignlm_pieces(model: Exported, source: Source, limit: int, options: alignlm.Options) -> Iterator[Piece]:
+    """Of the first `limit` records, `BATCH` each."""
+    objective = OBJECTIVES["alignlm"]
+
+    def collate(samples: list[list[Example]], options: alignlm.Options, context: Context) -> Piece:
+        linked = [replace(pair, links="") if pair.links is None else pair for (pair,) in samples]
+        return objective.collate([[pair] for pair in linked], options, context)
+
+    counts = np.minimum(source.counts, limit)
+    shard, record = np.repeat(np.arange(len(counts)), counts)[:limit], offsets(counts)[:limit]
+    zeros = np.zeros(len(shard), dtype=np.int64)
+    draw = Draw(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
+    rows = [{"alignlm": draw.at(places)} for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH))]
+    how = StreamCollate(collate, options, objective.words(options))
+    longest = positions(model.encoder.lm.config)
+    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
+    dataset = StepDataset([source], {"alignlm": how}, context, seed=0)
+    for row in rows:
+        ((piece, _),) = dataset.pieces("alignlm", StepPlan(0, [row], {}, rank=0, world=1))
+        yield piece
+
+
+@torch.inference_mode()
+def predicted(parts: Parts, piece: Piece, model: Exported, options: alignlm.Options) -> dict[str, Tensor]:
+    """Term -> loss, number of tokens predicted right, and of targets [3], fp64."""
+    row = make_row({"alignlm": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
+    inputs, reads = to_device(row.inputs, model.device), row.states["alignlm"]
+    gathered = alignment_gather(model.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
+    states = dict(zip(reads, gathered, strict=True))
+    predictions = OBJECTIVES["alignlm"].loss(parts, states, inputs.arrays["alignlm"], options).predictions
+    features = torch.cat([prediction.features_MH for prediction in predictions])
+    _, losses_M, right_M = model.encoder.vocabulary_loss(features, inputs.labels)
+    numbers_M3 = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M.double())], 1)
+    sizes = [len(prediction.features_MH) for prediction in predictions]
+    return {p.term: part.sum(0) for p, part in zip(predictions, numbers_M3.split(sizes), strict=True)}

@@ -11,6 +11,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
+from xscale.models.heads import load_heads
 
 
 class Exported:
@@ -31,6 +32,8 @@ class Exported:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoder = Encoder(lm).eval().to(self.device)
         self.tokenizer = Tokenizer(path)
+        self.heads = load_heads(path)
+        """Of the run's objectives, by stream."""
         trained = getattr(lm.config, "xscale", None) or {}
         self.languages: list[str] = trained.get("languages", [])
         self.language_embeddings: bool = trained.get("language_embeddings", False)

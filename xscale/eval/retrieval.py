@@ -1,60 +1,133 @@
-"""Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour by cosine?"""
+"""Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
+
+By `cosine`, or by `csls` (Lample et al. 2018), which takes from hubs what makes them near to all:
+
+    csls(x, y) = 2 cos(x, y) - r(x) - r(y)
+
+where r(x) is the mean cosine of x with its k nearest neighbours in the other language.
+Margins have other names in LASER: `absolute` is cosine; `distance`, cos - (r(x) + r(y)) / 2, is half of csls and ranks
+alike; `ratio`, its default, divides instead.
+
+A layer is counted as transformers' hidden_states are: 0 is what the embeddings give, 1 the first layer, -1 the last.
+"""
+
+from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.piece import Piece, Reads
+from xscale.data.piece import Piece, Reads, Types
 from xscale.data.row import make_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
+from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all
 from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
 BATCH = 64
+NEIGHBOURS = 10
+"""k of csls."""
+POOLINGS, MARGINS = ("mean", "cls"), ("cosine", "csls")
+ALL = "all"
+"""Of layers."""
 
 
-def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """Accuracy of nearest-neighbour search over mean-pooled last states, in both directions, and their mean."""
+def evaluate(
+    model: Exported,
+    source: Source,
+    limit: int,
+    poolings: Sequence[str] = POOLINGS[:1],
+    layers: Sequence[str | int] = (-1,),
+    margins: Sequence[str] = MARGINS[:1],
+) -> dict[str, dict[str, float]]:
+    """Accuracy in both directions and their mean, for each combination: under the names of what differs from
+    mean-pooled last states and cosine, "" for these alone."""
+    numbers = layer_numbers(layers, model.encoder.lm.config.num_hidden_layers)
     records = read_all(source, limit)
-    first, second = (
-        embed(model, [texts[side] for _, _, texts in records], model.language_ids(source)[source.langs[side]])
+    sides = [
+        embed(
+            model,
+            [texts[side] for _, _, texts in records],
+            model.language_ids(source)[source.langs[side]],
+            poolings,
+            numbers,
+        )
         for side in (0, 1)
-    )
-    similarity = first @ second.T
-    gold = torch.arange(len(records), device=similarity.device)
-    a, b = source.langs
-    scores = {
-        f"{a}->{b}": (similarity.argmax(1) == gold).double().mean().item(),
-        f"{b}->{a}": (similarity.argmax(0) == gold).double().mean().item(),
+    ]
+    found = {}
+    for pooling, layer, margin in product(poolings, numbers, margins):
+        first, second = (of_side[pooling, layer] for of_side in sides)
+        parts = (pooling, poolings, POOLINGS[0]), (margin, margins, MARGINS[0])
+        named = [name for name, asked, default in parts if len(asked) > 1 or name != default]
+        if len(numbers) > 1 or layer != -1:
+            named.append(f"layer {model.encoder.lm.config.num_hidden_layers + 1 + layer}")
+        found[" ".join(named)] = accuracies(first @ second.T, margin, source.langs)
+    return found
+
+
+def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
+    """Counted from the end: -1 is the last. Raises UserError. asked: numbers from either end, or `all`."""
+    if ALL in asked:
+        return list(range(-last - 1, 0))
+    absent = [number for number in asked if not -last - 1 <= int(number) <= last]
+    if absent:
+        raise UserError(
+            f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, 0 is what its embeddings give"
+        )
+    return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
+
+
+def accuracies(cosine_NN: Tensor, margin: str, langs: tuple[str, ...]) -> dict[str, float]:
+    """Share of rows whose best column has their number, of columns whose best row has, and the mean of both."""
+    scores = cosine_NN if margin == "cosine" else csls(cosine_NN)
+    gold = torch.arange(len(scores), device=scores.device)
+    a, b = langs
+    found = {
+        f"{a}->{b}": (scores.argmax(1) == gold).double().mean().item(),
+        f"{b}->{a}": (scores.argmax(0) == gold).double().mean().item(),
     }
-    return scores | {"accuracy": sum(scores.values()) / 2, "sentences": len(records)}
+    return found | {"accuracy": sum(found.values()) / 2, "sentences": len(scores)}
 
 
-def embed(model: Exported, texts: list[str], language: int) -> Tensor:
-    """Unit vectors [n_texts, H]: the mean over a sentence's tokens, without special tokens, of the last states."""
+def csls(cosine_NN: Tensor, k: int = NEIGHBOURS) -> Tensor:
+    k = min(k, len(cosine_NN))
+    return 2 * cosine_NN - cosine_NN.topk(k, 1).values.mean(1, keepdim=True) - cosine_NN.topk(k, 0).values.mean(0)
+
+
+def embed(
+    model: Exported, texts: list[str], language: int, poolings: Sequence[str], layers: Sequence[int]
+) -> dict[tuple[str, int], Tensor]:
+    """Unit vectors [n_texts, H] of each pooling and layer: the mean over a sentence's tokens without special tokens, or
+    the state of [CLS]."""
     limit = positions(model.encoder.lm.config)
     ids = [sentence[: limit - 2] for sentence in model.tokenizer.encode(texts)]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
-    found = []
+    found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
-        examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in chosen]
-        sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
-        special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in chosen])
-        counts = np.array([len(sentence) for sentence in chosen])
-        piece = Piece(
-            sequences,
-            {"words": Reads(np.flatnonzero(~special), counts)},
-            {},
-            len(chosen),
-            types="languages" if model.language_embeddings else None,
-        )
+        piece = piece_of(model, chosen, language, poolings)
         inputs = to_device(make_row({"": piece}, limit, model.tokenizer.sep_id).inputs, model.device)
         with torch.inference_mode():
-            found.append(F.normalize(alignment_gather(model.encoder(inputs.tokens), *inputs.gather), dim=-1))
-    vectors = torch.cat(found)
-    return vectors[torch.tensor(order).argsort().to(vectors.device)]
+            hidden = model.encoder.hidden_states(inputs.tokens)
+            for layer in layers:
+                pooled = alignment_gather(hidden[layer], *inputs.gather).split(len(chosen))
+                for pooling, vectors in zip(poolings, pooled, strict=True):
+                    found[pooling, layer].append(F.normalize(vectors, dim=-1))
+    back = torch.tensor(order).argsort().to(model.device)
+    return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
+
+
+def piece_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> Piece:
+    """`[CLS] s [SEP]` of each; a state of each for each pooling, in their order."""
+    examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
+    sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
+    special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
+    counts = np.array([len(sentence) for sentence in sentences])
+    reads = {"mean": Reads(np.flatnonzero(~special), counts), "cls": Reads(sequences.starts)}
+    types: Types | None = "languages" if model.language_embeddings else None
+    return Piece(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -85,8 +85,9 @@ def build_encoder(
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
-    languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each.
-    These, `reset_positions` and `segments` are kept in the model's config as `xscale`, for whoever feeds it later.
+    languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each,
+    and then for those that `init` had besides. These, `reset_positions` and `segments` are kept in the model's config
+    as `xscale`, for whoever feeds it later.
     """
     trained = {
         "languages": languages,
@@ -111,9 +112,7 @@ def build_encoder(
     limit = positions(lm.config)
     if max_length > limit:
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
-    if language_embeddings:
-        _widen_token_types(lm, len(languages))
-    lm.config.xscale = trained
+    lm.config.xscale = trained | {"languages": _take_languages(lm, languages, language_embeddings)}
     return Encoder(lm)
 
 
@@ -167,18 +166,40 @@ def _token_types(config: Any) -> int:
     return rows
 
 
-def _widen_token_types(lm: PreTrainedModel, languages: int) -> None:
-    """Give the token-type table at least `languages` rows; new rows start as copies of row 0."""
-    if _token_types(lm.config) >= languages:
-        return
+def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
+    """Gives the languages of a run rows of the loaded model's token-type table, where they are `wanted`. Returns all
+    languages that have one, in their order.
+
+    Those of the run that the model comes from keep theirs, by name; new ones start as their mean. Where that run had no
+    language embeddings, all start as row 0, which it gave to single sentences; of a model that is no run's, rows stay
+    and new ones start as row 0. Where they are not wanted any more, their mean stands in every row.
+    """
+    before = getattr(lm.config, "xscale", None) or {}
+    known: list[str] = before.get("languages", []) if before.get("language_embeddings") else []
+    if not known and not wanted:
+        return languages
+    names = [*languages, *(name for name in known if name not in languages)]
+    rows = max(_token_types(lm.config), len(names))
     embeddings: Any = lm.base_model.embeddings
-    old = embeddings.token_type_embeddings
-    new = nn.Embedding(languages, old.embedding_dim)
-    with torch.no_grad():
-        new.weight.copy_(old.weight[:1].expand(languages, -1))
-        new.weight[: old.num_embeddings].copy_(old.weight)
-    embeddings.token_type_embeddings = new
-    lm.config.type_vocab_size = languages
+    old = embeddings.token_type_embeddings.weight.detach()
+    table = (old[: len(known)].mean(0) if known else old[0]).repeat(rows, 1)
+    if not wanted:
+        LOG.warning(
+            f"model.init has embeddings of {', '.join(known)}, and no stream of this run has language_embeddings: "
+            f"their mean takes the place of each"
+        )
+    elif known:
+        for number, name in enumerate(known):
+            table[names.index(name)] = old[number]
+        new = [name for name in languages if name not in known]
+        LOG.info(
+            f"language embeddings of model.init: {', '.join(known)}; new, as their mean: {', '.join(new) or 'none'}"
+        )
+    elif not before:
+        table[: len(old)] = old
+    embeddings.token_type_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+    lm.config.type_vocab_size = rows
+    return names if wanted else languages
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from xscale.data.row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import FLAT, padded_states, states_of
+from xscale.models.flat import FLAT, padded_layers, padded_states, states_of
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
@@ -103,6 +103,20 @@ class Encoder(nn.Module):
         states = self._compiled if fits and torch.is_grad_enabled() else self._states
         run = partial(checkpoint, use_reentrant=False) if self._checkpointing and torch.is_grad_enabled() else _call
         return states(self.lm.base_model, row, seed, run)
+
+    def hidden_states(self, row: Tokens) -> list[Tensor]:
+        """Of all layers, without dropout, as transformers counts them: first what the embeddings give, last what
+        `forward` does [N, H]."""
+        if self._states is padded_states:
+            return padded_layers(self.lm.base_model, row, every=True)
+        inputs = []
+
+        def keep(layer: Callable[..., Tensor], module: nn.Module, x: Tensor, *more: Any) -> Tensor:
+            inputs.append(x)
+            return layer(module, x, *more)
+
+        last = self._states(self.lm.base_model, row, torch.zeros((), dtype=torch.int64), keep)
+        return [*inputs, last]
 
     def checkpoint_activations(self) -> None:
         """Keep the inputs of the layers for the backward pass, and compute all else again."""

@@ -20,7 +20,8 @@ FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
 """Model types whose position 0 is `pad_token_id + 1`."""
 
 Run = Callable[..., Tensor]
-"""Of a layer's function and its arguments: a call, or one that is computed again in the backward pass."""
+"""Of a layer's function and its arguments, the layer, its input [N, H] and more: a call, or one that is computed again
+in the backward pass."""
 
 
 def _rate(drop: nn.Module) -> float:
@@ -104,6 +105,11 @@ def _rotated(qkv_NX: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
 
 def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
     """Of any Hugging Face encoder: its own forward pass over the row as [B, L], of which padding is taken away."""
+    return padded_layers(model, row)[-1]
+
+
+def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
+    """Last hidden states, or those of every layer [N, H]."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()
@@ -118,10 +124,13 @@ def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
     if row.types is not None:
         given["token_type_ids"] = padded(row.types)
     taken = inspect.signature(model.forward).parameters
-    inputs = {name: values for name, values in given.items() if name in taken}
+    inputs: dict[str, Any] = {name: values for name, values in given.items() if name in taken}
     mask_BL = torch.arange(L, device=device) < lengths_B.clamp(min=1)[:, None]  # softmax over no token is NaN
-    hidden_BLH = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs).last_hidden_state
-    return hidden_BLH.flatten(0, 1).index_select(0, places_N)
+    if every:
+        inputs["output_hidden_states"] = True
+    found = model(padded(row.input_ids, pad), attention_mask=mask_BL.long(), **inputs)
+    layers = found.hidden_states if every else [found.last_hidden_state]
+    return [hidden_BLH.flatten(0, 1).index_select(0, places_N) for hidden_BLH in layers]
 
 
 FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {

@@ -18,7 +18,7 @@ Decided, where the paper is silent:
 - W1, b1 and GELU are the pre-trained head's own; W3, b3 start as a copy of W1, b1. Its LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is the
   pre-trained model's. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
-- W2, W3 and `linear` are left out of an exported model; its masked-LM head is then the one before `linear`.
+- W2, W3 and `linear` are exported beside the model (models/heads.py); its masked-LM head is the one before `linear`.
 """
 
 import copy

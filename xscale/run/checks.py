@@ -48,24 +48,35 @@ def check_needs(
                 )
 
 
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
+"""Files of which a directory with a tokenizer has one or more."""
+
+
 def find_tokenizer(recipe: Recipe, data: Path) -> str:
+    """model.tokenizer; else that of model.init; else the one beside the shards. Raises UserError without any."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
+    init = recipe.model.init
+    own = own_tokenizer(init) if init else None
+    if own:
+        return str(own)
+    if init and not Path(init).exists():
+        if Path(init).is_absolute():
+            raise UserError(f"model.init {init} does not exist")
+        return init  # a hub name
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
-    if recipe.model.init:
-        return str(own_tokenizer(recipe.model.init) or recipe.model.init)
     raise UserError(
-        f"no tokenizer/ in {data} or its parent. Train one with `python -m data_tools.tokenizer --data {data} --out "
-        f"{data / 'tokenizer'}`, or set model.tokenizer"
+        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
+        f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
     )
 
 
 def own_tokenizer(init: str) -> Path | None:
     """The tokenizer directory of a local `model.init`, where it has one."""
     path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
-    return path if (path / "tokenizer.json").exists() else None
+    return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
 def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:

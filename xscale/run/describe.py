@@ -11,7 +11,6 @@ from xscale.run.start import calibration, check_engine
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.engine import check_module
-from xscale.step.module import StepModule
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -28,7 +27,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 
 def describe(job: Job, config: EngineConfig, process: Process, device: str) -> None:
-    module = StepModule(job.encoder(), job.recipe)
+    module = job.module()
     check_module(module, config.stage)
     parameters = sum(p.numel() for p in module.parameters())
     print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
@@ -44,6 +43,7 @@ def describe(job: Job, config: EngineConfig, process: Process, device: str) -> N
             f"stream {spec.name}: {spec.samples} samples a step from {job.records(spec):,} records of "
             f"{', '.join(job.sources[s].name for s in spec.sources)}"
         )
+    print(*(f"heads: {note}\n" for note in module.notes), sep="", end="")
     rows, shape = job.fit(process, device)
     print(
         f"ranks: {process.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from xscale import config
 from xscale.config import Recipe
 from xscale.data import loader as loading
@@ -18,13 +20,14 @@ from xscale.data.row import Shape
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.models.build import build_encoder, has_segments, load_pretrained
+from xscale.models.build import build_encoder, has_segments
 from xscale.models.encoder import Encoder
+from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run import checkpoint as checkpoints
 from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons, own_tokenizer
-from xscale.run.weights import load_model
+from xscale.run.weights import load_initial
+from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
@@ -97,8 +100,21 @@ class Job:
         """How many it draws from."""
         return sum(self.sources[source].records for source in spec.sources)
 
-    def encoder(self) -> Encoder:
+    def module(self) -> StepModule:
+        """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
+        kept: dict[str, KeptHeads] = {}
+        return StepModule(self.encoder(kept), self.recipe, kept)
+
+    def encoder(self, kept: dict[str, KeptHeads] | None = None) -> Encoder:
+        """kept: gets the heads that model.init has."""
         model = self.recipe.model
+
+        def load(init: str | Path, dropout: float) -> PreTrainedModel:
+            lm, heads = load_initial(init, dropout)
+            if kept is not None:
+                kept.update(heads)
+            return lm
+
         return build_encoder(
             init=model.init,
             preset=model.preset,
@@ -111,7 +127,7 @@ class Job:
             reset_positions=self.any_stream("reset_positions"),
             segments=self.segments,
             seed=self.recipe.train.seed,
-            load=load_model if model.init and checkpoints.is_run(Path(model.init)) else load_pretrained,
+            load=load,
         )
 
     def any_stream(self, option: str) -> bool:

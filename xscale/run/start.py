@@ -25,7 +25,6 @@ from xscale.run.stop import StopRequest
 from xscale.step import engine as engines
 from xscale.step import zero
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
-from xscale.step.module import StepModule
 
 
 def train_run(args: argparse.Namespace, process: Process, control: Control) -> int:
@@ -127,7 +126,9 @@ def make_engine(
     """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
     if checkpoint and checkpoint.ranks != control.size:
         zero.load_rescaled(config.resolved)
-    module = StepModule(job.encoder(), job.recipe)
+    module = job.module()
+    for note in [] if checkpoint else module.notes:
+        LOG.info(note)
     module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:

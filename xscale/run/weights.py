@@ -1,20 +1,24 @@
-"""A checkpoint's model, as Hugging Face has it."""
+"""What a run or another model has learnt: the model, as Hugging Face has it, and the objectives' heads."""
 
 import contextlib
 import io
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields
+from xscale.models.build import dropout_fields, load_pretrained
+from xscale.models.heads import KeptHeads, load_heads
 from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""
+HEADS = "heads."
+"""Of the objectives' own parameters; the stream's name follows."""
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
@@ -28,8 +32,16 @@ def full_weights(path: Path) -> dict[str, Tensor]:
     return torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
 
 
-def load_model(path: str | Path, dropout: float | None = None) -> PreTrainedModel:
-    """The Hugging Face model of a checkpoint or run, fp32; dropout: another one than it was trained with."""
+def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
+    """Of `model.init`: a run, a checkpoint, a Hugging Face directory or a hub name, fp32. Raises UserError."""
+    if checkpoints.is_run(Path(init)):
+        return load_run(init, dropout)
+    return load_pretrained(init, dropout), load_heads(Path(init))
+
+
+def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
+    """The Hugging Face model of a checkpoint or run, and its heads by stream, fp32; dropout: another one than it was
+    trained with."""
     path = checkpoints.find(Path(path))
     problem = checkpoints.verify(path, Control())
     if problem:
@@ -38,10 +50,20 @@ def load_model(path: str | Path, dropout: float | None = None) -> PreTrainedMode
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config)
-    weights = {name.removeprefix(PREFIX): w for name, w in full_weights(path).items() if name.startswith(PREFIX)}
+    trained = full_weights(path)
+    weights = {name.removeprefix(PREFIX): w for name, w in trained.items() if name.startswith(PREFIX)}
     missing, unexpected = lm.load_state_dict(weights, strict=False)
     tied = set(getattr(lm, "_tied_weights_keys", None) or ())
     lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
-    return lm
+    return lm, _heads(trained, checkpoints.read(path).identity["recipe"]["streams"])
+
+
+def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, KeptHeads]:
+    kept: dict[str, KeptHeads] = {}
+    for name, weight in weights.items():
+        if name.startswith(HEADS):
+            stream, _, part = name.removeprefix(HEADS).partition(".")
+            kept.setdefault(stream, KeptHeads(streams[stream], {})).weights[part] = weight
+    return kept

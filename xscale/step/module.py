@@ -15,6 +15,7 @@ from xscale import rng
 from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
 from xscale.models.encoder import Encoder
+from xscale.models.heads import KeptHeads, take_over
 from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
 
@@ -39,7 +40,8 @@ class Reported(NamedTuple):
 class StepModule(nn.Module):
     """What DeepSpeed wraps: the encoder, the objectives' own heads, and the way from a row to its loss."""
 
-    def __init__(self, encoder: Encoder, recipe: Recipe):
+    def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
+        """kept: heads to start from, where a stream's objective is theirs."""
         super().__init__()
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
@@ -49,12 +51,16 @@ class StepModule(nn.Module):
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
         self.reported: list[Reported] = []
         """What `forward` reports, in its order; the same for every row."""
+        self.notes: list[str] = []
+        """Lines about the heads that were taken over."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
             heads = objective.heads and objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
+                note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
+                self.notes += [note] if note else []
             companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
                 self.companions[name] = companion

@@ -1,0 +1,222 @@
+"""Evaluation: what is measured, what is left out, and what a failure leaves behind."""
+
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
+
+from data_tools import tokenizer as train_tokenizer
+from data_tools.ranks import Ranks
+from tests.conftest import tar_lines
+from tests.rows import one_thread  # noqa: F401
+from xscale.data.tokenizer import Tokenizer
+from xscale.eval import retrieval, run
+
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
+Measure = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """An exported model of 20 positions with random weights, large enough that states differ."""
+    torch.manual_seed(0)
+    config = BertConfig(**SHAPE, vocab_size=tokenizer.vocab_size, max_position_embeddings=20, initializer_range=0.3)
+    path = tmp_path_factory.mktemp("model") / "hf"
+    AutoModelForMaskedLM.from_config(config).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def measure(hf: Path, demo: Path, tmp_path: Path) -> Measure:
+    """measure("--task", ...): exit code and the JSON file of the command."""
+
+    def measure(*arguments: object, out: Path = tmp_path / "scores.json") -> tuple[int, dict[str, Any]]:
+        given = {"--model": hf, "--data": demo / "heldout", "--limit": 60, "--out": out}
+        given = {name: value for name, value in given.items() if name not in arguments}
+        words = [str(word) for pair in given.items() for word in pair] + [str(word) for word in arguments]
+        code = run.main(words)
+        return code, json.loads(out.read_text()) if out.is_file() else {}
+
+    return measure
+
+
+def pair_lengths(directory: Path, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of `[CLS] a [SEP] b [SEP]` of each pair, by tarfile and transformers alone."""
+    texts = [json.loads(line)["texts"] for tar in sorted(directory.rglob("*.tar")) for line in tar_lines(tar)]
+    return [len(tokenizer.hf(*pair)["input_ids"]) for pair in texts]
+
+
+def test_pairs_beyond_the_models_positions_are_dropped_and_counted(
+    measure: Measure, demo: Path, tokenizer: Tokenizer
+) -> None:
+    lengths = pair_lengths(demo / "heldout", tokenizer)[:60]
+    code, found = measure("--task", "heldout")
+    ((scores,),) = ([*of_task.values()] for of_task in found["results"].values())
+    assert code == 0 and 0 < scores["dropped"] < 60
+    assert scores["dropped"] == sum(length > 20 for length in lengths)
+
+
+def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+    short = tmp_path / "short"
+    config = BertConfig(**SHAPE, vocab_size=tokenizer.vocab_size, max_position_embeddings=6)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(short)
+    tokenizer.hf.save_pretrained(short)
+    assert measure("--task", "heldout", "--model", short)[0] == 2
+    assert "no pair has a token to predict in the model's 6 positions" in capsys.readouterr().err
+
+
+def test_a_task_that_fails_loses_no_others_scores(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """Without a dictionary the first fails: the others are measured, written and printed; exit code 2. A fault of ours
+    is 1, with its traceback."""
+    lexicon = tmp_path / "fr-es.txt"
+    lexicon.write_text("a b\n")
+    tasks = ("--lexicons", lexicon, "--task", "alignment", "heldout", "retrieval")
+    code, found = measure(*tasks)
+    printed = capsys.readouterr()
+    assert code == 2 and list(found["results"]) == ["heldout", "retrieval"]
+    assert "needs a dictionary of en and xx" in found["failed"]["alignment"]["en-xx"]
+    assert "error: task alignment on en-xx: task alignment needs a dictionary" in printed.err
+    assert "Traceback" not in printed.err and "heldout en-xx: tlm_loss" in printed.out
+
+    def broken(*arguments: Any) -> dict[str, float]:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(run.heldout, "evaluate", broken)
+    code, found = measure(*tasks)
+    assert code == 1 and list(found["results"]) == ["retrieval"] and list(found["failed"]) == ["alignment", "heldout"]
+    assert "ZeroDivisionError: ours" in capsys.readouterr().err
+
+
+def test_sources_of_the_same_languages_keep_their_own_scores(measure: Measure, demo: Path) -> None:
+    folders = [demo / "heldout" / "pairs", demo / "pairs"]
+    code, found = measure("--task", "retrieval", "--data", *folders)
+    assert code == 0 and list(found["results"]["retrieval"]) == [f"en-xx ({folder})" for folder in folders]
+
+
+@pytest.mark.parametrize("place", ["file/scores.json", "folder", "/proc/here/scores.json"])
+def test_what_cannot_be_written_is_said_before_the_work(
+    measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(run, "Exported", lambda path: pytest.fail("the model was loaded"))
+    assert measure("--task", "heldout", out=tmp_path / place)[0] == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1 and str(tmp_path / place) in error
+
+
+# Retrieval
+
+
+def states_of(path: Path, texts: list[str]) -> list[list[np.ndarray]]:
+    """By transformers alone: of each text all layers' states of its tokens [L, H], [CLS] first and [SEP] last."""
+    model, tokenizer = AutoModel.from_pretrained(path).eval(), AutoTokenizer.from_pretrained(path)
+    found = []
+    for text in texts:
+        inputs = tokenizer(text, return_tensors="pt", truncation=True, max_length=model.config.max_position_embeddings)
+        with torch.no_grad():
+            hidden = model(**inputs, output_hidden_states=True).hidden_states
+        found.append([layer[0].double().numpy() for layer in hidden])
+    return found
+
+
+def cosines(first: list[np.ndarray], second: list[np.ndarray]) -> np.ndarray:
+    a, b = (np.stack(side) / np.linalg.norm(np.stack(side), axis=1, keepdims=True) for side in (first, second))
+    return a @ b.T
+
+
+def translation_evaluator(scores: np.ndarray) -> dict[str, float]:
+    """sentence-transformers' TranslationEvaluator: src2trg, trg2src and mean accuracy, of the index of the largest."""
+
+    def share(scores: np.ndarray) -> float:
+        return sum(int(np.argmax(row)) == number for number, row in enumerate(scores)) / len(scores)
+
+    there, back = share(scores), share(scores.T)
+    return {"there": there, "back": back, "mean": (there + back) / 2}
+
+
+def by_csls(cosine: np.ndarray, k: int = 10) -> np.ndarray:
+    """2 cos(x, y) - r(x) - r(y), pair by pair."""
+    r_x, r_y = ([np.mean(sorted(row)[-k:]) for row in side] for side in (cosine, cosine.T))
+    return np.array([[2 * c - r_x[i] - r_y[j] for j, c in enumerate(row)] for i, row in enumerate(cosine)])
+
+
+POOL = {"mean": lambda states: states[1:-1].mean(0), "cls": lambda states: states[0]}
+MARGIN = {"cosine": lambda cosine: cosine, "csls": by_csls}
+
+
+def same_as_the_reference(
+    found: dict[str, Any], path: Path, pairs: list[list[str]], langs: tuple[str, str], ties: int = 0
+) -> None:
+    """found: results of every pooling, margin and layer. ties: sentences that may go either way, of those that are
+    there twice. As an embedding [CLS] is the same in every sentence, and any of them as near as the others."""
+    first, second = (states_of(path, [pair[side] for pair in pairs]) for side in (0, 1))
+    layers = len(first[0])
+    assert len(found) == len(POOL) * len(MARGIN) * layers
+    a, b = langs
+    for pooling, margin, layer in product(POOL, MARGIN, range(layers)):
+        pooled = ([POOL[pooling](states[layer]) for states in side] for side in (first, second))
+        expected = translation_evaluator(MARGIN[margin](cosines(*pooled)))
+        scores = found[f"{a}-{b} {pooling} {margin} layer {layer}"]
+        numbers, near = [scores[f"{a}->{b}"], scores[f"{b}->{a}"], scores["accuracy"]], (ties + 1e-6) / len(pairs)
+        if (pooling, layer) != ("cls", 0):
+            assert numbers == pytest.approx([*expected.values()], rel=0, abs=near), (pooling, margin, layer)
+        assert scores["sentences"] == len(pairs)
+
+
+def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, demo: Path) -> None:
+    """Every layer, pooling and margin, on sentences that are cut at the model's positions, too; the default is one of
+    them, and negative numbers count from the end."""
+    texts = [json.loads(line)["texts"] for tar in sorted((demo / "heldout").rglob("*.tar")) for line in tar_lines(tar)]
+    every = ("--pooling", "mean", "cls", "--margin", "cosine", "csls")
+    _, found = measure("--task", "retrieval", *every, "--layer", "all")
+    scores = found["results"]["retrieval"]
+    same_as_the_reference(scores, hf, texts[:60], ("en", "xx"))
+    assert len({json.dumps(of_row) for of_row in scores.values()}) > 8
+    _, default = measure("--task", "retrieval")
+    assert default["results"]["retrieval"] == {"en-xx": scores["en-xx mean cosine layer 3"]}
+    _, chosen = measure("--task", "retrieval", "--pooling", "cls", "--margin", "csls", "--layer", "-4", "1", "0")
+    names = {"en-xx cls csls layer 0": 0, "en-xx cls csls layer 1": 1}
+    assert chosen["results"]["retrieval"] == {name: scores[f"en-xx cls csls layer {n}"] for name, n in names.items()}
+
+
+def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:
+    assert measure("--task", "retrieval", "--layer", "2", "-5", "4")[0] == 2
+    assert "--layer -5 4: the model has layers 1 to 3, 0 is what" in capsys.readouterr().err
+
+
+def test_csls_takes_from_a_hub_what_makes_it_near_to_all() -> None:
+    """The second sentence is everybody's nearest neighbour by cosine, its own translation's alone by csls."""
+    cosine = torch.tensor([[0.70, 0.80, 0.10], [0.20, 0.95, 0.20], [0.10, 0.80, 0.70]])
+    assert cosine.argmax(1).tolist() == [1, 1, 1]
+    scores = retrieval.csls(cosine, 3)
+    assert scores.argmax(1).tolist() == [0, 1, 2]
+    np.testing.assert_allclose(scores, by_csls(cosine.double().numpy(), 3), atol=1e-6)
+    assert torch.equal(retrieval.csls(cosine, 10), scores)  # no more neighbours than sentences
+
+
+def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:
+    """Tatoeba's German and English: names, numbers and loans alone find some translations in a model of random weights,
+    at its embeddings more than behind its layers."""
+    sides = (real / "eval" / "tatoeba" / f"tatoeba.deu-eng.{code}.xz" for code in ("eng", "deu"))
+    write_pairs(*sides, tmp_path / "pairs")
+    train_tokenizer.main(Ranks(), ["--data", str(tmp_path), "--out", str(tmp_path / "hf"), "--vocab_size", "2000"])
+    config = BertConfig(**SHAPE, vocab_size=2000, max_position_embeddings=64, initializer_range=0.3)
+    torch.manual_seed(0)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "hf")
+    every = ("--pooling", "mean", "cls", "--margin", "cosine", "csls", "--layer", "all", "--limit", "300")
+    _, found = measure("--task", "retrieval", "--model", tmp_path / "hf", "--data", tmp_path / "pairs", *every)
+    scores = found["results"]["retrieval"]
+    texts = [json.loads(line)["texts"] for tar in sorted((tmp_path / "pairs").glob("*.tar")) for line in tar_lines(tar)]
+    same_as_the_reference(scores, tmp_path / "hf", texts[:300], ("en", "de"), ties=2)
+    accuracy = {name: of_row["accuracy"] for name, of_row in scores.items()}
+    assert accuracy["en-de mean cosine layer 0"] > 0.02 > accuracy["en-de mean cosine layer 3"]

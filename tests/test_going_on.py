@@ -1,0 +1,394 @@
+"""Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel
+
+from tests import launch, plain
+from tests.rows import one_thread  # noqa: F401
+from tests.test_encoder import CONFIGS, make
+from xscale import config, export, files
+from xscale.config import Recipe
+from xscale.data.piece import Context, Piece
+from xscale.data.row import Tokens
+from xscale.data.sequences import Example
+from xscale.data.shards import find_sources
+from xscale.errors import UserError
+from xscale.eval import heldout
+from xscale.eval.model import Exported
+from xscale.models.build import build_encoder
+from xscale.models.encoder import Encoder
+from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
+from xscale.objectives import OBJECTIVES, alignlm, tlm
+from xscale.run.checks import find_tokenizer
+from xscale.run.job import Job
+from xscale.run.weights import full_weights
+from xscale.step.module import StepModule
+
+
+def recipe(init: str | Path | None) -> Recipe:
+    made = config.load_recipe("tlm", [], {name: o.options for name, o in OBJECTIVES.items()})
+    return replace(made, model=replace(made.model, init=init and str(init)))
+
+
+# Tokenizer
+
+
+def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path, tmp_path: Path) -> None:
+    """In tokenizers' file, or in older forms; a hub name's own; and that beside the shards where the model has none."""
+    beside = str(demo / "tokenizer")
+    fast, slow, bare = (tmp_path / name for name in ("fast", "slow", "bare"))
+    for folder in (fast, slow, bare):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    (fast / "tokenizer.json").write_bytes((demo / "tokenizer" / "tokenizer.json").read_bytes())
+    (slow / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")  # as bert-base's first releases
+    names = {init: find_tokenizer(recipe(init), demo) for init in (None, fast, slow, bare, "some/model")}
+    assert names == {None: beside, fast: str(fast), slow: str(slow), bare: beside, "some/model": "some/model"}
+    with pytest.raises(UserError, match=r"model\.init /not/there does not exist"):
+        find_tokenizer(recipe("/not/there"), demo)
+    with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and none in {tmp_path}"):
+        find_tokenizer(recipe(bare), tmp_path / "shards")
+    asked = recipe(fast)
+    asked = replace(asked, model=replace(asked.model, tokenizer="mine"))
+    assert find_tokenizer(asked, demo) == "mine"
+
+
+# Languages
+
+
+def start(init: Path | None, languages: list[str], embeddings: bool = True, **changes: object) -> Encoder:
+    """As a run that begins with these languages."""
+    defaults: dict = {
+        "init": init and str(init), "preset": "tiny", "dropout": 0.0, "max_length": 32, "vocab_size": 97, "pad_id": 0,
+        "languages": languages, "language_embeddings": embeddings, "reset_positions": False, "segments": False,
+        "seed": 1,
+    }  # fmt: skip
+    return build_encoder(**(defaults | changes))
+
+
+def table(encoder: Encoder) -> Tensor:
+    return encoder.lm.base_model.embeddings.token_type_embeddings.weight
+
+
+def state_of(encoder: Encoder, language: str) -> Tensor:
+    """What the encoder makes of a sentence in the language that its config names."""
+    number = encoder.lm.config.xscale["languages"].index(language)
+    row = Tokens(*map(torch.tensor, ([5, 6, 7], [0, 1, 2], [number] * 3, [0, 3])), torch.tensor([3]), 3)
+    return encoder.eval()(row._replace(starts=row.starts.int(), lengths=row.lengths.int()))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Encoder, Path]:
+    """An encoder of [de, en] whose languages differ, exported."""
+    torch.manual_seed(0)
+    encoder = start(None, ["de", "en"])
+    with torch.no_grad():
+        table(encoder).normal_()
+    encoder.lm.save_pretrained(tmp_path / "hf")
+    return encoder, tmp_path / "hf"
+
+
+def test_languages_keep_their_embeddings_by_name(trained: tuple[Encoder, Path]) -> None:
+    """[de, en] -> [cs, de, en]: de and en say what they said, cs what their mean does. With fewer, none is lost."""
+    encoder, path = trained
+    gone_on = start(path, ["cs", "de", "en"])
+    for language in ("de", "en"):
+        assert torch.equal(state_of(gone_on, language), state_of(encoder, language))
+    assert not torch.allclose(state_of(encoder, "de"), state_of(encoder, "en"), atol=0.1)
+    torch.testing.assert_close(table(gone_on)[0], (table(encoder)[0] + table(encoder)[1]) / 2)
+    assert gone_on.lm.config.type_vocab_size == 3 and table(gone_on).requires_grad
+
+    gone_on.lm.save_pretrained(path.parent / "second")
+    fewer = start(path.parent / "second", ["en", "sv"])
+    assert fewer.lm.config.xscale["languages"] == ["en", "sv", "cs", "de"]
+    for language in ("cs", "de", "en"):
+        assert torch.equal(state_of(fewer, language), state_of(gone_on, language))
+    torch.testing.assert_close(table(fewer)[1], table(gone_on).mean(0))
+    reloaded = AutoModelForMaskedLM.from_pretrained(path.parent / "second")
+    assert torch.equal(reloaded.base_model.embeddings.token_type_embeddings.weight, table(gone_on))
+
+
+def test_the_mean_stands_for_languages_that_are_no_longer_told_apart(
+    trained: tuple[Encoder, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also for a segment that transformers numbers 1; the run says so."""
+    encoder, path = trained
+    plain = start(path, ["cs", "de", "en"], embeddings=False)
+    for row in table(plain):
+        torch.testing.assert_close(row, table(encoder).mean(0))
+    assert "model.init has embeddings of de, en, and no stream" in caplog.text
+    assert plain.lm.config.xscale == {
+        "languages": ["cs", "de", "en"],
+        "language_embeddings": False,
+        "reset_positions": False,
+        "segments": False,
+    }
+
+
+def test_languages_after_a_run_that_had_none_start_as_what_it_gave_to_all(tmp_path: Path) -> None:
+    first = start(None, ["de", "en"], embeddings=False)
+    first.lm.save_pretrained(tmp_path)
+    assert len(table(first)) == 2 and not torch.equal(*table(first))
+    for row in table(start(tmp_path, ["cs", "de", "en"])):
+        assert torch.equal(row, table(first)[0])
+
+
+def test_a_model_of_others_keeps_its_rows(tmp_path: Path) -> None:
+    """Without `xscale` in its config."""
+    model = AutoModelForMaskedLM.from_config(
+        BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    )
+    model.save_pretrained(tmp_path)
+    rows = model.base_model.embeddings.token_type_embeddings.weight
+    found = table(start(tmp_path, ["cs", "de", "en"]))
+    assert torch.equal(found[:2], rows) and torch.equal(found[2], rows[0])
+    assert torch.equal(table(start(tmp_path, ["cs", "de", "en"], embeddings=False)), rows)
+
+
+# Heads
+
+SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003")
+
+
+def job_of(demo: Path, recipe: str | Path, *sets: str) -> Job:
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
+    return launch.job_of([*common, "--set", "data.workers=0", *sets])
+
+
+def save(module: StepModule, job: Job, path: Path) -> Path:
+    """As a run at ZeRO stage 0 keeps its step 7."""
+    module.encoder.lm.config.save_pretrained(path / "hf")
+    job.tokenizer.hf.save_pretrained(path / "hf")
+    torch.save({"module": module.state_dict()}, path / "mp_rank_00_model_states.pt")
+    sealed = {
+        str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
+        for file in path.rglob("*")
+        if file.is_file()
+    }
+    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": job.identity(), "files": sealed}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture(scope="module")
+def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepModule, Path, Path]:
+    """A run of all objectives with weights like no fresh ones, its checkpoint, and what was exported."""
+    path = tmp_path_factory.mktemp("ended")
+    job = job_of(demo, "mixed", *SETS)
+    module = job.module()
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    save(module, job, path / "checkpoints" / "step_00000007")
+    export.export(path, path / "hf")
+    return module.eval(), path, path / "hf"
+
+
+def test_heads_are_exported_beside_a_plain_model(ended: tuple[StepModule, Path, Path]) -> None:
+    """W2, W3 and linear, PPA's projection: read by safetensors alone."""
+    module, _, hf = ended
+    weights = load_file(hf / "xscale_heads.safetensors")
+    assert weights.keys() == {name.removeprefix("heads.") for name in module.state_dict() if name.startswith("heads.")}
+    assert all(torch.equal(weight, module.state_dict()[f"heads.{name}"]) for name, weight in weights.items())
+    assert {name.rpartition(".")[0] for name in weights} == {
+        "alignlm.W2", "alignlm.W3", "alignlm.linear", "ppa.w1", "ppa.w2"
+    }  # fmt: skip
+    assert AutoModelForMaskedLM.from_pretrained(hf).state_dict().keys() == module.encoder.lm.state_dict().keys()
+
+
+@pytest.mark.parametrize("source", ["a run", "a checkpoint", "an exported directory"])
+def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], source: str) -> None:
+    """By another recipe's streams of the same objective, whatever they are called; the key encoder starts from them."""
+    module, run, hf = ended
+    init = {"a run": run, "a checkpoint": run / "checkpoints" / "step_00000007", "an exported directory": hf}[source]
+    recipe = run / "other.yaml"
+    streams = {"links": {"objective": "alignlm", "samples": 8}, "ppa": {"objective": "ppa", "samples": 8}}
+    recipe.write_text(yaml.safe_dump({"streams": streams}))
+    gone_on = job_of(demo, recipe, *SETS, f"model.init={init}").module()
+    for ours, theirs in (("links", "alignlm"), ("ppa", "ppa")):
+        expected = module.heads[theirs].state_dict()
+        found = gone_on.heads[ours].state_dict()
+        assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    keys = gone_on.companions["ppa"].momentum.masters[1]  # type: ignore[attr-defined]
+    assert torch.equal(keys.w1.weight, module.heads["ppa"].w1.weight)
+    assert gone_on.notes == [
+        "streams.links takes over the heads of model.init's stream alignlm: W2.bias, W2.weight, W3.bias, W3.weight, "
+        "linear.bias, linear.weight",
+        "streams.ppa takes over the heads of model.init's stream ppa: w1.weight, w2.weight",
+    ]
+
+
+def test_heads_of_a_plug_in_are_kept_without_it(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Export need not know the objective."""
+    linear = replace(tlm.OBJECTIVE, heads=lambda encoder, options: torch.nn.Linear(3, 2))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("streams: {mine: {objective: odd, samples: 4}}")
+    monkeypatch.setitem(OBJECTIVES, "odd", linear)
+    job = job_of(demo, recipe)
+    module = job.module()
+    save(module, job, tmp_path / "checkpoint")
+    monkeypatch.delitem(OBJECTIVES, "odd")
+    export.export(tmp_path / "checkpoint", tmp_path / "hf")
+    (kept,) = load_heads(tmp_path / "hf").values()
+    assert kept.objective == "odd" and kept.stream["samples"] == 4
+    assert torch.equal(kept.weights["weight"], module.heads["mine"].weight)
+    monkeypatch.setitem(OBJECTIVES, "odd", linear)
+    gone_on = job_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5").module()
+    assert torch.equal(gone_on.heads["mine"].weight, module.heads["mine"].weight)
+
+
+def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:
+    sets = [*SETS, "streams.ppa.samples=16", "streams.ppa.projection=25"]
+    gone_on, fresh = (job_of(demo, "ppa", *sets, *more).module() for more in ([f"model.init={ended[2]}"], []))
+    assert torch.equal(gone_on.heads["ppa"].w1.weight, fresh.heads["ppa"].w1.weight)
+    (note,) = gone_on.notes
+    assert note.startswith("streams.ppa starts with fresh heads") and "w2.weight is 24x128, here 25x128" in note
+    assert not job_of(demo, "tlm", f"model.init={ended[2]}").module().notes
+
+
+def test_the_stream_of_the_same_name_comes_first() -> None:
+    kept = {
+        name: KeptHeads({"objective": "alignlm"}, {"weight": torch.full((1, 2), value), "bias": torch.zeros(1)})
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    found = {}
+    for name in ("b", "c"):
+        layer = torch.nn.Linear(2, 1)
+        take_over(kept, name, "alignlm", layer)
+        found[name] = layer.weight[0, 0].item()
+    assert found == {"b": 2.0, "c": 1.0} and take_over(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
+
+
+def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:
+    (tmp_path / "xscale_heads.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(UserError, match=r"xscale_heads.safetensors cannot be read.*export the run again"):
+        load_heads(tmp_path)
+    save_file({"a.w": torch.zeros(1)}, tmp_path / "xscale_heads.safetensors")
+    with pytest.raises(UserError, match=r"xscale_heads.safetensors cannot be read"):
+        load_heads(tmp_path)
+
+
+def spoil_weight(lm: PreTrainedModel, heads: object) -> None:
+    lm.get_input_embeddings().weight.data[7, 0] += 1.0
+
+
+def spoil_config(lm: PreTrainedModel, heads: object) -> None:
+    lm.config.hidden_act = "relu"
+
+
+def spoil_heads(lm: PreTrainedModel, heads: Any) -> None:
+    heads["ppa"].weights["w1.weight"] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (spoil_weight, r"away from those of the trained.*weights that differ: bert.embeddings.word_embeddings.weight"),
+        (spoil_config, r"away from those of the trained model.*no weight differs"),
+        (spoil_heads, "heads of stream ppa are not those that were trained"),
+    ],
+)
+def test_an_export_that_is_not_what_was_trained_is_our_error(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, named: str
+) -> None:
+    """What was written is another model: nothing takes the place."""
+    load = export.load_run
+
+    def load_two(path: Path) -> Any:
+        (lm, heads), (other, others) = load(path), load(path)
+        spoil(other, others)
+        monkeypatch.setattr(lm, "save_pretrained", other.save_pretrained)
+        monkeypatch.setattr(export, "save_heads", lambda heads, folder: save_heads(others, folder))
+        return lm, heads
+
+    monkeypatch.setattr(export, "load_run", load_two)
+    with pytest.raises(RuntimeError, match=named):
+        export.export(ended[1], tmp_path / "hf")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_model_type_is_exported_as_it_was_trained(kind: str, tmp_path: Path) -> None:
+    """Weights that stand still differ by rounding alone; one that moved by 0.1 is found."""
+    lm = make(kind, torch.float32).lm
+    lm.save_pretrained(tmp_path)
+    assert export.compare(lm, {}, tmp_path) is None
+    with torch.no_grad():
+        lm.get_output_embeddings().bias[5] += 0.1
+    assert "bias" in (export.compare(lm, {}, tmp_path) or "")
+
+
+def test_an_export_to_nowhere_is_refused_before_the_work(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(export, "load_run", lambda path: pytest.fail("weights were read"))
+    with pytest.raises(UserError, match="file/hf cannot be written"):
+        export.export(ended[1], tmp_path / "file" / "hf")
+
+
+# What heads are worth on held-out text
+
+
+def test_held_out_losses_of_alignlm_are_of_its_heads(
+    demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal to dense logits and matrices of stock modules, for the same masks; the same again."""
+    module, _, hf = ended
+    model, (source,) = Exported(hf), find_sources([demo / "heldout"])
+    pieces: list[tuple[Piece, list[Example]]] = []
+
+    def collate(samples: list[list[Example]], options: Any, context: Context) -> Piece:
+        pieces.append((alignlm.collate(samples, options, context), [pair for (pair,) in samples]))
+        return pieces[-1][0]
+
+    monkeypatch.setitem(OBJECTIVES, "alignlm", replace(alignlm.OBJECTIVE, collate=collate))
+    found = heldout.evaluate(model, source, 50)
+    plain_model = plain.Model(module.encoder.lm, dict(module.heads.items()), {})
+    options = alignlm.Options()
+    sums = [plain.terms("alignlm", plain_model, "alignlm", *piece, options, model.tokenizer) for piece in pieces]
+    for term in ("mono", "bi"):
+        targets, right = (sum(getattr(of[term], name) for of in sums) for name in ("targets", "right"))
+        assert targets == found[f"alignlm_{term}_targets"] > 100
+        assert sum(of[term].total.item() for of in sums) / targets == pytest.approx(found[f"alignlm_{term}_loss"], 1e-5)
+        assert right / targets == found[f"alignlm_{term}_accuracy"]
+    assert sum(len(examples) for _, examples in pieces) == 50
+    assert found == heldout.evaluate(model, source, 50)
+
+
+def test_without_word_links_there_is_the_monolingual_loss(
+    demo: Path, ended: tuple[StepModule, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same, since the masks are."""
+    model, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    linked = heldout.evaluate(model, source, 50)
+    read = source.read
+    monkeypatch.setattr(source, "read", lambda shard, record: read(shard, record)._replace(links=None))
+    assert heldout.evaluate(model, source, 50) == {name: v for name, v in linked.items() if "_bi_" not in name}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tmp_path: Path) -> None:
+    """ZeRO-2 on 2 ranks: what is exported are the trained heads, in fp32, and the next run's step 0 has them."""
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "alignlm", "--data", str(demo), "--steps", "3"]
+    launch.run(2, [*common, "--out", str(tmp_path / "first"), "--set", "train.lr=0.01"])
+    export.export(tmp_path / "first", tmp_path / "hf")
+    weights = load_file(tmp_path / "hf" / "xscale_heads.safetensors")
+    first, last = (full_weights(tmp_path / f"first/checkpoints/step_0000000{step}") for step in (0, 3))
+    for name, weight in weights.items():
+        assert torch.equal(weight, last[f"heads.{name}"]) and not torch.equal(weight, first[f"heads.{name}"])
+    launch.run(2, [*common, "--out", str(tmp_path / "second"), "--set", f"model.init={tmp_path / 'hf'}"])
+    begun = full_weights(tmp_path / "second/checkpoints/step_00000000")
+    assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
+    line = "streams.alignlm takes over the heads of model.init's stream alignlm: W2.bias, "
+    assert line in (tmp_path / "second" / "run.log").read_text()
