@@ -45,7 +45,7 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
 
     def mono_lines(language: str) -> Iterator[writer.Line]:
         for number in range(1, mono + 1):
-            text = world.sentence(language, number)
+            text = world.document(language, number)[0]
             yield writer.Line(number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))])
 
     def finish() -> None:

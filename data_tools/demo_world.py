@@ -1,9 +1,13 @@
-"""A seeded bilingual world: parallel and monolingual sentences with gold word links, for demos and tests.
+"""A seeded world: parallel sentences with gold word links and monolingual documents, for demos and tests.
 
 "xx" is an invented verb-final language with postpositions, adjectives after the noun, suffixes for case,
 number, tense and person, no articles, and dropped first and second person subjects. A small grammar builds
 each sentence in both languages at once: every rule draws its parts and puts them in the order of either
 language. A token carries the concepts that it voices; tokens of the two sides that share one are linked.
+
+Text is written as people write it: punctuation stands at its word, a sentence begins with a capital, xx has a clitic
+behind an apostrophe, names are the same in both languages but for a suffix. "yy" is xx in another script, one without
+spaces, whose characters stand for syllables of many words. A document's sentences come back to its words.
 """
 
 import re
@@ -15,6 +19,8 @@ from random import Random
 from typing import NamedTuple
 
 LANGUAGES = ("en", "xx")
+"""What a sentence is built in."""
+WRITTEN = (*LANGUAGES, "yy")
 
 # In the tables: word/irregular-form, word~ for a mass noun, word+particle for a phrasal verb, and capital
 # letters for noun classes. Earlier words are more frequent.
@@ -31,8 +37,8 @@ NOUNS = {
     "O": "door table box window chair bottle bed cup",
     "V": "car boat train cart bicycle",
 }
-NAMES = {"P": "anna tom maria peter clara john lucy henry emma david"}
-FEMALE = {"woman", "mother", "girl", "queen", "anna", "maria", "clara", "lucy", "emma"}
+NAMES = {"P": "Anna Tom Maria Peter Clara John Lucy Henry Emma David"}
+FEMALE = {"woman", "mother", "girl", "queen", "Anna", "Maria", "Clara", "Lucy", "Emma"}
 VERBS = {  # subject classes:object classes:verb
     "transitive": "PA:PALV:see/saw PA:F:eat/ate PA:FTCX:find/found P:FTCV:buy/bought PA:D:drink/drank "
     "P:X:read/read P:T:use P:PAFX:love P:O:open PA:PATX:look+for PA:PA:follow P:C:wear/wore P:F:cook "
@@ -88,6 +94,16 @@ VERB_SUFFIXES = {f"{t}.{p}": TENSES[t] + PERSONS[p] for t in TENSES for p in PER
 SUFFIXES = {"noun": NOUN_SUFFIXES, "verb": VERB_SUFFIXES, "copula": VERB_SUFFIXES, "pronoun": CASES}
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS, CODAS = ("a", "i", "o", "u", "ei"), "vzjh"  # hardly a word comes out as an English one
+CHARACTERS = [chr(0x4E00 + 29 * i) for i in range(300)]
+"""Of yy; a stem has two, a suffix one."""
+_ALL_SUFFIXES = sorted({*NOUN_SUFFIXES.values(), *VERB_SUFFIXES.values(), *CASES.values()})
+SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerate(_ALL_SUFFIXES)}
+PARTICLE_CHARACTERS = "的了吗吧"
+OF_YY = {".": "。", ",": "，", "?": "？"}
+GLUED = re.compile(r" (?=[.,?])| ?’ ?")
+"""Spaces that are not written, beside punctuation."""
+RETURN = 0.35
+"""How often a document's next word of a kind is its last one."""
 
 TENSES_DRAWN = ("past",) * 3 + ("pres",) * 3 + ("fut",) * 2
 SIMPLE_VERBS = ("transitive",) * 10 + ("intransitive",) * 3 + ("motion", "be") * 2 + ("giving",)
@@ -146,7 +162,10 @@ def order(en: Sequence[Part], xx: Sequence[Part]) -> Part:
 
 
 def text(tokens: Sequence[Token]) -> str:
-    return re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
+    """As it is written. Each token is a word or a symbol of it (xscale/data/words.py)."""
+    spaced = re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
+    written = GLUED.sub(lambda match: match[0].strip(), spaced)
+    return written[0].upper() + written[1:]
 
 
 def add_s(word: str) -> str:
@@ -212,6 +231,14 @@ def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> di
             return forms
 
 
+def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
+    """xx forms -> yy; their stem has not been taken, and is now."""
+    while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken:
+        pass
+    taken.add(stem)
+    return {form: stem + (SUFFIX_CHARACTERS[suffixes[key]] if suffixes[key] else "") for key, form in forms.items()}
+
+
 class World:
     """The two languages of a seed. Sentences depend on nothing but the seed and the arguments."""
 
@@ -221,14 +248,25 @@ class World:
         self.words = english_lexicon()
         taken = {form for word in self.words for form in word.en.values()} | OTHER_ENGLISH
         coined: dict[object, dict[str, str]] = {}
+        self.yy = {**OF_YY, "’": ""}
+        """What an xx token is in yy."""
+        stems: set[str] = set()
         for word in self.words:  # "he", "she" and "it" are one word in xx; some words are in two tables
             name = (word.pos, word.person if word.pos == "pronoun" else word.en.get("", word))
             if name not in coined:
-                suffixes = SUFFIXES.get(word.pos, {"": ""})
-                coined[name] = coin(rng, word.pos, {key: suffixes[key] for key in word.en}, taken)
+                of_pos = SUFFIXES.get(word.pos, {"": ""})
+                suffixes = {key: of_pos[key] for key in word.en}
+                base = word.en.get("sg.nom", "")
+                if base.istitle():
+                    coined[name] = {key: base + suffix for key, suffix in suffixes.items()}
+                else:
+                    coined[name] = coin(rng, word.pos, suffixes, taken)
+                self.yy |= in_characters(rng, coined[name], suffixes, stems)
             word.xx = coined[name]
         particles = ("topic", "question", "not", "after not")
         self.particles = {name: coin(rng, "particle", {"": ""}, taken)[""] for name in particles}
+        for number, form in enumerate(self.particles.values()):
+            self.yy[form] = PARTICLE_CHARACTERS[number]
         self.pronouns = {word.en["nom"]: word for word in self.words if word.pos == "pronoun"}
         groups = [(key, words) for key, words in self._groups().items() if words]
         self.pools = {key: Pool(words, rng if isinstance(key[0], Word) else None) for key, words in groups}
@@ -254,21 +292,31 @@ class World:
                 groups.setdefault(("taking", noun_kind), []).append(verb)
         return groups
 
-    def pair(self, index: int) -> tuple[str, str, str]:
-        """English text, xx text and links ("i-j ...", by whitespace word) of parallel sentence `index`."""
-        sentence = self._compose("pair", index)
+    def pair(self, index: int, other: str = "xx") -> tuple[str, str, str]:
+        """English text, its translation and links ("i-j ...", by word) of parallel sentence `index`."""
+        sentence = Composer(self, Random(f"{self.seed}/pair/{index}")).sentence()
         places: dict[int, list[int]] = {}
-        for j, (_, concepts) in enumerate(sentence.xx):
+        j = 0
+        for token, concepts in sentence.xx:
+            words = len(self.yy[token]) if other == "yy" else 1
             for concept in concepts:
-                places.setdefault(concept, []).append(j)
+                places.setdefault(concept, []).extend(range(j, j + words))
+            j += words
         links = {(i, j) for i, (_, cs) in enumerate(sentence.en) for c in cs for j in places.get(c, ())}
-        return text(sentence.en), text(sentence.xx), " ".join(f"{i}-{j}" for i, j in sorted(links))
+        return text(sentence.en), self._written(sentence, other), " ".join(f"{i}-{j}" for i, j in sorted(links))
 
-    def sentence(self, language: str, index: int) -> str:
-        """Monolingual sentence `index` of a language."""
-        if language not in LANGUAGES:
-            raise ValueError(f"no language {language!r}, only {LANGUAGES}")
-        sentence = self._compose(language, index)
+    def document(self, language: str, index: int) -> list[str]:
+        """Monolingual document `index` of a language: its sentences."""
+        if language not in WRITTEN:
+            raise ValueError(f"no language {language!r}, only {WRITTEN}")
+        rng = Random(f"{self.seed}/{language}/{index}")
+        topic: Topic = {}
+        sentences = min(1 + int(rng.expovariate(1 / 5)), 40)
+        return [self._written(Composer(self, rng, topic).sentence(), language) for _ in range(sentences)]
+
+    def _written(self, sentence: Part, language: str) -> str:
+        if language == "yy":
+            return "".join(self.yy[token] for token, _ in sentence.xx)
         return text(sentence.en if language == "en" else sentence.xx)
 
     def dictionary(self) -> list[tuple[str, str]]:
@@ -281,19 +329,16 @@ class World:
                 entries += [(word.en["inf"], form) for form in word.xx.values()]
         return list(dict.fromkeys(entries))
 
-    def _compose(self, stream: str, index: int) -> Part:
-        rng = Random(f"{self.seed}/{stream}/{index}")
-        while True:
-            sentence = Composer(self, rng).sentence()
-            if 5 <= len(sentence.en) <= 22:
-                return sentence
+
+Topic = dict[tuple[Word | str, str], Word]
+"""The word that a document drew last from each pool."""
 
 
 class Composer:
     """The grammar. Each rule draws a part of a sentence in both languages."""
 
-    def __init__(self, world: World, rng: Random):
-        self.world, self.rng = world, rng
+    def __init__(self, world: World, rng: Random, topic: Topic | None = None):
+        self.world, self.rng, self.topic = world, rng, topic
         self.concepts = count()
 
     def chance(self, probability: float) -> bool:
@@ -305,7 +350,12 @@ class Composer:
         return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
     def draw(self, owner: Word | str, group: str) -> Word:
-        return self.world.pools[owner, group].draw(self.rng)
+        if self.topic is None:
+            return self.world.pools[owner, group].draw(self.rng)
+        known = self.topic.get((owner, group))
+        if known is None or not self.chance(RETURN):
+            known = self.topic[owner, group] = self.world.pools[owner, group].draw(self.rng)
+        return known
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
         """With a probability, an invariable word from a pool."""
@@ -316,7 +366,8 @@ class Composer:
         return Part([(sign, (c,))], [(sign, (c,))])
 
     def particle(self, name: str, *concepts: int) -> Part:
-        return Part(xx=[(self.world.particles[name], concepts)])
+        apostrophe: list[Token] = [("’", ())] if name == "topic" else []
+        return Part(xx=[*apostrophe, (self.world.particles[name], concepts)])
 
     def adjective(self, noun: Word) -> Part:
         degree, adjective = self.some("adverb", "degree", 0.15), self.some(noun, "adjective")
@@ -453,7 +504,12 @@ class Composer:
         return Part(whole.en, whole.xx, subject.head, subject.concept, subject.person)
 
     def sentence(self) -> Part:
-        """The start symbol of the grammar."""
+        """The start symbol of the grammar; of 5 to 22 tokens."""
+        while not 5 <= len((drawn := self._sentence()).en) <= 22:
+            pass
+        return drawn
+
+    def _sentence(self) -> Part:
         roll = self.rng.random()
         question, subordinate, coordinate = roll < 0.14, 0.65 < roll < 0.85, roll > 0.85
         tense = choose(self.rng, TENSES_DRAWN)

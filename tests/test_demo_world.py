@@ -4,12 +4,15 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 
 import pytest
 
-from data_tools.demo_world import LANGUAGES, World
+from data_tools.demo_world import NAMES, WRITTEN, World
+from xscale.data.words import split
 
 PUNCTUATION = {".", ",", "?"}
+NAMES_OF_BOTH = set(NAMES["P"].split())
 
 Pair = tuple[list[str], list[str], list[tuple[int, int]]]
 
@@ -21,12 +24,23 @@ def world() -> World:
 
 @cache
 def pairs(seed: int = 0, count: int = 2000) -> list[Pair]:
-    result = []
-    for en, xx, links in map(World(seed).pair, range(count)):
-        assert re.fullmatch(r"\d+-\d+( \d+-\d+)*", links)
-        ends = [link.split("-") for link in links.split(" ")]
-        result.append((en.split(" "), xx.split(" "), [(int(i), int(j)) for i, j in ends]))
-    return result
+    return [read(*World(seed).pair(i)) for i in range(count)]
+
+
+def read(en: str, other: str, links: str) -> Pair:
+    """Words of both texts, without the capital of the first; links."""
+    assert re.fullmatch(r"\d+-\d+( \d+-\d+)*", links)
+    ends = [link.split("-") for link in links.split(" ")]
+    return words_of(en), words_of(other), [(int(i), int(j)) for i, j in ends]
+
+
+def words_of(text: str) -> list[str]:
+    first, *rest = split([text])[0][0]
+    return [first if is_name(first) else first[0].lower() + first[1:], *rest]
+
+
+def is_name(word: str) -> bool:
+    return word.startswith(tuple(NAMES_OF_BOTH))
 
 
 def vocabularies(seed: int = 0) -> tuple[Counter[str], Counter[str]]:
@@ -39,25 +53,26 @@ def test_random_access() -> None:
     first, second = World(3), World(3)
     forwards = [first.pair(i) for i in range(50)]
     assert [second.pair(i) for i in reversed(range(50))] == forwards[::-1]
-    assert first.sentence("xx", 7) == second.sentence("xx", 7)
+    assert first.document("xx", 7) == second.document("xx", 7)
     assert first.dictionary() == second.dictionary()
 
 
 def test_hash_seed_does_not_matter() -> None:
-    script = "from data_tools.demo_world import World; print(*World(3).pair(5), World(3).sentence('xx', 5))"
+    script = "from data_tools.demo_world import World; print(*World(3).pair(5, 'yy'), *World(3).document('xx', 5))"
     environment = os.environ | {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert run.stdout.split() == " ".join([*World(3).pair(5), World(3).sentence("xx", 5)]).split()
+    assert run.stdout.split() == " ".join([*World(3).pair(5, "yy"), *World(3).document("xx", 5)]).split()
 
 
 def test_seeds_differ() -> None:
     assert World(0).pair(0)[0] != World(1).pair(0)[0]
-    assert len(set(World(0).dictionary()) & set(World(1).dictionary())) < 20
+    shared = set(World(0).dictionary()) & set(World(1).dictionary())
+    assert len([entry for entry in shared if not is_name(entry[0])]) < 20
 
 
 def test_unknown_language() -> None:
     with pytest.raises(ValueError, match="fr"):
-        world().sentence("fr", 0)
+        world().document("fr", 0)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -70,11 +85,52 @@ def test_links_are_in_range(seed: int) -> None:
         assert (len(en) - 1, len(xx) - 1) in links and en[-1] == xx[-1]
 
 
+def test_another_script() -> None:
+    """yy is xx in characters that stand without spaces; its links are those of xx, spread over a word's characters."""
+    for index in range(300):
+        _, xx, links = read(*world().pair(index))
+        en, text, pharaoh = world().pair(index, "yy")
+        assert en == world().pair(index)[0] and " " not in text
+        characters, ends = split([text])[0][0], []
+        assert characters == list(text)
+        for word in xx:
+            ends.append((ends[-1] if ends else 0) + len(world().yy[word]))
+        of_word = {c: w for w, end in enumerate(ends) for c in range(end - len(world().yy[xx[w]]), end)}
+        assert "".join(world().yy[word] for word in xx) == text and ends[-1] == len(text)
+        found = {(i, of_word[j]) for i, j in read(en, text, pharaoh)[2]}
+        assert found == {(i, j) for i, j in links if world().yy[xx[j]]}
+
+
+def test_text_is_written_as_people_do() -> None:
+    for index in range(300):
+        en, xx, _ = world().pair(index)
+        for text in (en, xx):
+            assert text[0].isupper() and not re.search(r" [.,?]| ’|’ |  ", text) and re.search(r"\w[.?]$", text)
+    assert sum("’" in world().pair(i)[1] for i in range(300)) > 30
+    assert sum(bool(set(words_of(world().pair(i)[1])) & NAMES_OF_BOTH) for i in range(300)) > 20
+    identical = sum(a == b for a, b in world().dictionary())
+    assert identical == len(NAMES_OF_BOTH)
+
+
+def test_documents_come_back_to_their_words() -> None:
+    documents = [world().document("en", i) for i in range(200)]
+    sizes = [len(sentences) for sentences in documents]
+    assert min(sizes) == 1 and 4 < sum(sizes) / len(sizes) < 7
+
+    def shared(a: str, b: str) -> int:
+        return len({w for w in words_of(a) if len(w) > 3} & {w for w in words_of(b) if len(w) > 3})
+
+    inside = [shared(a, b) for sentences in documents for a, b in pairwise(sentences)]
+    across = [shared(a[0], b[0]) for a, b in pairwise(documents)]
+    assert sum(inside) / len(inside) > 1.5 * sum(across) / len(across)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_languages_share_only_punctuation(seed: int) -> None:
     en, xx = vocabularies(seed)
-    assert set(en) & set(xx) == PUNCTUATION
-    forms_en, forms_xx = map(set, zip(*World(seed).dictionary(), strict=True))
+    assert set(en) & set(xx) == PUNCTUATION | NAMES_OF_BOTH
+    entries = [entry for entry in World(seed).dictionary() if not is_name(entry[0])]
+    forms_en, forms_xx = map(set, zip(*entries, strict=True))
     assert not forms_en & forms_xx
     assert not (forms_en - set(en)) & set(xx)
 
@@ -142,12 +198,12 @@ def test_average_lengths() -> None:
     assert 8 <= words_xx / len(pairs()) <= 14
 
 
-@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("language", WRITTEN)
 def test_sentences_are_a_stream_of_their_own(language: str) -> None:
-    side = LANGUAGES.index(language)
-    parallel = {world().pair(i)[side] for i in range(2000)}
-    alone = {world().sentence(language, i) for i in range(2000)}
-    assert len(alone & parallel) < 40
-    assert len(alone) > 1900
-    words = {word for sentence in alone for word in sentence.split()}
-    assert len(words & set(vocabularies()[side])) > 0.75 * len(words)
+    side, other = (0, "xx") if language == "en" else (1, language)
+    parallel = {world().pair(i, other)[side] for i in range(2000)}
+    alone = [sentence for i in range(400) for sentence in world().document(language, i)]
+    assert len(parallel & set(alone)) < 40
+    assert len(set(alone)) > 0.95 * len(alone) > 1500
+    words = {word for sentence in alone for word in words_of(sentence)}
+    assert len(words & {word for text in parallel for word in words_of(text)}) > 0.75 * len(words)

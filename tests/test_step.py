@@ -154,16 +154,15 @@ def dense_loss(model: torch.nn.Module, piece: Piece) -> Tensor:
     sequences = piece.sequences
     labels = np.full(len(sequences.ids), -100)
     labels[piece.reads["masked"].places] = piece.labels["mlm"]
-    columns = (sequences.ids, np.ones_like(labels), sequences.positions, sequences.languages, labels)
+    types = getattr(sequences, piece.types) if piece.types else np.zeros_like(labels)
+    columns = (sequences.ids, np.ones_like(labels), sequences.positions, types, labels)
     cuts = np.cumsum(sequences.lengths)[:-1]
     fills = (0, 0, 0, 0, -100)
-    ids, mask, positions, types, labels_BL = (
+    ids, mask, positions, types_BL, labels_BL = (
         pad_sequence([torch.from_numpy(part) for part in np.split(column, cuts)], True, fill)
         for column, fill in zip(columns, fills, strict=True)
     )
-    logits = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=types * piece.types
-    ).logits
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, token_type_ids=types_BL).logits
     return F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten())
 
 
