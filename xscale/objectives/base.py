@@ -47,6 +47,9 @@ class Losses:
 class Companion(Protocol):
     """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
 
+    steps: int
+    """Of the run, for a schedule; set when the step's module is made, and no part of the state: a resume may change it."""
+
     def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
         """What the loss gets as states["beside"], of the sequences that the piece has beside; once a row, without
         gradient, where and in the type that the trained encoder computes in."""

@@ -57,6 +57,7 @@ class StepModule(nn.Module):
                 self.heads[name] = heads
             companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
+                companion.steps = recipe.train.steps
                 self.companions[name] = companion
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
