@@ -47,9 +47,6 @@ class Losses:
 class Companion(Protocol):
     """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
 
-    steps: int
-    """Of the run, for a schedule; set when the step's module is made, and no part of the state: a resume may change it."""
-
     def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
         """What the loss gets as states["beside"], of the sequences that the piece has beside; once a row, without
         gradient, where and in the type that the trained encoder computes in."""
@@ -60,6 +57,14 @@ class Companion(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class Scheduled(Companion, Protocol):
+    """A companion that changes in another way early in the run than late."""
+
+    steps: int
+    """Optimizer steps of the run; set when the step's module is made. No part of the state: a resume may change it."""
 
 
 @runtime_checkable

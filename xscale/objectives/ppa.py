@@ -50,8 +50,8 @@ class Options:
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """m of the key encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill et
-    al. 2020), so that a key encoder that must start fast ends slow; null: it stays."""
+    """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill
+    et al. 2020): a key encoder that must start fast ends slow; null: it stays."""
     projection: PositiveInt = 300
     """Width of z."""
     normalize_z: bool = True
@@ -78,7 +78,9 @@ class Options:
     @model_validator(mode="after")
     def momentum_rises(self) -> Self:
         if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:
-            raise ValueError(f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}; it must rise")
+            raise ValueError(
+                f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}; it must rise"
+            )
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:

@@ -23,7 +23,7 @@ from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
 from xscale.run import checkpoint as checkpoints
-from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons
+from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons, stream_lexicons
 from xscale.run.weights import load_model
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -41,6 +41,9 @@ class Job:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
+    """All that the run knows, whole."""
+    dictionaries: dict[str, tuple[Lexicon, ...]]
+    """What each stream whose objective reads them has of these; the others are only measured with."""
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
@@ -74,7 +77,12 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
         data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
-        lexicons = [{"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint} for lexicon in self.lexicons]
+        heldout = self.recipe.data.lexicon_heldout
+        lexicons = [
+            {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": heldout}
+            for lexicon in self.lexicons
+            if self.readers(lexicon)
+        ]
         return {
             "recipe": self.recipe.identity(),
             "data": data,
@@ -82,9 +90,17 @@ class Job:
             "lexicons": lexicons,
         }
 
+    def readers(self, lexicon: Lexicon) -> list[str]:
+        """Streams whose objective reads a dictionary."""
+        return [name for name, read in self.dictionaries.items() if lexicon.path in [other.path for other in read]]
+
     def notes(self) -> list[str]:
         """Lines to print before anything is trained."""
-        lines = [lexicon.summary() for lexicon in self.lexicons]
+        lines = []
+        for lexicon in self.lexicons:
+            names = ", ".join(self.readers(lexicon))
+            use = f"; read by {names}" if names else "; only measured with"
+            lines.append(lexicon.summary() + use)
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -140,14 +156,14 @@ class Job:
     def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
         recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages)}
-        context = Context(
-            self.tokenizer, recipe.data.max_length, recipe.data.overlong, language_ids, recipe.train.seed, self.lexicons
-        )
+        data = recipe.data
+        context = Context(self.tokenizer, data.max_length, data.overlong, language_ids, recipe.train.seed)
         collates = {}
         for spec in specs:
-            stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
-            objective = OBJECTIVES[stream.objective]
-            collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
+            name = spec.name if spec.name in recipe.streams else spec.name.rpartition(".")[0]
+            objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
+            lexicons = self.dictionaries.get(name, ())
+            collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
 
     def batches(
@@ -181,5 +197,6 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})
     lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
-    check_needs(recipe, tokenizer, specs, sources, lexicons)
-    return Job(recipe, sources, tokenizer, specs, languages, lexicons)
+    dictionaries = stream_lexicons(recipe, lexicons)
+    check_needs(recipe, tokenizer, specs, sources)
+    return Job(recipe, sources, tokenizer, specs, languages, lexicons, dictionaries)

@@ -15,7 +15,7 @@ from xscale import rng
 from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
 from xscale.models.encoder import Encoder
-from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
+from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -57,7 +57,8 @@ class StepModule(nn.Module):
                 self.heads[name] = heads
             companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
-                companion.steps = recipe.train.steps
+                if isinstance(companion, Scheduled):
+                    companion.steps = recipe.train.steps
                 self.companions[name] = companion
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
