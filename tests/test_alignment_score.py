@@ -4,16 +4,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests import launch
-from xscale.data.lexicon import load_lexicon
+from xscale.data.lexicon import Lexicon, load_lexicon, withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval.alignment_score import WordPairs, word_pairs
+from xscale.eval import alignment_score
+from xscale.eval.alignment_score import WordPairs, find_gold, spread, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
 
 
@@ -37,18 +39,106 @@ def test_score_is_nearest_neighbour_search_by_hand() -> None:
     assert WordPairs(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
 
 
-def test_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokenizer) -> None:
-    """Every token of the target language's text is a candidate, the source language's own are not."""
-    source = Source(demo / "pairs")
-    path = next((demo / "lexicon").glob("*.txt"))
-    lexicon = load_lexicon(path, tokenizer)
-    gold = word_pairs(lexicon, [source], tokenizer)
-    side = source.langs.index(lexicon.langs[1])
-    texts = [source.read(0, record).texts for record in range(source.shards[0].records)]
-    theirs = {i for text in texts for i in tokenizer.hf(text[side], add_special_tokens=False)["input_ids"]}
-    unknown = tokenizer.hf.unk_token_id
-    assert set(gold.targets_C.tolist()) == (theirs - {unknown}) | {b for _, b in lexicon.single().tolist()}
-    assert all(a != b for a, b in gold.pairs_P2.tolist())
+def plain_tokens(source: Source, language: str, tokenizer: Tokenizer) -> set[int]:
+    side = source.langs.index(language)
+    records = [source.read(s, r) for s, shard in enumerate(source.shards) for r in range(shard.records)]
+    found = {i for r in records for i in tokenizer.hf(r.texts[side], add_special_tokens=False)["input_ids"]}
+    return found - {tokenizer.hf.unk_token_id}
+
+
+def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokenizer) -> None:
+    """Of every record of every source; the source language's own do not."""
+    sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
+    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
+    tokens = {language: tokens_of(language, sources, tokenizer) for language in ("en", "xx")}
+    theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
+    assert set(tokens["xx"].tolist()) == theirs
+    gold = find_gold([lexicon], [], 0.2, tokens)["en-xx"]
+    for words in (gold.withheld, gold.trained):
+        assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
+        assert all(a != b for a, b in words.pairs_P2.tolist())
+
+
+def test_of_much_text_a_sample_over_all_shards_is_counted(
+    tmp_path: Path, tokenizer: Tokenizer, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of records, evenly; no record twice, first and last among them."""
+    for total in (1, 99_999, 100_000, 100_001, 1_000_003, 50_000_000):
+        found = spread(total)
+        assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
+        assert min(total, 99_000) <= len(found) <= 100_000
+        assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
+    monkeypatch.setattr(alignment_score, "SAMPLE", 128)
+    monkeypatch.setattr(alignment_score, "RUN", 16)
+    sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
+    read: list[tuple[str, int]] = []
+
+    def recorded(self: Source, shard: int, record: int, plain: Any = Source.read) -> Any:
+        assert not self.swept, "a few records of a shard do not make it worth reading through"
+        read.append((self.name, sum(self.counts[:shard].tolist()) + record))
+        return plain(self, shard, record)
+
+    monkeypatch.setattr(Source, "read", recorded)
+    tokens_of("xx", sources, tokenizer)
+    numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
+    assert numbers == spread(1200).tolist() and len(numbers) == 128 and 50 < sum(n < 600 for n in numbers) < 78
+
+
+# Withheld words
+
+
+def lexicon_of(langs: tuple[str, str], *entries: tuple[str, str, list[int], list[int]]) -> Lexicon:
+    words, ids = [(a, b) for a, b, _, _ in entries], ([a for _, _, a, _ in entries], [b for _, _, _, b in entries])
+    return Lexicon(langs, words, ids, "", Path("-".join(langs)))
+
+
+def some_word(heldout: bool, start: str) -> str:
+    return next(word for i in range(99) if withheld(word := f"{start}{i}", 0.3) == heldout)
+
+
+def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
+    """By loops over entries; a token is seen as soon as it stands for either side of one trained entry."""
+    draw = np.random.default_rng(2)
+    tokens = {language: np.arange(40) for language in ("de", "en", "fr")}
+    for langs in (("de", "en"), ("en", "de"), ("en", "fr")):
+        entries = [
+            (f"{langs[0]}{a}", f"{langs[1]}{b}", [a] if a < 18 else [a, 39], [b] if b < 18 else [b, 39])
+            for a, b in draw.integers(0, 20, (60, 2)).tolist()
+        ]
+        lexicon = lexicon_of(langs, *entries)
+        gold = find_gold([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
+        first = 0 if langs[0] < langs[1] else 1
+        seen: set[int] = set()
+        for *words, a, b in entries:
+            if not withheld(words[first], 0.5) and a != b:
+                seen |= {side[0] for side in (a, b) if len(side) == 1}
+        pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
+        assert set(map(tuple, gold.withheld.pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
+        assert set(map(tuple, gold.trained.pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
+        assert seen and len(gold.withheld.queries)
+
+
+def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
+    """Two words of one token (a tokenizer without accents), another dictionary, and what counts for neither."""
+    kept, held, held2 = some_word(False, "a"), some_word(True, "a"), some_word(True, "b")
+    lexicon = lexicon_of(
+        ("de", "en"), (held, "x", [1], [2]), (kept, "x", [1], [3]), (held2, "y", [4], [5]), (kept, "z", [6], [6])
+    )
+    tokens = {language: np.arange(9) for language in ("de", "en")}
+
+    def asked(*read: Lexicon) -> list[int]:
+        return find_gold([lexicon], read, 0.3, tokens)["de-en"].withheld.queries.tolist()
+
+    assert asked(lexicon) == asked() == [4]
+    other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
+    assert asked(lexicon, other) == []
+    assert trained_tokens([lexicon], 0.3).tolist() == [1, 3] and trained_tokens([other], 0.3).tolist() == [4, 8]
+
+
+def test_dictionaries_of_one_name_are_measured_together() -> None:
+    one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
+    gold = find_gold([one, two], [], 0.3, {"en": np.arange(9)})
+    assert gold.keys() == {"de-en"} and gold["de-en"].withheld.pairs_P2.tolist() == [[1, 2], [5, 6]]
 
 
 def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -273,12 +273,27 @@ def test_languages_without_data(demo: Path) -> None:
     assert select_sources("s", "mono", None, sources) == (0, 1)
     assert select_sources("s", "mono", ["xx"], sources) == (1,)
     assert select_sources("s", "pair", ["en", "xx"], sources) == select_sources("s", "pair", ["en-xx"], sources) == (2,)
+    assert select_sources("s", "pair", ["xx-en"], sources) == (2,)
     with pytest.raises(UserError, match=r"streams\.s\.languages: no mono data for de; --data has en, xx"):
         select_sources("s", "mono", ["en", "de"], sources)
     with pytest.raises(UserError, match=r"streams\.s\.languages: no pair data for en-de"):
         select_sources("s", "pair", ["en-de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
         select_sources("s", "pair", None, sources[:2])
+
+
+def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> None:
+    for name, langs in (("forth", ["en", "hi"]), ("back", ["hi", "en"]), ("other", ["de", "en"])):
+        lines = [tmp_path / f"{name}.{side}" for side in (0, 1)]
+        for path in lines:
+            path.write_text("".join(f"{name} {i}\n" for i in range(3)))
+        argv = ["pairs", "--src", lines[0], "--tgt", lines[1], "--langs", *langs, "--out", tmp_path / name]
+        write_shards.main(Ranks(), [str(argument) for argument in argv])
+    sources = [Source(tmp_path / name) for name in ("forth", "back", "other")]
+    for languages in (["en-hi"], ["hi-en"], ["en", "hi"], ["en-hi", "hi-en"]):
+        assert select_sources("s", "pair", languages, sources) == (0, 1)
+    with pytest.raises(UserError, match=r"no pair data for hi-de; --data has de-en, en-hi\. "):
+        select_sources("s", "pair", ["hi-de", "hi-en"], sources)
 
 
 def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,21 +22,33 @@ def main() -> int:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="shard directories of held-out pairs")
     parser.add_argument("--limit", type=int, default=1000, help="records of each source, at most")
     parser.add_argument("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
+    parser.add_argument(
+        "--lexicon_heldout",
+        type=float,
+        metavar="SHARE",
+        help="of a dictionary's words, withheld in training: alignment is theirs, and apart that of all others "
+        "(default: what the model was trained with, else 0.2; 1: no word was trained)",
+    )
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
+        if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
+            raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
         load_plugins(args.plugin)
         model = Exported(args.model)
-        sources = [source for source in find_sources(args.data) if source.kind == "pair"]
-        if not sources:
+        sources = find_sources(args.data)
+        pairs = [source for source in sources if source.kind == "pair"]
+        if not pairs:
             raise UserError(f"no sentence pairs in {', '.join(map(str, args.data))}; these tasks need some")
         results: dict[str, dict[str, dict[str, float]]] = {}
         for task in args.task:
-            for source in sources:
-                scores = measure(task, model, source, args)
-                results.setdefault(task, {})[source.name] = scores
-                print(f"{task} {source.name}: " + ", ".join(f"{name} {value:,.4g}" for name, value in scores.items()))
+            of_task = results.setdefault(task, {})
+            for source in pairs:
+                scores = measure(task, model, source, sources, args)
+                name = source.name if source.name not in of_task else f"{source.name} ({source.directory})"
+                of_task[name] = scores
+                print(f"{task} {name}: " + ", ".join(f"{key} {value:,.4g}" for key, value in scores.items()))
         if args.out:
             write_json(args.out, {"model": str(args.model), "results": results})
     except UserError as error:
@@ -45,9 +57,13 @@ def main() -> int:
     return 0
 
 
-def measure(task: str, model: Exported, source: Source, args: argparse.Namespace) -> dict[str, float]:
+def measure(
+    task: str, model: Exported, source: Source, sources: list[Source], args: argparse.Namespace
+) -> dict[str, float]:
     if task == "alignment":
-        return alignment_score.evaluate(model, source, args.lexicons or find_lexicons([source], source.directory))
+        share = model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
+        lexicons = args.lexicons or find_lexicons(sources, source.directory)
+        return alignment_score.evaluate(model, source, sources, lexicons, share)
     evaluate = {"heldout": heldout.evaluate, "retrieval": retrieval.evaluate}[task]
     return evaluate(model, source, args.limit)
 

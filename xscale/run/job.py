@@ -113,7 +113,7 @@ class Job:
 
     def encoder(self) -> Encoder:
         model = self.recipe.model
-        return build_encoder(
+        encoder = build_encoder(
             init=model.init,
             preset=model.preset,
             dropout=model.dropout,
@@ -126,6 +126,8 @@ class Job:
             seed=self.recipe.train.seed,
             load=load_model if model.init and checkpoints.is_run(Path(model.init)) else load_pretrained,
         )
+        encoder.lm.config.xscale["lexicon_heldout"] = self.recipe.data.lexicon_heldout  # for eval/alignment_score.py
+        return encoder
 
     def any_stream(self, option: str) -> bool:
         return any(getattr(stream.options, option, False) for stream in self.recipe.streams.values())
