@@ -132,6 +132,7 @@ def test_dictionaries_beside_the_shards(demo: Path, recipe: str) -> None:
     assert [lexicon.path for lexicon in found.lexicons] == [demo / "lexicon" / "en-xx.txt"]
     assert [lexicon.name for lexicon in given.lexicons] == ["xx-en"]
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
+    assert prepare(demo, "mlm").lexicons == ()
     below = demo / "pairs"
     assert [path.name for path in find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
 
@@ -184,19 +185,13 @@ def test_a_stream_s_languages_choose_its_dictionaries(three_languages: Path) -> 
             f"  three: {{objective: mlm, samples: 4}}\n"
         )
         job = prepare(three_languages, str(recipe), "data.workers=0")
-        assert [lexicon.name for lexicon in job.lexicons] == ["en-xx", "en-yy", "xx-yy"]
         names = {stream: " ".join(x.name for x in read) for stream, read in job.dictionaries.items()}
         assert names == {"one": expected, "two": "en-yy"}
         dataset = job.dataset(job.specs)
         assert {n: how.lexicons for n, how in dataset.streams.items()} == job.dictionaries | {"three": ()}
         read = {*expected.split(), "en-yy"}
-        assert {entry["lexicon"] for entry in job.identity()["lexicons"]} == read
-        for lexicon in job.lexicons:
-            assert any(
-                ("only measured" in line) == (lexicon.name not in read)
-                for line in job.notes()
-                if str(lexicon.path) in line
-            )
+        assert {entry["lexicon"] for entry in job.identity()["lexicons"]} == {x.name for x in job.lexicons} == read
+        assert {lexicon.name for lexicon in job.measured} == {"en-xx", "en-yy", "xx-yy"} - read
 
 
 def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -> None:
@@ -212,7 +207,7 @@ def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictiona
     for recipe, same in (("mlm", True), ("dict_mlm", False)):
         jobs = [prepare(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
         jobs += [prepare(demo, recipe, "data.lexicon_heldout=0.1")]
-        assert [job.lexicons[0].path for job in jobs] == [path, other, path]
+        assert [[x.path for x in (job.measured if same else job.lexicons)] for job in jobs] == [[path], [other], [path]]
         assert [job.identity() == jobs[0].identity() for job in jobs] == [True, same, same]
 
 

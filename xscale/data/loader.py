@@ -39,8 +39,8 @@ class StreamCollate:
     options: Any
     words: Words | None = None
     """Whose word numbers the examples carry."""
-    lexicons: tuple[Any, ...] = ()
-    """As Context has them."""
+    lexicons: tuple[Any, ...] | None = None
+    """The stream's own; None: the context's."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class StepDataset(Dataset):
         return found
 
     def context_of(self, stream: str, share: Share) -> Context:
-        return replace(self.context, stream=stream, share=share, lexicons=self.streams[stream].lexicons)
+        own = self.streams[stream].lexicons
+        lexicons = self.context.lexicons if own is None else own
+        return replace(self.context, stream=stream, share=share, lexicons=lexicons)
 
     def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
         words_of = self.streams[stream].words

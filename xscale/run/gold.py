@@ -16,10 +16,11 @@ TOKENS = "tokens.npz"
 
 def gold_of(job: Job, out: Path) -> dict[str, Gold]:
     """By the names of the run's dictionaries. Rank 0 only."""
-    heldout = job.recipe.data.lexicon_heldout
-    tokens = language_tokens(job, out, sorted({lexicon.langs[1] for lexicon in job.lexicons}))
-    read = [lexicon for lexicon in job.lexicons if job.readers(lexicon)]
-    found = find_gold(job.lexicons, read, heldout, tokens)
+    heldout, lexicons = job.recipe.data.lexicon_heldout, job.lexicons + job.measured
+    tokens = language_tokens(job, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
+    found = find_gold(lexicons, job.lexicons, heldout, tokens)
+    for lexicon in job.measured:
+        LOG.info(f"{lexicon.summary()}; it is only measured with")
     for name, gold in found.items():
         words = len(gold.withheld.queries)
         if heldout and words < FEWEST:

@@ -41,9 +41,11 @@ class Job:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
-    """All that the run knows, whole."""
+    """Those that objectives read, whole."""
+    measured: tuple[Lexicon, ...]
+    """Those that the run's scores alone know."""
     dictionaries: dict[str, tuple[Lexicon, ...]]
-    """What each stream whose objective reads them has of these; the others are only measured with."""
+    """Of `lexicons`, what each stream whose objective reads them has, without the withheld words."""
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
@@ -81,7 +83,6 @@ class Job:
         lexicons = [
             {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": heldout}
             for lexicon in self.lexicons
-            if self.readers(lexicon)
         ]
         return {
             "recipe": self.recipe.identity(),
@@ -90,17 +91,10 @@ class Job:
             "lexicons": lexicons,
         }
 
-    def readers(self, lexicon: Lexicon) -> list[str]:
-        """Streams whose objective reads a dictionary."""
-        return [name for name, read in self.dictionaries.items() if lexicon.path in [other.path for other in read]]
-
     def notes(self) -> list[str]:
         """Lines to print before anything is trained."""
-        lines = []
-        for lexicon in self.lexicons:
-            names = ", ".join(self.readers(lexicon))
-            use = f"; read by {names}" if names else "; only measured with"
-            lines.append(lexicon.summary() + use)
+        heldout = self.recipe.data.lexicon_heldout
+        lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -198,7 +192,10 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})
-    lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
-    dictionaries = stream_lexicons(recipe, lexicons)
+    found = load_lexicons(recipe, tokenizer, sources, data[0])
+    dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
-    return Job(recipe, sources, tokenizer, specs, languages, lexicons, dictionaries)
+    paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
+    lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
+    measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
+    return Job(recipe, sources, tokenizer, specs, languages, lexicons, measured, dictionaries)

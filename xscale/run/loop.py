@@ -87,7 +87,7 @@ class Trainer:
         self.trace = JsonLines(out / "trace" / f"rank{process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
-        if job.lexicons and self.recipe.train.measure_every:
+        if (job.lexicons or job.measured) and self.recipe.train.measure_every:
             control.from_main(lambda: self.gold.update(gold_of(job, out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
