@@ -6,8 +6,9 @@ A tiny encoder (2 layers, 128 wide) is trained by MLM on English and German: Wik
 pairs as monolingual text. From it, each arm trains the same number of steps at the same learning rate, on the same
 Tatoeba pairs; `mlm` reads their sides without the pairing. Prints, before and after: sentence retrieval on the LASER
 Tatoeba test (whose pairs are not in the training data; mean-pooled last states, cosine), the alignment score of the
-input embeddings on MUSE en-de, of the words that no arm was trained on and of the others, and masked prediction on the test pairs. Every part is a command of the README; a part
-that is complete is not repeated. Needs the optional extra `align`.
+input embeddings on MUSE en-de, of the words that are withheld from every arm and of the others, and masked prediction
+on the test pairs. Every part is a command of the README; a part that is complete is not repeated. Needs the optional
+extra `align`.
 """
 
 import argparse
