@@ -101,11 +101,11 @@ def some_word(heldout: bool, start: str) -> str:
 def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
     """By loops over entries; a token is seen as soon as it stands for either side of one trained entry."""
     draw = np.random.default_rng(2)
-    tokens = {language: np.arange(40) for language in ("de", "en", "fr")}
+    tokens = {language: np.arange(50) for language in ("de", "en", "fr")}
     for langs in (("de", "en"), ("en", "de"), ("en", "fr")):
         entries = [
-            (f"{langs[0]}{a}", f"{langs[1]}{b}", [a] if a < 18 else [a, 39], [b] if b < 18 else [b, 39])
-            for a, b in draw.integers(0, 20, (60, 2)).tolist()
+            (f"{langs[0]}{a}", f"{langs[1]}{b}", [a] if a < 36 else [a, 49], [b] if b < 36 else [b, 49])
+            for a, b in draw.integers(0, 40, (40, 2)).tolist()
         ]
         lexicon = lexicon_of(langs, *entries)
         asked = find_gold([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
@@ -134,7 +134,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
     assert asked(lexicon, other) == []
-    assert trained_tokens([lexicon], 0.3).tolist() == [1, 3] and trained_tokens([other], 0.3).tolist() == [4, 8]
+    assert trained_tokens(lexicon, 0.3).tolist() == [1, 3] and trained_tokens(other, 0.3).tolist() == [4, 8]
 
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:

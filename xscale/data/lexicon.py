@@ -75,7 +75,7 @@ def same_word(word: str) -> str:
 
 def withheld(word: str, heldout: float) -> bool:
     """Whether no objective sees the entries of this word; `heldout` of all words are so."""
-    return float(rng.uniform(rng.key("lexicon_heldout", same_word(word)), np.uint64(0))) < heldout
+    return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
 class SynonymTable:

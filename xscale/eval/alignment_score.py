@@ -10,7 +10,7 @@ those too of which some entries are withheld, being translations of several word
 Shape letters: P entries of the dictionary, Q tokens asked for, C tokens of the other language, H width, V vocabulary.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,27 +106,22 @@ def find_gold(
     read: what objectives read, whole; of a dictionary that they do not, the same share counts as withheld. tokens: of
     each language's text; those of the dictionary are candidates too.
     """
+    seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
     found = {}
     for name in dict.fromkeys(lexicon.name for lexicon in lexicons):
         same = [lexicon for lexicon in lexicons if lexicon.name == name]
         pairs = np.concatenate([lexicon.single() for lexicon in same])
         pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
         candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
-        trained = np.isin(pairs[:, 0], trained_tokens([*read, *same], heldout))
+        trained = np.isin(pairs[:, 0], np.concatenate([seen[lexicon] for lexicon in (*read, *same)]))
         found[name] = Gold(WordPairs(pairs[~trained], candidates), WordPairs(pairs[trained], candidates))
     return found
 
 
-def trained_tokens(lexicons: Iterable[Lexicon], heldout: float) -> np.ndarray:
+def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
     """Tokens that are a word of an entry that is not withheld. Entries of the same tokens on both sides train none."""
-    found = {
-        side[0]
-        for lexicon in lexicons
-        for entry in zip(*lexicon.kept(heldout).ids, strict=True)
-        if entry[0] != entry[1]
-        for side in entry
-        if len(side) == 1
-    }
+    entries = zip(*lexicon.kept(heldout).ids, strict=True)
+    found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
     return np.array(sorted(found), dtype=np.int64)
 
 
