@@ -287,7 +287,7 @@ def within(languages: list[str], langs: tuple[str, ...]) -> bool:
 def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
     """Sources that a stream draws from. Raises UserError where there is none, or a language has none."""
     fitting = [i for i, source in enumerate(sources) if source.kind == reads]
-    available = sorted({pair_name(sources[i].name) for i in fitting})
+    available = sorted({sources[i].pair for i in fitting})
     if languages is not None:
         chosen = [i for i in fitting if within(languages, sources[i].langs)]
         covered = {pair_name(sources[i].name) for i in chosen} | {lang for i in chosen for lang in sources[i].langs}

@@ -68,6 +68,11 @@ class Source:
     def name(self) -> str:
         return "-".join(self.langs)
 
+    @property
+    def pair(self) -> str:
+        """The language, or the pair of languages whichever way round: en-hi and hi-en are one."""
+        return "-".join(sorted(self.langs))
+
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
         """Shard, and record in it, of records by their number in the source."""
         ends = np.cumsum(self.counts)

@@ -19,7 +19,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
     parser.add_argument("--task", nargs="+", choices=("alignment", "heldout", "retrieval"), required=True)
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="shard directories of held-out pairs")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        help="shard directories of held-out pairs; for alignment, of text of the languages",
+    )
     parser.add_argument("--limit", type=int, default=1000, help="records of each source, at most")
     parser.add_argument("--lexicons", type=Path, nargs="+", help="dictionaries for alignment (default: lexicon/*.txt)")
     parser.add_argument(

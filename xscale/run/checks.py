@@ -32,12 +32,14 @@ def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], d
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
     """What each stream whose objective reads dictionaries has of them, without the words that are withheld. Raises
     UserError where that is nothing."""
-    kept = {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in lexicons}
-    found = {}
+    found: dict[str, tuple[Lexicon, ...]] = {}
+    kept: dict[Lexicon, Lexicon] = {}  # one of each: tables are made of it once a process
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
-        found[name] = tuple(kept[lexicon] for lexicon in lexicons if of_languages(stream.languages, lexicon))
+        own = [lexicon for lexicon in lexicons if of_languages(stream.languages, lexicon)]
+        kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
+        found[name] = tuple(kept[lexicon] for lexicon in own)
         if not any(lexicon.words for lexicon in found[name]):
             there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
             of = f" of its languages, {', '.join(stream.languages)} (there are: {there})" if stream.languages else ""
