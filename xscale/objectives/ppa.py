@@ -16,6 +16,9 @@ momentum update happens once per optimizer step, after it, and not after one tha
 skipped step go into the queue all the same, since the forward pass that made them was sound (those that are not
 finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
 
+While the weights move fast, a pair's key is told from the queue's by being younger, and `contrastive_accuracy` is
+higher than among keys of one age; at the end of a `momentum_ramp` it is not.
+
 Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
 """
 
