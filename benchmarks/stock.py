@@ -92,7 +92,7 @@ class DictMlm(Mlm):
     def __init__(self, lm: Any, job: Job, options: Any):
         super().__init__(lm, job, options)
         self.synonyms: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for lexicon in job.lexicons:
+        for lexicon in job.dictionaries["dict_mlm"]:
             languages = [self.languages[language] for language in lexicon.langs]
             for a, b in lexicon.single().tolist():
                 self.synonyms[languages[0], a].append(b)
@@ -113,7 +113,8 @@ class AlignMlm(Mlm):
 
     def __init__(self, lm: Any, job: Job, options: Any):
         super().__init__(lm, job, options)
-        self.sides = [pad([ids for lexicon in job.lexicons for ids in lexicon.ids[side]], -1) for side in (0, 1)]
+        lexicons = job.dictionaries["align_mlm"]
+        self.sides = [pad([ids for lexicon in lexicons for ids in lexicon.ids[side]], -1) for side in (0, 1)]
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
         wanted = self.options.pairs_per_step

@@ -6,8 +6,9 @@ A tiny encoder (2 layers, 128 wide) is trained by MLM on English and German: Wik
 pairs as monolingual text. From it, each arm trains the same number of steps at the same learning rate, on the same
 Tatoeba pairs; `mlm` reads their sides without the pairing. Prints, before and after: sentence retrieval on the LASER
 Tatoeba test (whose pairs are not in the training data; mean-pooled last states, cosine), the alignment score of the
-input embeddings on MUSE en-de, and masked prediction on the test pairs. Every part is a command of the README; a part
-that is complete is not repeated. Needs the optional extra `align`.
+input embeddings on MUSE en-de, of the words that are withheld from every arm and of the others, and masked prediction
+on the test pairs. Every part is a command of the README; a part that is complete is not repeated. Needs the optional
+extra `align`.
 """
 
 import argparse
@@ -97,9 +98,10 @@ def main() -> None:
             tasks = ("--task", "retrieval", "alignment", "heldout", "--data", out / "test", "--lexicons", lexicon)
             run("-m", "xscale.eval.run", "--model", out / f"hf/{name}", *tasks, "--out", scores)
         found = {task: next(iter(each.values())) for task, each in json.loads(scores.read_text())["results"].items()}
-        values = [found["retrieval"]["accuracy"], found["alignment"]["en->de"], found["heldout"]["masked_accuracy"]]
+        words = [found["alignment"][f"en->de{kind}"] for kind in ("", " trained")]
+        values = [found["retrieval"]["accuracy"], *words, found["heldout"]["masked_accuracy"]]
         rows.append([name, *(f"{value:.1%}" for value in values)])
-    header = ["", "retrieval, both directions", "alignment score", "masked accuracy"]
+    header = ["", "retrieval, both directions", "alignment, withheld", "alignment, trained", "masked accuracy"]
     print_table(f"{args.pretrain} steps of MLM, then {args.steps} of each", header, rows)
 
 

@@ -4,19 +4,18 @@
     python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
 
 Every file's name says the order of its columns, and every input is turned to the order of --out. Entries keep the
-order of the input; induced ones begin with the most frequent. A share is a choice by the entry's own hash: 10 % of
-an entry list lie within 20 % of it.
+order of the input; induced ones begin with the most frequent. A share is one of the vocabulary, as in Tang et al.
+(2022): of the words of the first column, by their own hash, each with all its entries. 10 % of a vocabulary lie within
+20 % of it.
 """
 
 import argparse
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-
 from data_tools.ranks import Ranks, run
 from xscale import files, rng
-from xscale.data.lexicon import pair_of, read_entries
+from xscale.data.lexicon import pair_of, read_entries, same_word
 from xscale.data.shards import Source, find_sources
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -78,10 +77,11 @@ def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min
 
 
 def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
-    """round(share * n) entries, those of the smallest hash, in their order."""
-    hashes = np.array([rng.key(seed, "lexicon", *entry) for entry in entries], dtype=np.uint64)
-    chosen = np.sort(np.argsort(hashes, kind="stable")[: round(share * len(entries))])
-    return [entries[i] for i in chosen]
+    """All entries, in their order, of round(share * n) of the n words of the first language, those of the smallest
+    hash. Spellings in upper and lower case are one word."""
+    words = sorted({same_word(word) for word, _ in entries}, key=lambda word: int(rng.key(seed, "lexicon", word)))
+    chosen = set(words[: round(share * len(words))])
+    return [entry for entry in entries if same_word(entry[0]) in chosen]
 
 
 def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str]) -> tuple[list[Entry], list[str]]:
@@ -106,7 +106,9 @@ def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, s
             other = {(a.lower(), b.lower()) for a, b in other}
         keep(f"in {args.intersect} too", [entry for entry in entries if entry in other])
     if args.share is not None:
-        keep(f"sampled ({args.share:g}, seed {args.seed})", sampled(entries, args.share, args.seed))
+        kept = sampled(entries, args.share, args.seed)
+        words, all_words = (len({same_word(word) for word, _ in some}) for some in (kept, entries))
+        keep(f"of {words:,} words sampled from {all_words:,} ({args.share:g}, seed {args.seed})", kept)
     return entries, report
 
 
@@ -130,7 +132,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
     parser.add_argument("--min_length", type=int, default=1, help="characters of either side, at least")
     parser.add_argument("--intersect", type=Path, metavar="F", help="keep entries that F, either way round, has too")
-    parser.add_argument("--share", type=float, help="keep this share of what is left")
+    parser.add_argument(
+        "--share", type=float, help="keep this share of the first language's words, with all their entries"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of --share")
     return parser.parse_args(argv)
 

@@ -1,20 +1,24 @@
 """The alignment score against a search by hand, and as `xscale.eval.run` prints it."""
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests import launch
-from xscale.data.lexicon import load_lexicon
+from xscale.data.lexicon import Lexicon, load_lexicon, withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval.alignment_score import WordPairs, word_pairs
+from xscale.eval import alignment_score
+from xscale.eval.alignment_score import WordPairs, find_gold, spread, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
+from xscale.run import gold
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -37,53 +41,198 @@ def test_score_is_nearest_neighbour_search_by_hand() -> None:
     assert WordPairs(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
 
 
-def test_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokenizer) -> None:
-    """Every token of the target language's text is a candidate, the source language's own are not."""
-    source = Source(demo / "pairs")
-    path = next((demo / "lexicon").glob("*.txt"))
-    lexicon = load_lexicon(path, tokenizer)
-    gold = word_pairs(lexicon, [source], tokenizer)
-    side = source.langs.index(lexicon.langs[1])
-    texts = [source.read(0, record).texts for record in range(source.shards[0].records)]
-    theirs = {i for text in texts for i in tokenizer.hf(text[side], add_special_tokens=False)["input_ids"]}
-    unknown = tokenizer.hf.unk_token_id
-    assert set(gold.targets_C.tolist()) == (theirs - {unknown}) | {b for _, b in lexicon.single().tolist()}
-    assert all(a != b for a, b in gold.pairs_P2.tolist())
+def plain_tokens(source: Source, language: str, tokenizer: Tokenizer) -> set[int]:
+    side = source.langs.index(language)
+    records = [source.read(s, r) for s, shard in enumerate(source.shards) for r in range(shard.records)]
+    found = {i for r in records for i in tokenizer.hf(r.texts[side], add_special_tokens=False)["input_ids"]}
+    return found - {tokenizer.hf.unk_token_id}
 
 
-def test_eval_run_prints_scores_of_a_planted_table(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Where each word's row is its translation's, all are found; a random table finds next to none."""
-    path = next((demo / "lexicon").glob("*.txt"))
-    source = Source(demo / "pairs")
-    encoder = build_encoder(
-        init=None,
-        preset="tiny",
-        dropout=0.0,
-        max_length=64,
-        vocab_size=tokenizer.vocab_size,
-        pad_id=tokenizer.pad_id,
-        languages=list(source.langs),
-        language_embeddings=False,
-        reset_positions=False,
-        seed=0,
+def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokenizer) -> None:
+    """Of every record of every source; the source language's own do not."""
+    sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
+    lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
+    tokens = {language: tokens_of(language, sources, tokenizer) for language in ("en", "xx")}
+    theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
+    assert set(tokens["xx"].tolist()) == theirs
+    found = find_gold([lexicon], [], 0.2, tokens)["en-xx"]
+    for words in (found.withheld, found.trained):
+        assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
+        assert all(a != b for a, b in words.pairs_P2.tolist())
+
+
+def test_of_much_text_a_sample_over_all_shards_is_counted(
+    tmp_path: Path, tokenizer: Tokenizer, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of records, evenly; no record twice, first and last among them."""
+    for total in (1, 99_999, 100_000, 100_001, 1_000_003, 50_000_000):
+        found = spread(total)
+        assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
+        assert min(total, 99_000) <= len(found) <= 100_000
+        assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
+    monkeypatch.setattr(alignment_score, "SAMPLE", 128)
+    monkeypatch.setattr(alignment_score, "RUN", 16)
+    sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
+    read: list[tuple[str, int]] = []
+
+    def recorded(self: Source, shard: int, record: int, plain: Any = Source.read) -> Any:
+        assert not self.swept, "a few records of a shard do not make it worth reading through"
+        read.append((self.name, sum(self.counts[:shard].tolist()) + record))
+        return plain(self, shard, record)
+
+    monkeypatch.setattr(Source, "read", recorded)
+    tokens_of("xx", sources, tokenizer)
+    numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
+    assert numbers == spread(1200).tolist() and len(numbers) == 128 and 50 < sum(n < 600 for n in numbers) < 78
+
+
+# Withheld words
+
+
+def lexicon_of(langs: tuple[str, str], *entries: tuple[str, str, list[int], list[int]]) -> Lexicon:
+    words, ids = [(a, b) for a, b, _, _ in entries], ([a for _, _, a, _ in entries], [b for _, _, _, b in entries])
+    return Lexicon(langs, words, ids, "", Path("-".join(langs)))
+
+
+def some_word(heldout: bool, start: str) -> str:
+    return next(word for i in range(99) if withheld(word := f"{start}{i}", 0.3) == heldout)
+
+
+def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
+    """By loops over entries; a token is seen as soon as it stands for either side of one trained entry."""
+    draw = np.random.default_rng(2)
+    tokens = {language: np.arange(50) for language in ("de", "en", "fr")}
+    for langs in (("de", "en"), ("en", "de"), ("en", "fr")):
+        entries = [
+            (f"{langs[0]}{a}", f"{langs[1]}{b}", [a] if a < 36 else [a, 49], [b] if b < 36 else [b, 49])
+            for a, b in draw.integers(0, 40, (40, 2)).tolist()
+        ]
+        lexicon = lexicon_of(langs, *entries)
+        asked = find_gold([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
+        first = 0 if langs[0] < langs[1] else 1
+        seen: set[int] = set()
+        for *words, a, b in entries:
+            if not withheld(words[first], 0.5) and a != b:
+                seen |= {side[0] for side in (a, b) if len(side) == 1}
+        pairs = {(a[0], b[0]) for _, _, a, b in entries if len(a) == len(b) == 1 and a != b}
+        assert set(map(tuple, asked.withheld.pairs_P2.tolist())) == {p for p in pairs if p[0] not in seen}
+        assert set(map(tuple, asked.trained.pairs_P2.tolist())) == {p for p in pairs if p[0] in seen}
+        assert seen and len(asked.withheld.queries)
+
+
+def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
+    """Two words of one token (a tokenizer without accents), another dictionary, and what counts for neither."""
+    kept, held, held2 = some_word(False, "a"), some_word(True, "a"), some_word(True, "b")
+    lexicon = lexicon_of(
+        ("de", "en"), (held, "x", [1], [2]), (kept, "x", [1], [3]), (held2, "y", [4], [5]), (kept, "z", [6], [6])
     )
-    random_out, planted_out = tmp_path / "random", tmp_path / "planted"
-    encoder.lm.save_pretrained(random_out)
-    with torch.no_grad():
-        for a, b in load_lexicon(path, tokenizer).single().tolist():
-            encoder.lm.get_input_embeddings().weight[b] = encoder.lm.get_input_embeddings().weight[a]
-    encoder.lm.save_pretrained(planted_out)
-    scores = {}
-    for out in (random_out, planted_out):
-        tokenizer.hf.save_pretrained(out)
-        arguments = ["--model", out, "--task", "alignment", "--data", demo / "pairs", "--out", tmp_path / "scores.json"]
+    tokens = {language: np.arange(9) for language in ("de", "en")}
+
+    def asked(*read: Lexicon) -> list[int]:
+        return find_gold([lexicon], read, 0.3, tokens)["de-en"].withheld.queries.tolist()
+
+    assert asked(lexicon) == asked() == [4]
+    other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
+    assert asked(lexicon, other) == []
+    assert trained_tokens(lexicon, 0.3).tolist() == [1, 3] and trained_tokens(other, 0.3).tolist() == [4, 8]
+
+
+def test_dictionaries_of_one_name_are_measured_together() -> None:
+    one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
+    found = find_gold([one, two], [], 0.3, {"en": np.arange(9)})
+    assert found.keys() == {"de-en"} and found["de-en"].withheld.pairs_P2.tolist() == [[1, 2], [5, 6]]
+
+
+def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Rows of the words that training would not withhold are their translations': these are found, withheld words are
+    not; nor any in a random table, and all where all are planted. The share is the model's, unless one is given."""
+    path = demo / "lexicon" / "xx-en.txt"
+    lexicon = load_lexicon(path, tokenizer)
+
+    def model(name: str, planted: Lexicon | None, heldout: float | None = None) -> Path:
+        encoder = build_encoder(
+            init=None, preset="tiny", dropout=0.0, max_length=64, vocab_size=tokenizer.vocab_size,
+            pad_id=tokenizer.pad_id, languages=["en", "xx"], language_embeddings=False, reset_positions=False, seed=0,
+        )  # fmt: skip
+        table = encoder.lm.get_input_embeddings().weight.data
+        for a, b in planted.single().tolist() if planted else ():
+            table[a] = table[b]
+        if heldout is not None:
+            encoder.lm.config.xscale["lexicon_heldout"] = heldout
+        encoder.lm.save_pretrained(tmp_path / name)
+        tokenizer.hf.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    def scores(model: Path, *options: object) -> dict[str, float]:
+        out = tmp_path / "scores.json"
+        command = ["--model", model, "--task", "alignment", "--data", demo, "--lexicons", path, "--out", out, *options]
         subprocess.run(
-            [sys.executable, "-m", "xscale.eval.run", *map(str, arguments)],
+            [sys.executable, "-m", "xscale.eval.run", *map(str, command)],
             check=True,
             cwd=launch.ROOT,
             env=launch.environment(),
         )
-        (measured,) = json.loads((tmp_path / "scores.json").read_text())["results"]["alignment"].values()
-        scores[out.name] = measured["->".join(path.name.split(".")[0].split("-"))]
-        assert measured["words"] > 50
-    assert scores["random"] < 0.05 and scores["planted"] > 0.8, scores
+        (measured,) = json.loads(out.read_text())["results"]["alignment"].values()
+        return measured
+
+    found = scores(model("random", None))
+    assert 50 < found["words"] < 0.3 * found["words trained"] and max(found["xx->en"], found["xx->en trained"]) < 0.05
+    whole = found["words"] + found["words trained"]
+    found = scores(model("planted", lexicon))
+    assert min(found["xx->en"], found["xx->en trained"]) > 0.8
+    found = scores(model("trained", lexicon.kept(0.2)))
+    assert found["xx->en"] < 0.1 and found["xx->en trained"] > 0.8
+    half = scores(model("half", lexicon.kept(0.5), heldout=0.5))
+    assert half["xx->en"] < 0.1 and half["xx->en trained"] > 0.8 and half["words"] > 0.3 * whole
+    none = scores(tmp_path / "half", "--lexicon_heldout", 0)
+    assert "xx->en" not in none and none["words"] == 0 and none["words trained"] == whole
+    everything = scores(tmp_path / "half", "--lexicon_heldout", 1)
+    assert "xx->en trained" not in everything and everything["words"] == whole
+    weighted = sum(half[f"xx->en{kind}"] * half[f"words{kind}"] for kind in ("", " trained")) / whole
+    assert none["xx->en trained"] == everything["xx->en"] == pytest.approx(weighted)
+
+
+# A run's
+
+
+def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps them for a resume; a damaged file is made anew, a dictionary given later adds its language."""
+    counted: list[str] = []
+
+    def count(language: str, *arguments: Any, plain: Any = tokens_of) -> Any:
+        counted.append(language)
+        return plain(language, *arguments)
+
+    def words(*files: str) -> dict[str, list[list[int]]]:
+        sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
+        job = launch.job_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+        assert [lexicon.name for lexicon in job.measured] == [file.removesuffix(".txt") for file in files]
+        found = gold.gold_of(job, tmp_path)
+        return {name: [w.targets_C.tolist() for w in (g.withheld, g.trained)] for name, g in found.items()}
+
+    monkeypatch.setattr(gold, "tokens_of", count)
+    first = words("en-xx.txt")
+    assert counted == ["xx"] and words("en-xx.txt") == first and counted == ["xx"]
+    both = words("en-xx.txt", "xx-en.txt")
+    assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
+    (tmp_path / gold.TOKENS).write_bytes((tmp_path / gold.TOKENS).read_bytes()[:99])
+    assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
+
+
+def test_too_few_words_have_no_score(
+    demo: Path, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A note says so; where nothing is withheld, all words are trained ones, and none is needed."""
+    lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()
+    (tmp_path / "en-xx.txt").write_text("\n".join(lines[::16]))
+    monkeypatch.setattr(logging.getLogger("xscale"), "propagate", True)
+    table = torch.randn(tokenizer.vocab_size, 8)
+    for heldout, noted in ((0.2, True), (0.0, False)):
+        sets = [f"data.lexicons=[{tmp_path / 'en-xx.txt'}]", f"data.lexicon_heldout={heldout}"]
+        job = launch.job_of(["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets])
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            found = gold.gold_of(job, tmp_path)["en-xx"]
+        assert (f"alignment/en-xx is left out: {len(found.withheld.queries)} words" in caplog.text) == noted
+        withheld, trained = found.scores(table)
+        assert withheld is None and trained is not None

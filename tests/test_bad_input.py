@@ -1,9 +1,12 @@
 """What a user can get wrong with data_tools: an error that names file, line and value, and nothing left behind."""
 
 import gzip
+import io
 import json
 import lzma
 import random
+import re
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from xscale.data.loader import select_sources
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.run.job import prepare
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
@@ -273,12 +277,53 @@ def test_languages_without_data(demo: Path) -> None:
     assert select_sources("s", "mono", None, sources) == (0, 1)
     assert select_sources("s", "mono", ["xx"], sources) == (1,)
     assert select_sources("s", "pair", ["en", "xx"], sources) == select_sources("s", "pair", ["en-xx"], sources) == (2,)
+    assert select_sources("s", "pair", ["xx-en"], sources) == (2,)
     with pytest.raises(UserError, match=r"streams\.s\.languages: no mono data for de; --data has en, xx"):
         select_sources("s", "mono", ["en", "de"], sources)
     with pytest.raises(UserError, match=r"streams\.s\.languages: no pair data for en-de"):
         select_sources("s", "pair", ["en-de"], sources)
     with pytest.raises(UserError, match=r"streams\.s reads pair records.*en \(mono\)"):
         select_sources("s", "pair", None, sources[:2])
+
+
+def test_a_stream_takes_a_pair_s_sources_of_both_directions(tmp_path: Path) -> None:
+    for name, langs in (("forth", ["en", "hi"]), ("back", ["hi", "en"]), ("other", ["de", "en"])):
+        lines = [tmp_path / f"{name}.{side}" for side in (0, 1)]
+        for path in lines:
+            path.write_text("".join(f"{name} {i}\n" for i in range(3)))
+        argv = ["pairs", "--src", lines[0], "--tgt", lines[1], "--langs", *langs, "--out", tmp_path / name]
+        write_shards.main(Ranks(), [str(argument) for argument in argv])
+    sources = [Source(tmp_path / name) for name in ("forth", "back", "other")]
+    for languages in (["en-hi"], ["hi-en"], ["en", "hi"], ["en-hi", "hi-en"]):
+        assert select_sources("s", "pair", languages, sources) == (0, 1)
+    with pytest.raises(UserError, match=r"no pair data for hi-de; --data has de-en, en-hi\. "):
+        select_sources("s", "pair", ["hi-de", "hi-en"], sources)
+
+
+@pytest.mark.parametrize("bare", [0, 29, 53, 99])
+def test_a_source_part_of_which_has_no_word_links(tmp_path: Path, demo: Path, bare: int) -> None:
+    """Beside a sound source, in another shard than the first, in the last record: it is named, and so is a record."""
+    (tmp_path / "tokenizer").symlink_to(demo / "tokenizer")
+    records = [Source(demo / "pairs").read(0, number) for number in range(100)]
+    for name, first in (("sound", 0), ("torn", 100)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for shard in range(4):
+            with tarfile.open(folder / f"{name}-{shard:06d}.tar", "w") as tar:
+                lines = b""
+                for number, record in enumerate(records[25 * shard : 25 * shard + 25], start=25 * shard):
+                    links = None if first and bare <= number <= bare + 6 else record.links
+                    fields = {"key": f"{first + number}", "langs": record.langs, "texts": record.texts, "links": links}
+                    lines += json.dumps(fields).encode() + b"\n"
+                member = tarfile.TarInfo("00000000.jsonl")
+                member.size = len(lines)
+                tar.addfile(member, io.BytesIO(lines))
+        index.main(Ranks(), [str(folder)])
+    message = f"streams.alignlm needs word links; {tmp_path / 'torn' / 'torn'}-0000"
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        prepare("alignlm", [], [tmp_path])
+    found = re.search(r"record '(\d+)', has none", str(error.value))
+    assert found and bare <= int(found[1]) - 100 <= bare + 6
 
 
 def test_a_tool_s_exit_code(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

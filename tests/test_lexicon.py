@@ -1,9 +1,11 @@
 """Dictionaries: files, id tables, the tool that makes them, and word links. References are loops and sets."""
 
+import itertools
 import os
 import stat
 import subprocess
 import sys
+import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +16,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_tools import align
+from data_tools import align, write_shards
 from data_tools import lexicon as tool
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
-from xscale.data.lexicon import Lexicon, Ragged, SynonymTable, check_order, find_lexicons, load_lexicon
+from xscale.data.lexicon import (
+    Lexicon,
+    Ragged,
+    SynonymTable,
+    check_order,
+    find_lexicons,
+    load_lexicon,
+    same_word,
+    withheld,
+)
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -143,6 +154,120 @@ def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
         prepare(tmp_path, "dict_mlm")
 
 
+@pytest.fixture
+def three_languages(tmp_path: Path, demo: Path, dictionary) -> Path:
+    """Text in en, xx and yy, and dictionaries of all pairs; yy is xx by another name."""
+    for name in ("mono_en", "mono_xx", "tokenizer"):
+        (tmp_path / name).symlink_to(demo / name)
+    texts = [Source(demo / "mono_xx").read(0, record).texts[0] for record in range(300)]
+    (tmp_path / "yy.txt").write_text("\n".join(text + " mo" for text in texts))
+    argv = ["mono", "--text", str(tmp_path / "yy.txt"), "--lang", "yy", "--out", str(tmp_path / "mono_yy")]
+    write_shards.main(Ranks(), argv)
+    lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()
+    for name in ("en-xx.txt", "en-yy.txt"):
+        dictionary(f"lexicon/{name}", *lines)
+    second = list(dict.fromkeys(line.split()[1] for line in lines))
+    dictionary("lexicon/xx-yy.txt", *map(" ".join, itertools.pairwise(second)))
+    return tmp_path
+
+
+def test_a_stream_s_languages_choose_its_dictionaries(three_languages: Path) -> None:
+    """Those of two of its languages; of one language, all that have it; of another stream's, none."""
+    streams = {"languages: [en, xx]": "en-xx", "languages: [en]": "en-xx en-yy", "languages: [xx, yy]": "xx-yy"}
+    streams |= {"weight: 1.0": "en-xx en-yy xx-yy"}
+    for number, (line, expected) in enumerate(streams.items()):
+        recipe = three_languages / f"{number}.yaml"
+        recipe.write_text(
+            "streams:\n"
+            f"  one: {{objective: dict_mlm, samples: 4, language_embeddings: true, {line}}}\n"
+            f"  two: {{objective: align_mlm, samples: 4, languages: [yy, en], pairs_per_step: 8}}\n"
+            f"  three: {{objective: mlm, samples: 4}}\n"
+        )
+        job = prepare(three_languages, str(recipe), "data.workers=0")
+        names = {stream: " ".join(x.name for x in read) for stream, read in job.dictionaries.items()}
+        assert names == {"one": expected, "two": "en-yy"}
+        dataset = job.dataset(job.specs)
+        assert {n: how.lexicons for n, how in dataset.streams.items()} == job.dictionaries | {"three": ()}
+        read = {*expected.split(), "en-yy"}
+        assert {entry["lexicon"] for entry in job.identity()["lexicons"]} == {x.name for x in job.lexicons} == read
+        assert {lexicon.name for lexicon in job.measured} == {"en-xx", "en-yy", "xx-yy"} - read
+
+
+def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -> None:
+    (three_languages / "lexicon" / "xx-yy.txt").unlink()
+    with pytest.raises(UserError, match=r"streams\.align_mlm needs a dictionary of its languages, xx, yy .*en-xx\.txt"):
+        prepare(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
+
+
+def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictionary) -> None:
+    """It is no part of what a resume compares, nor is the share withheld; both are where an objective reads it."""
+    path = demo / "lexicon" / "en-xx.txt"
+    other = dictionary("given/en-xx.txt", *path.read_text().splitlines()[:900])
+    for recipe, same in (("mlm", True), ("dict_mlm", False)):
+        jobs = [prepare(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
+        jobs += [prepare(demo, recipe, "data.lexicon_heldout=0.1")]
+        assert [[x.path for x in (job.measured if same else job.lexicons)] for job in jobs] == [[path], [other], [path]]
+        assert [job.identity() == jobs[0].identity() for job in jobs] == [True, same, same]
+
+
+# 2b. Withheld words
+
+
+def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> None:
+    """What collate gives to every row of DICT-MLM and ALIGN-MLM, in both directions, however the file is turned."""
+    path = demo / "lexicon"
+    first = load_lexicon(path / "en-xx.txt", tokenizer)
+    trained = [e for e in zip(first.words, *first.ids, strict=True) if not withheld(e[0][0], 0.2)]
+    pairs: set[tuple[int, ...]] = {(a[0], b[0]) for _, a, b in trained if len(a) == len(b) == 1}
+    every = {tuple(pair) for pair in first.single().tolist()}
+    share = 1 - len({words[0] for words, *_ in trained}) / len({words[0] for words in first.words})
+    assert 0.1 < share < 0.3
+    for name in ("en-xx.txt", "xx-en.txt"):
+        job = prepare(demo, "dict_mlm", f"data.lexicons=[{path / name}]", "data.workers=0")
+        (lexicon,) = job.dictionaries["dict_mlm"]
+        flip = 1 if name == "en-xx.txt" else -1
+        assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
+        assert {tuple(p[::flip]) for p in lexicon.single().tolist()} == pairs
+        piece = next(launch.pieces_of(job, 1))["dict_mlm"]
+        places = piece.reads["masked"].places
+        shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
+        assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(every - pairs)
+        job = prepare(demo, "align_mlm", f"data.lexicons=[{path / name}]", "data.workers=0")
+        arrays = next(launch.pieces_of(job, 1))["align_mlm"].arrays
+        words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
+        n = len(words) // 2
+        found = sorted([b, a] if flip == -1 else [a, b] for a, b in zip(words[:n], words[n:], strict=True))
+        assert found == sorted([a, b] for _, a, b in trained if a != b)
+
+
+def both_ways(pairs: set[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    return pairs | {pair[::-1] for pair in pairs}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(min_size=1, max_size=8))
+def test_spellings_of_a_word_are_withheld_together(word: str) -> None:
+    spellings = {word, word.upper(), word.casefold(), unicodedata.normalize("NFD", word)}
+    if len({same_word(spelling) for spelling in spellings}) == 1:
+        assert len({withheld(spelling, 0.5) for spelling in spellings}) == 1
+    assert same_word("Straße") == same_word("STRASSE") and same_word("Été") == same_word("e\u0301te\u0301")
+    assert not withheld(word, 0.0) and withheld(word, 1.0)
+
+
+def test_a_larger_share_holds_a_smaller_one() -> None:
+    """And each is as large as it says; the same words on every machine and in every version."""
+    words = [f"word{i}" for i in range(4000)]
+    shares = [{word for word in words if withheld(word, share)} for share in (0.0, 0.1, 0.2, 0.5)]
+    for share, found in zip((0.0, 0.1, 0.2, 0.5), shares, strict=True):
+        assert abs(len(found) - 4000 * share) <= 4.5 * (4000 * share * (1 - share)) ** 0.5
+    assert shares[0] <= shares[1] <= shares[2] <= shares[3]
+    assert [word for word in words[:20] if withheld(word, 0.2)] == FIXED
+
+
+FIXED = ["word7", "word18"]
+"""Of the first 20."""
+
+
 def test_the_order_of_dictionaries_does_not_matter(demo: Path) -> None:
     paths = [str(demo / "lexicon" / name) for name in ("en-xx.txt", "xx-en.txt")]
     jobs = [prepare(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1])]
@@ -208,16 +333,18 @@ def test_filters(tmp_path: Path, dictionary) -> None:
 
 
 def test_a_share(demo: Path, tmp_path: Path) -> None:
-    """Exactly round(share * n) entries in their order, a smaller share within a larger one, others by another seed."""
+    """All entries of exactly round(share * n) of the first column's words, in their order; a smaller share within a
+    larger one, others by another seed."""
     source = demo / "lexicon" / "en-xx.txt"
     whole = [tuple(line.split()) for line in source.read_text().splitlines()]
     small, large, other = (
         make(tmp_path / f"en-xx.{n}.txt", "--dict", source, "--share", share, "--seed", seed)
         for n, (share, seed) in enumerate(((0.25, 0), (0.5, 0), (0.25, 1)))
     )
-    assert len(small) == len(other) == round(len(whole) / 4) and set(small) <= set(large) and small != other
-    assert small == [entry for entry in whole if entry in set(small)]
-    assert abs(len(set(small) & set(other)) / len(small) - 0.25) < 0.1
+    words, chosen, others = ({a for a, _ in entries} for entries in (whole, small, other))
+    assert len(chosen) == len(others) == round(len(words) / 4) and set(small) <= set(large) and small != other
+    assert small == [entry for entry in whole if entry[0] in chosen] and len(words) < len(whole)
+    assert abs(len(chosen & others) / len(chosen) - 0.25) < 0.1
 
 
 @pytest.mark.parametrize("out", ["en-xx.txt", "xx-en.txt"])

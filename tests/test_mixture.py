@@ -275,6 +275,16 @@ def test_weights_are_those_of_the_paper(alpha: float) -> None:
     assert found.sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.7, 1.0])
+def test_a_pair_of_languages_is_the_same_either_way_round(alpha: float) -> None:
+    """hi-en beside en-hi: 300 + 100 records of one pair, which share by their records; also among what is drawn."""
+    sources: Any = [FakeSource("en-hi", [300]), FakeSource("de-en", [800]), FakeSource("hi-en", [60, 40])]
+    p = 400**alpha / (400**alpha + 800**alpha)
+    assert source_weights(sources, alpha) == pytest.approx([p * 3 / 4, 1 - p, p / 4])
+    drawn = consumed(60, sources=sources, streams=[StreamSpec("tlm", (0, 1, 2), 40, packed=False)], alpha=alpha)
+    assert abs(len(drawn["tlm", 2]) - 2400 * p / 4) < 4.5 * (2400 * p / 4) ** 0.5
+
+
 @pytest.mark.parametrize("alpha", [0.3, 0.7])
 def test_languages_appear_as_often_as_their_weight(alpha: float) -> None:
     sources = [FakeSource("en", [4000]), FakeSource("de", [400]), FakeSource("sw", [40])]

@@ -417,6 +417,34 @@ def test_update_is_the_equation(tokenizer: Tokenizer) -> None:
     assert not any(parameter.requires_grad for parameter in key.masters.parameters())
 
 
+def test_the_momentum_rises_over_the_run(demo: Path) -> None:
+    """Of a step's number and the run's alone: through skipped steps, after a resume, and with a longer schedule."""
+    ramp = ["streams.ppa.momentum=0.5", "streams.ppa.momentum_ramp=0.9", "streams.ppa.prefill=false"]
+    job = make_job(demo, "train.steps=5", *ramp)
+    rising = [0.9 - 0.4 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)]
+    assert rising[0] == 0.5 and rising[2] == pytest.approx(0.7) and rising[4] == 0.9
+    module, query = StepModule(job.encoder(), job.recipe), None
+    moco = module.companions["ppa"]
+    for step, m in enumerate(rising):
+        before = [k.clone() for k in moco.momentum.masters.parameters()]
+        with torch.no_grad():
+            for q in moco.momentum.query.parameters():
+                q += 0.1 * torch.randn_like(q)
+        query = [q.detach().clone() for q in moco.momentum.query.parameters()]
+        moco.update(applied=step != 1)
+        for k, was, q in zip(moco.momentum.masters.parameters(), before, query, strict=True):
+            torch.testing.assert_close(k, was if step == 1 else m * was + (1 - m) * q, rtol=1e-5, atol=1e-6)
+        if step == 2:  # a fresh companion goes on, as after a resume
+            fresh = StepModule(job.encoder(), job.recipe).companions["ppa"]
+            fresh.load_state_dict(moco.state_dict())
+            fresh.momentum.query = moco.momentum.query
+            moco = fresh
+    assert moco.options.momentum_at(9, 5) == 0.9 and moco.options.momentum_at(4, 9) == pytest.approx(0.7)
+    assert ppa.Options(momentum=0.3).momentum_at(2, 5) == 0.3
+    with pytest.raises(UserError, match=r"momentum_ramp: 0\.4 is below momentum: 0\.5; it must rise"):
+        make_job(demo, *ramp, "streams.ppa.momentum_ramp=0.4")
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_masters_are_fp32_where_the_query_is_not(tokenizer: Tokenizer, dtype: torch.dtype) -> None:
     """With m = 0.999 an fp16 weight would never move; fp32 masters go where the equation says."""
@@ -625,7 +653,7 @@ def test_recipes_are_the_papers() -> None:
     full = recipes["ppa"]
     short = ppa.Options(momentum=0.99)  # the paper trains for longer
     assert full.streams["ppa"].options == short and full.streams["ppa"].samples == 128
-    assert (full.train.lr, full.train.warmup, full.train.weight_decay, full.data.max_length) == (3e-5, 0.1, 0.01, 128)
+    assert (full.train.warmup, full.train.weight_decay, full.data.max_length) == (0.1, 0.01, 128)
     changes = {
         "ppa_no_moco": {"moco_weight": 0.0, "momentum": 0.999},
         "ppa_no_tlm": {"tlm_weight": 0.0},

@@ -51,7 +51,8 @@ class StreamConfig:
     warm_in: NotNegative = 0.0
     """The factor rises to `weight` over this many steps: a share of train.steps below 1, else a number of steps."""
     languages: list[str] | None = None
-    """Languages ("en") or pairs ("en-de") to draw from; null: all that --data has."""
+    """Languages ("en") or pairs ("en-de", either way round) to draw from and whose dictionaries to read; null: all that
+    --data has."""
     options: Any = None
     """The objective's own fields, written beside the others in YAML."""
 
@@ -70,8 +71,11 @@ class DataConfig:
     workers: Annotated[int, Field(ge=0)] = 2
     """Loader processes per rank; 0 loads in the training process."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """Dictionary files, whose names say the pair: en-de.txt; none: where an objective needs one, `lexicon/*.txt` in the
-    first --data directory or its parent."""
+    """Dictionary files, whose names say the pair: en-de.txt; none: `lexicon/*.txt` in the first --data directory or its
+    parent. A stream reads those of its languages (of one language: those that have it); others are measured with."""
+    lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Share of a dictionary's words that no objective sees, by a hash of the word: `alignment/en-de` is measured on
+    these, `alignment_trained/en-de` on all others. 0: every word is trained, and the former is absent."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -161,7 +165,7 @@ class Recipe:
 
 NOT_IDENTITY = {
     "model": {"tokenizer"},
-    "data": {"workers", "lexicons"},
+    "data": {"workers", "lexicons", "lexicon_heldout"},
     "train": {
         "steps",
         "max_tokens",
@@ -172,7 +176,8 @@ NOT_IDENTITY = {
         "time_limit",
     },
 }
-"""Fields a resumed run may change. Tokenizer and lexicons are compared by content instead of path."""
+"""Fields a resumed run may change. The tokenizer and the dictionaries that an objective reads are compared by content
+instead of path, these with the share of their words that is withheld."""
 
 
 RENAMED = {

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Piece
+from xscale.data.piece import Piece, Share
 from xscale.data.row import Row, make_row
 from xscale.errors import UserError
 from xscale.plugins import load_plugins
@@ -126,7 +126,7 @@ def check_empty_rows(module: StepModule, job: Job) -> Iterator[str]:
     plan = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).next_step()
     for name in job.recipe.streams:
         (full, _), how = dataset.pieces(name, plan)[0], dataset.streams[name]
-        empty: Piece = how.collate([], how.options, replace(dataset.context, stream=name))
+        empty: Piece = how.collate([], how.options, dataset.context_of(name, Share()))
         for field in fields(Piece):
             there, here = getattr(full, field.name), getattr(empty, field.name)
             if isinstance(there, dict) and there.keys() != here.keys():

@@ -3,17 +3,22 @@
 Shape letters: N entries, T tokens that look for a synonym.
 
 A file's name says the pair and the order of the columns: en-de.txt.
+
+A share of the words is withheld from every objective, so that a score can ask for words that none has seen: by a hash
+of the word in the alphabetically first language of the pair, so that files, directions and runs agree.
 """
 
 import hashlib
 import re
+import unicodedata
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
+from xscale import rng
 from xscale.data.ragged import offsets
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
@@ -40,6 +45,13 @@ class Lexicon:
     def name(self) -> str:
         return "-".join(self.langs)
 
+    def kept(self, heldout: float) -> "Lexicon":
+        """Without the entries of the words that are withheld from the objectives."""
+        side = self.langs.index(min(self.langs))
+        entries = [i for i, entry in enumerate(self.words) if not withheld(entry[side], heldout)]
+        first, second = ([ids[i] for i in entries] for ids in self.ids)
+        return replace(self, words=[self.words[i] for i in entries], ids=(first, second))
+
     def summary(self) -> str:
         return (
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
@@ -55,6 +67,16 @@ class Lexicon:
         """[n, 2] ids of the entries that are one token on either side."""
         pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def same_word(word: str) -> str:
+    """One spelling of those that differ in case or in how accents are encoded alone."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
+
+
+def withheld(word: str, heldout: float) -> bool:
+    """Whether no objective sees the entries of this word; `heldout` of all words are so."""
+    return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
 class SynonymTable:

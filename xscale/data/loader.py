@@ -23,7 +23,7 @@ from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_sta
 from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
 from xscale.data.sequences import Example
-from xscale.data.shards import Source
+from xscale.data.shards import Source, pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.errors import RankError, UserError
@@ -40,6 +40,8 @@ class StreamCollate:
     options: Any
     words: bool = False
     """Whether the examples carry the words of their texts."""
+    lexicons: tuple[Any, ...] | None = None
+    """The stream's own; None: the context's."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +110,14 @@ class StepDataset(Dataset):
             of_row = list(islice(examples, len(draw.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
             share = Share(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
-            piece = how.collate(samples, how.options, replace(self.context, stream=stream, share=share))
+            piece = how.collate(samples, how.options, self.context_of(stream, share))
             found.append((piece, [example.key for example in of_row]))
         return found
+
+    def context_of(self, stream: str, share: Share) -> Context:
+        own = self.streams[stream].lexicons
+        lexicons = self.context.lexicons if own is None else own
+        return replace(self.context, stream=stream, share=share, lexicons=lexicons)
 
     def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
@@ -272,18 +279,19 @@ def source_statistics(source: Source, tokenizer: Tokenizer, sample: int = 512) -
     return tokenizer.tokens_per_byte([text for record in records for text in record.texts], stored)
 
 
+def within(languages: list[str], langs: tuple[str, ...]) -> bool:
+    """Whether a stream's `languages` name this language or pair: as "en-de", either way round, or each by itself."""
+    return pair_name("-".join(langs)) in map(pair_name, languages) or set(langs) <= set(languages)
+
+
 def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
     """Sources that a stream draws from. Raises UserError where there is none, or a language has none."""
     fitting = [i for i, source in enumerate(sources) if source.kind == reads]
-    available = sorted({sources[i].name for i in fitting})
+    available = sorted({sources[i].pair for i in fitting})
     if languages is not None:
-
-        def wanted(source: Source) -> bool:
-            return source.name in languages or set(source.langs) <= set(languages)
-
-        chosen = [i for i in fitting if wanted(sources[i])]
-        covered = {sources[i].name for i in chosen} | {lang for i in chosen for lang in sources[i].langs}
-        absent = [language for language in languages if language not in covered]
+        chosen = [i for i in fitting if within(languages, sources[i].langs)]
+        covered = {pair_name(sources[i].name) for i in chosen} | {lang for i in chosen for lang in sources[i].langs}
+        absent = [language for language in languages if pair_name(language) not in covered]
         if absent:
             raise UserError(
                 f"streams.{stream}.languages: no {reads} data for {', '.join(absent)}; --data has "

@@ -8,6 +8,7 @@ to ranks and rows (cut.py).
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.cut import cut
 from xscale.data.order import EpochOrder
 from xscale.data.row import Shape
-from xscale.data.shards import Source
+from xscale.data.shards import Source, pair_name
 
 PACK_FILL = 0.9
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
@@ -274,12 +275,15 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
-    """p of each source: n^alpha over languages, proportional to records within a language. Sums to 1."""
-    per_language: dict[str, int] = {}
-    for source in sources:
-        per_language[source.name] = per_language.get(source.name, 0) + source.records
-    total = sum(n**alpha for n in per_language.values())
-    return np.array([per_language[s.name] ** alpha / total * s.records / per_language[s.name] for s in sources])
+    """p of each source: n^alpha over languages or pairs of them, whichever way round; proportional to records within
+    one. Sums to 1."""
+    names = [pair_name(source.name) for source in sources]
+    records = Counter[str]()
+    for name, source in zip(names, sources, strict=True):
+        records[name] += source.records
+    total = sum(n**alpha for n in records.values())
+    shares = [records[name] ** alpha / total for name in names]
+    return np.array([p * s.records / records[name] for p, name, s in zip(shares, names, sources, strict=True)])
 
 
 def pack(tokens: np.ndarray, room: float, wanted: int, final: bool) -> np.ndarray:

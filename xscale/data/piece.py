@@ -36,7 +36,7 @@ class Context:
     language_ids: dict[str, int]
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
-    """The dictionaries of data.lexicons (data/lexicon.py), as id tables."""
+    """The stream's dictionaries (data/lexicon.py), as id tables, without the words that are withheld."""
     stream: str = ""
     share: Share = Share()
     segments: bool = False

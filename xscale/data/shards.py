@@ -6,6 +6,7 @@ a range is one line of JSON inside a `.jsonl` member; in the layout "samples" (t
 tar members that share a key.
 """
 
+import copy
 import hashlib
 import io
 import json
@@ -59,6 +60,8 @@ class Source:
         self.fingerprint = fingerprint(index)
         self.streams = 1
         """How many draw from it, each in an order of its own."""
+        self.swept = True
+        """Whether a shard that is opened will be read through, so that it is asked for at once."""
         self._files: OrderedDict[int, int] = OrderedDict()
         self._indices: OrderedDict[int, np.ndarray] = OrderedDict()
 
@@ -90,6 +93,23 @@ class Source:
                 f"{self.directory}: record {record.key!r}: {error}; links are 0-based `first-second` numbers of the "
                 f"white-space words of its texts"
             ) from None
+
+    @property
+    def pair(self) -> str:
+        """The language, or the pair of languages whichever way round: en-hi and hi-en are one."""
+        return "-".join(sorted(self.langs))
+
+    def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
+        """Shard, and record in it, of records by their number in the source."""
+        ends = np.cumsum(self.counts)
+        shards = np.searchsorted(ends, numbers, side="right")
+        return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
+
+    def glance(self) -> "Source":
+        """The same for a reader of a few records of many shards: none of them is swept."""
+        source = copy.copy(self)
+        source.swept = False
+        return source
 
     def check_sizes(self) -> None:
         """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
@@ -140,8 +160,9 @@ class Source:
         fd = self._files.get(shard)
         if fd is None:
             fd = os.open(self.directory / self.shards[shard].name, os.O_RDONLY)
-            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
+            if self.swept:
+                # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
             self._files[shard] = fd
             if len(self._files) > OPEN_SHARDS * self.streams:
                 os.close(self._files.popitem(last=False)[1])
@@ -154,6 +175,11 @@ class Source:
     def __del__(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         for fd in getattr(self, "_files", {}).values():
             close(fd)
+
+
+def pair_name(name: str) -> str:
+    """Of a source's or a dictionary's name: "en-hi" for en-hi and hi-en, the same pair of languages."""
+    return "-".join(sorted(name.split("-")))
 
 
 def idx_path(tar: Path) -> Path:

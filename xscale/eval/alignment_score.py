@@ -1,11 +1,16 @@
 """Alignment score (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-By cosine, among all tokens of the other language, as the words of a dictionary that are one token on either side.
-A token is not its own neighbour: "Hand" is no translation of "Hand" where the languages share a vocabulary.
+By cosine, among all tokens of the other language's text, as the words of a dictionary that are one token on either
+side. A token is not its own neighbour: "Hand" is no translation of "Hand" where the languages share a vocabulary.
+
+A word that no objective saw is a token that stands for a side of no entry that objectives read. So a dictionary's words
+are of two kinds: all entries of a withheld word are withheld (data/lexicon.py), and all other words count as trained,
+those too of which some entries are withheld, being translations of several words.
 
 Shape letters: P entries of the dictionary, Q tokens asked for, C tokens of the other language, H width, V vocabulary.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,14 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.lexicon import Lexicon, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import Exported
 
-SAMPLE = 5000
-"""Records of each source from whose text the tokens of a language are collected."""
+SAMPLE, RUN = 100_000, 64
+"""Records from whose text the tokens of a language are counted, at most; where there are more, runs of so many that
+follow one another, spread evenly over all shards."""
+FEWEST = 20
+"""Words below which a share of them says nothing."""
 _CHUNK = 1024
 
 
@@ -50,37 +58,92 @@ class WordPairs:
         return np.unique(self.pairs_P2[:, 0])
 
 
-def evaluate(model: Exported, source: Source, lexicons: list[Path]) -> dict[str, float]:
-    """Score of each dictionary of the source's two languages, and how many tokens were asked for."""
-    scores = {}
-    for path in lexicons:
-        if set(pair_of(path)) == set(source.langs):
-            gold = word_pairs(load_lexicon(path, model.tokenizer), [source], model.tokenizer)
-            scores["->".join(pair_of(path))] = gold.score(model.encoder.embeddings)
-            scores["words"] = scores.get("words", 0) + len(gold.queries)
-    if not scores:
+@dataclass(frozen=True)
+class Gold:
+    """A dictionary's words of one direction, by whether an objective saw them."""
+
+    withheld: WordPairs
+    trained: WordPairs
+
+    def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
+        """Of withheld and of trained words; None where there are too few for a score."""
+        withheld, trained = (
+            pairs.score(table_VH) if len(pairs.queries) >= FEWEST else None for pairs in (self.withheld, self.trained)
+        )
+        return withheld, trained
+
+
+def evaluate(
+    model: Exported, source: Source, sources: list[Source], paths: list[Path], heldout: float
+) -> dict[str, float]:
+    """Scores of the dictionaries of the source's two languages, and how many words were asked for.
+
+    sources: whose text has the candidates. paths: all that the model was trained with. heldout: share of the words
+    that were withheld from it.
+    """
+    lexicons = [load_lexicon(path, model.tokenizer) for path in paths]
+    of_pair = [lexicon for lexicon in lexicons if set(lexicon.langs) == set(source.langs)]
+    if not of_pair:
         raise UserError(
             f"task alignment needs a dictionary of {' and '.join(source.langs)}: --lexicons "
             f"PATH/{'-'.join(source.langs)}.txt, or put it into lexicon/ beside the shards"
         )
+    tokens = {language: tokens_of(language, sources, model.tokenizer) for language in source.langs}
+    scores: dict[str, float] = {}
+    for name, gold in find_gold(of_pair, lexicons, heldout, tokens).items():
+        found = zip(("", " trained"), gold.scores(model.encoder.embeddings), (gold.withheld, gold.trained), strict=True)
+        for kind, score, pairs in found:
+            scores |= {} if score is None else {name.replace("-", "->") + kind: score}
+            scores[f"words{kind}"] = scores.get(f"words{kind}", 0) + len(pairs.queries)
     return scores
 
 
-def word_pairs(lexicon: Lexicon, sources: list[Source], tokenizer: Tokenizer) -> WordPairs:
-    """Of the dictionary's direction. The other language's tokens are those of its text, and of the dictionary."""
-    pairs = lexicon.single()
-    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-    seen = tokens_of(lexicon.langs[1], sources, tokenizer)
-    return WordPairs(pairs, np.union1d(seen, pairs[:, 1]))
+def find_gold(
+    lexicons: Sequence[Lexicon], read: Sequence[Lexicon], heldout: float, tokens: Mapping[str, np.ndarray]
+) -> dict[str, Gold]:
+    """By the dictionaries' names; those of one name are taken together.
+
+    read: what objectives read, whole; of a dictionary that they do not, the same share counts as withheld. tokens: of
+    each language's text; those of the dictionary are candidates too.
+    """
+    seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
+    found = {}
+    for name in dict.fromkeys(lexicon.name for lexicon in lexicons):
+        same = [lexicon for lexicon in lexicons if lexicon.name == name]
+        pairs = np.concatenate([lexicon.single() for lexicon in same])
+        pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+        candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
+        trained = np.isin(pairs[:, 0], np.concatenate([seen[lexicon] for lexicon in (*read, *same)]))
+        found[name] = Gold(WordPairs(pairs[~trained], candidates), WordPairs(pairs[trained], candidates))
+    return found
+
+
+def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
+    """Tokens that are a word of an entry that is not withheld. Entries of the same tokens on both sides train none."""
+    entries = zip(*lexicon.kept(heldout).ids, strict=True)
+    found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
+    return np.array(sorted(found), dtype=np.int64)
 
 
 def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """Distinct ids in the first records of every source that has the language."""
-    sentences = [
-        source.read(0, record).texts[source.langs.index(language)]
-        for source in sources
-        if language in source.langs
-        for record in range(min(SAMPLE, source.shards[0].records))
-    ]
-    found = np.unique(np.array([token for ids in tokenizer.encode(sentences) for token in ids], dtype=np.int64))
-    return found[~tokenizer.is_special[found]]
+    """Distinct ids in the text of all sources that have the language: of all records up to SAMPLE."""
+    having = [source for source in sources if language in source.langs]
+    counted = np.zeros(tokenizer.vocab_size, dtype=bool)
+    ends = np.cumsum([source.records for source in having])
+    chosen = spread(int(ends[-1]) if having else 0)
+    for source, end in zip(having, ends, strict=True):
+        here = chosen[(chosen >= end - source.records) & (chosen < end)] - (end - source.records)
+        glance, side = source.glance(), source.langs.index(language)
+        for start in range(0, len(here), _CHUNK):
+            texts = [glance.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
+            for ids in tokenizer.encode(texts):
+                counted[ids] = True
+    return np.flatnonzero(counted & ~tokenizer.is_special)
+
+
+def spread(records: int) -> np.ndarray:
+    """All of them, or SAMPLE in runs, evenly."""
+    if records <= SAMPLE:
+        return np.arange(records)
+    runs = np.unique(np.linspace(0, records // RUN - 1, SAMPLE // RUN).round().astype(np.int64))
+    return (runs[:, None] * RUN + np.arange(RUN)).ravel()

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from xscale import files
+from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -39,6 +40,8 @@ class Exported:
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
+        self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
+        """Share of a dictionary's words that training withheld."""
 
     def language_ids(self, source: Source) -> dict[str, int]:
         """Numbers of the languages that the model was trained with. Raises UserError where one is needed and absent."""

@@ -1,7 +1,7 @@
 """One paper, one file. A new objective is a new line in this table, here or by a plug-in (xscale/plugins.py)."""
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
-from xscale.objectives.base import Companion, Losses, Objective, Parts, Prediction, Prefilled, own_share
+from xscale.objectives.base import Companion, Losses, Objective, Parts, Prediction, Prefilled, Scheduled, own_share
 
 OBJECTIVES: dict[str, Objective] = {
     "align_mlm": align_mlm.OBJECTIVE,
@@ -13,4 +13,14 @@ OBJECTIVES: dict[str, Objective] = {
     "ppa": ppa.OBJECTIVE,
 }
 
-__all__ = ["OBJECTIVES", "Companion", "Losses", "Objective", "Parts", "Prediction", "Prefilled", "own_share"]
+__all__ = [
+    "OBJECTIVES",
+    "Companion",
+    "Losses",
+    "Objective",
+    "Parts",
+    "Prediction",
+    "Prefilled",
+    "Scheduled",
+    "own_share",
+]

@@ -4,9 +4,10 @@
 
 E is the input word-embedding table, b_i the i-th entry of the dictionary B. By decision, an entry of several
 sub-words on a side stands for the mean of their rows (`subwords: single` keeps entries of one, as the authors), and
-|B| is all of data.lexicons at every step, or a fresh sample of `pairs_per_step`. A step's entries are dealt out to
-the ranks and rows: each is used once a step. Entries whose sides are the same tokens ("Berlin Berlin", half of MUSE's)
-have cosine 1 and no gradient: they are no part of B. No language embeddings, as the paper argues (G.5).
+|B| is all of the stream's dictionaries at every step, without the withheld words, or a fresh sample of
+`pairs_per_step`. A step's entries are dealt out to the ranks and rows: each is used once a step. Entries whose sides
+are the same tokens ("Berlin Berlin", half of MUSE's) have cosine 1 and no gradient: they are no part of B. No language
+embeddings, as the paper argues (G.5).
 
 Shape letters: N entries of a row, H hidden width.
 """

@@ -59,6 +59,14 @@ class Companion(Protocol):
 
 
 @runtime_checkable
+class Scheduled(Companion, Protocol):
+    """A companion that changes in another way early in the run than late."""
+
+    steps: int
+    """Optimizer steps of the run; set when the step's module is made. No part of the state: a resume may change it."""
+
+
+@runtime_checkable
 class Prefilled(Companion, Protocol):
     """A companion that reads samples of its stream before step 1, with the initial weights."""
 

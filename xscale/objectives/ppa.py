@@ -16,9 +16,13 @@ momentum update happens once per optimizer step, after it, and not after one tha
 skipped step go into the queue all the same, since the forward pass that made them was sound (those that are not
 finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
 
+While the weights move fast, a pair's key is told from the queue's by being younger, and `contrastive_accuracy` is
+higher than among keys of one age; at the end of a `momentum_ramp` it is not.
+
 Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
 """
 
+import math
 from dataclasses import replace
 from typing import Annotated, Any, Self
 
@@ -48,6 +52,9 @@ class Options:
     """K, at least the stream's samples."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """m of the key encoder."""
+    momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
+    """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill
+    et al. 2020): a key encoder that must start fast ends slow; null: it stays."""
     projection: PositiveInt = 300
     """Width of z."""
     normalize_z: bool = True
@@ -70,6 +77,21 @@ class Options:
         if not self.moco_weight and not self.tlm_weight:
             raise ValueError("moco_weight and tlm_weight are both 0; one must be positive")
         return self
+
+    @model_validator(mode="after")
+    def momentum_rises(self) -> Self:
+        if self.momentum_ramp is not None and self.momentum_ramp < self.momentum:
+            raise ValueError(
+                f"momentum_ramp: {self.momentum_ramp:g} is below momentum: {self.momentum:g}; it must rise"
+            )
+        return self
+
+    def momentum_at(self, step: int, steps: int) -> float:
+        """m after step 0, 1, ... of so many: after the first it is `momentum`, after the last `momentum_ramp`."""
+        if self.momentum_ramp is None:
+            return self.momentum
+        falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
+        return self.momentum_ramp - (self.momentum_ramp - self.momentum) * falling
 
     @property
     def word_term(self) -> str:
@@ -184,8 +206,8 @@ class Moco:
         self.momentum = MomentumEncoder(encoder, projection, options.momentum)
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
-        self.step = 0
-        """Optimizer steps done."""
+        self.step = self.steps = 0
+        """Optimizer steps done, and those of the run, which the step's module says."""
         self._batch = GlobalBatch()
 
     @torch.no_grad()
@@ -200,6 +222,7 @@ class Moco:
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
         if applied:
+            self.momentum.momentum = self.options.momentum_at(self.step, self.steps)
             self.momentum.update()
         self.step += 1
 

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from xscale.config import Recipe
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon
+from xscale.data.loader import within
 from xscale.data.mixture import StreamSpec
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
@@ -11,11 +14,13 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.run import checkpoint as checkpoints
 
+LINKED_SAMPLE = 16
+"""Records of a source that are looked at for word links."""
+
 
 def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
     """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
-    needed = any(OBJECTIVES[stream.objective].needs == "lexicon" for stream in recipe.streams.values())
-    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if needed else [])
+    paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
     lexicons = []
     for path in paths:
         lexicon = load_lexicon(path, tokenizer)
@@ -24,28 +29,58 @@ def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], d
     return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
 
 
-def check_needs(
-    recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source], lexicons: tuple[Lexicon, ...]
-) -> None:
-    """Raises UserError where an objective lacks its dictionary or word links, or its options or the tokenizer do not
-    fit the stream."""
+def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
+    """What each stream whose objective reads dictionaries has of them, without the words that are withheld. Raises
+    UserError where that is nothing."""
+    found: dict[str, tuple[Lexicon, ...]] = {}
+    kept: dict[Lexicon, Lexicon] = {}  # one of each: tables are made of it once a process
+    for name, stream in recipe.streams.items():
+        if OBJECTIVES[stream.objective].needs != "lexicon":
+            continue
+        own = [lexicon for lexicon in lexicons if of_languages(stream.languages, lexicon)]
+        kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
+        found[name] = tuple(kept[lexicon] for lexicon in own)
+        if not any(lexicon.words for lexicon in found[name]):
+            there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
+            of = f" of its languages, {', '.join(stream.languages)} (there are: {there})" if stream.languages else ""
+            raise UserError(
+                f"streams.{name} needs a dictionary{of}: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"lexicon/ beside the shards"
+            )
+    return found
+
+
+def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
+    """Whether it is of a pair of the stream's languages; of a stream of one language, whether it has that."""
+    if languages is None:
+        return True
+    return within(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
+
+
+def check_needs(recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source]) -> None:
+    """Raises UserError where an objective lacks its word links, or its options or the tokenizer do not fit the
+    stream."""
     for spec in specs:
         stream = recipe.streams[spec.name]
         objective = OBJECTIVES[stream.objective]
-        needs = objective.needs
-        if needs == "lexicon" and not lexicons:
+        if objective.needs == "links":
+            for source in spec.sources:
+                sources[source].check_links()
+                check_links(spec.name, sources[source])
+
+
+def check_links(stream: str, source: Source) -> None:
+    """Raises UserError where one of some records has no word links: the first, the last, and others between them."""
+    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    glance = source.glance()
+    for shard, record in source.places(some):
+        found = glance.read(shard, record)
+        if found.links is None:
             raise UserError(
-                f"streams.{spec.name} needs a dictionary: set data.lexicons=[PATH/en-de.txt], or put it into "
-                f"lexicon/ beside the shards"
+                f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
+                f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
+                f"--links F` or `--align`"
             )
-        for source in (sources[s] for s in spec.sources):
-            if needs == "links":
-                source.check_links()
-            if needs == "links" and source.read(0, 0).links is None:
-                raise UserError(
-                    f"streams.{spec.name} needs word links; {source.directory} has none. Write it again with "
-                    f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
-                )
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")

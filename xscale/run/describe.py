@@ -41,7 +41,7 @@ def describe(job: Job, config: EngineConfig, process: Process, device: str) -> N
     for spec in job.specs:
         print(
             f"stream {spec.name}: {spec.samples} samples a step from {job.records(spec):,} records of "
-            f"{', '.join(job.sources[s].name for s in spec.sources)}"
+            f"{', '.join(dict.fromkeys(job.sources[s].pair for s in spec.sources))}"
         )
     print(*(f"heads: {note}\n" for note in module.notes), sep="", end="")
     rows, shape = job.fit(process, device)

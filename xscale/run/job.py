@@ -25,7 +25,14 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.checks import check_needs, check_tokenizer, find_tokenizer, load_lexicons, own_tokenizer
+from xscale.run.checks import (
+    check_needs,
+    check_tokenizer,
+    find_tokenizer,
+    load_lexicons,
+    own_tokenizer,
+    stream_lexicons,
+)
 from xscale.run.weights import load_initial
 from xscale.step.module import StepModule
 
@@ -44,6 +51,11 @@ class Job:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
+    """Those that objectives read, whole."""
+    measured: tuple[Lexicon, ...]
+    """Those that the run's scores alone know."""
+    dictionaries: dict[str, tuple[Lexicon, ...]]
+    """Of `lexicons`, what each stream whose objective reads them has, without the withheld words."""
     segments: bool
     """Whether the two sentences of a pair have token types of their own."""
     calibration: Calibration | None = None
@@ -79,7 +91,11 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
         data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
-        lexicons = [{"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint} for lexicon in self.lexicons]
+        heldout = self.recipe.data.lexicon_heldout
+        lexicons = [
+            {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": heldout}
+            for lexicon in self.lexicons
+        ]
         return {
             "recipe": self.recipe.identity(),
             "data": data,
@@ -89,7 +105,8 @@ class Job:
 
     def notes(self) -> list[str]:
         """Lines to print before anything is trained."""
-        lines = [lexicon.summary() for lexicon in self.lexicons]
+        heldout = self.recipe.data.lexicon_heldout
+        lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -115,7 +132,7 @@ class Job:
                 kept.update(heads)
             return lm
 
-        return build_encoder(
+        encoder = build_encoder(
             init=model.init,
             preset=model.preset,
             dropout=model.dropout,
@@ -129,6 +146,8 @@ class Job:
             seed=self.recipe.train.seed,
             load=load,
         )
+        encoder.lm.config.xscale["lexicon_heldout"] = self.recipe.data.lexicon_heldout  # for eval/alignment_score.py
+        return encoder
 
     def any_stream(self, option: str) -> bool:
         return any_stream(self.recipe, option)
@@ -159,20 +178,21 @@ class Job:
     def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
         recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages)}
+        data = recipe.data
         context = Context(
             self.tokenizer,
-            recipe.data.max_length,
-            recipe.data.overlong,
+            data.max_length,
+            data.overlong,
             language_ids,
             recipe.train.seed,
-            self.lexicons,
             segments=self.segments,
         )
         collates = {}
         for spec in specs:
-            stream = recipe.streams.get(spec.name) or recipe.streams[spec.name.rpartition(".")[0]]
-            objective = OBJECTIVES[stream.objective]
-            collates[spec.name] = StreamCollate(objective.collate, stream.options, objective.words(stream.options))
+            name = spec.name if spec.name in recipe.streams else spec.name.rpartition(".")[0]
+            objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
+            lexicons = self.dictionaries.get(name, ())
+            collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
 
     def batches(
@@ -205,9 +225,14 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})
-    lexicons = load_lexicons(recipe, tokenizer, sources, data[0])
-    check_needs(recipe, tokenizer, specs, sources, lexicons)
-    return Job(recipe, sources, tokenizer, specs, languages, lexicons, uses_segments(recipe, tokenizer))
+    found = load_lexicons(recipe, tokenizer, sources, data[0])
+    dictionaries = stream_lexicons(recipe, found)
+    check_needs(recipe, tokenizer, specs, sources)
+    paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
+    lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
+    measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
+    segments = uses_segments(recipe, tokenizer)
+    return Job(recipe, sources, tokenizer, specs, languages, lexicons, measured, dictionaries, segments)
 
 
 def any_stream(recipe: Recipe, option: str) -> bool:

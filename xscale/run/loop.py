@@ -12,9 +12,10 @@ from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.data.row import Work
 from xscale.errors import UserError
-from xscale.eval import alignment_score
+from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
+from xscale.run.gold import gold_of
 from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
 from xscale.run.stop import StopRequest
@@ -84,11 +85,10 @@ class Trainer:
         steps, streams = self.recipe.train.steps, list(self.recipe.streams)
         self.reporter = Reporter(out, self.step, steps, streams) if process.is_main else None
         self.trace = JsonLines(out / "trace" / f"rank{process.rank}.jsonl" if trace else None, self.step)
-        measures = process.is_main and self.recipe.train.measure_every
-        self.word_pairs = {
-            lexicon.name: alignment_score.word_pairs(lexicon, job.sources, job.tokenizer)
-            for lexicon in (job.lexicons if measures else ())
-        }
+        self.gold: dict[str, Gold] = {}
+        """Of rank 0."""
+        if (job.lexicons or job.measured) and self.recipe.train.measure_every:
+            control.from_main(lambda: self.gold.update(gold_of(job, out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
@@ -158,9 +158,12 @@ class Trainer:
         )
 
     def alignment_scores(self) -> dict[str, float]:
-        """On rank 0, which has the dictionaries' tokens."""
+        """On rank 0, which has the dictionaries' words."""
+        scores: dict[str, float | None] = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
-            return {f"alignment/{name}": gold.score(table) for name, gold in self.word_pairs.items()}
+            for name, gold in self.gold.items():
+                scores[f"alignment/{name}"], scores[f"alignment_trained/{name}"] = gold.scores(table)
+        return {name: score for name, score in scores.items() if score is not None}
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""

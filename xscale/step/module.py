@@ -16,7 +16,7 @@ from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, take_over
-from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction
+from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -63,6 +63,8 @@ class StepModule(nn.Module):
                 self.notes += [note] if note else []
             companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
+                if isinstance(companion, Scheduled):
+                    companion.steps = recipe.train.steps
                 self.companions[name] = companion
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
