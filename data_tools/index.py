@@ -89,6 +89,7 @@ def summary(directory: Path, index: dict[str, Any]) -> str:
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
     dropped = counts.get("dropped_links", 0)
     documents = f" of {index['documents']:,} documents" if "documents" in index else ""
+    documents += f" by {', '.join(forms)}" if (forms := index["made_by"].get("documents")) else ""
     return (
         f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
         f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"

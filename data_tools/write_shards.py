@@ -130,8 +130,10 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} is not empty; choose another --out or remove it")
 
 
-def mono_lines(paths: list[Path], lang: str, args: argparse.Namespace, keep: "TokenFilter | None") -> Iterator[Line]:
-    """One record a sentence, or a line with --whole_lines.
+def mono_lines(
+    paths: list[Path], args: argparse.Namespace, keep: "TokenFilter | None", forms: Counter
+) -> Iterator[Line]:
+    """One record a sentence, or a line with --whole_lines. forms: counts the files of each form of documents.
 
     A line is in the shard of the line at which its document starts, so that no document is torn; but one of more than
     --shard_lines lines goes on as another one.
@@ -139,6 +141,7 @@ def mono_lines(paths: list[Path], lang: str, args: argparse.Namespace, keep: "To
     total = first = 0
     for path, name in zip(paths, key_names(paths), strict=True):
         form, lines = passages(path, args.documents)
+        forms[form] += 1
         for number, starts, paragraphs in lines:
             total += 1
             if starts or number == 1 or total - first >= args.shard_lines:
@@ -146,7 +149,9 @@ def mono_lines(paths: list[Path], lang: str, args: argparse.Namespace, keep: "To
             texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
             doc = None if form in ("lines", "json") and len(kept) == 1 else first  # alone in its document
-            records = [Record(f"{name}.{lang}-{number:09d}.{i}", (lang,), (text,), doc=doc) for i, text in kept]
+            records = [
+                Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
+            ]
             yield Line(first, "" if records else "length" if texts else "empty", records)
 
 
@@ -336,7 +341,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             name, files = args.name or "pairs", [args.src, args.tgt]
         else:
             files = files_of(args.text)
-            lines = mono_lines(files, args.lang, args, keep)
+            made_by["documents"] = Counter()
+            lines = mono_lines(files, args, keep, made_by["documents"])
             name = args.name or "mono"
         made_by["input"] = [file.name for file in files]
         index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
