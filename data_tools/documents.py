@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
+from typing import Any
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
@@ -33,7 +34,7 @@ def form_of(head: list[str]) -> str:
         return "lines"
     if blocks[0][0].startswith("<doc "):
         return "doc"
-    if text_of(blocks[0][0]) is not None:
+    if object_of(blocks[0][0]) is not None:
         return "json"
     return "blank" if len(blocks) > 1 and sum(map(len, blocks)) <= BLOCK_LINES * len(blocks) else "lines"
 
@@ -65,8 +66,9 @@ def by_lines(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
 
 def by_objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
     for number, line in lines:
-        text = text_of(line) if line.strip() else ""
-        if text is None:
+        fields = (object_of(line) or {}) if line.strip() else {"text": ""}
+        text = fields.get("text", fields.get("content"))
+        if not isinstance(text, str):
             raise UserError(
                 f"{path}: line {number} is not a JSON object with a field `text` or `content`; --documents names the "
                 f"form of the files"
@@ -84,11 +86,10 @@ FORMS: dict[str, Callable[[Path, Iterable[tuple[int, str]]], Iterator[Passage]]]
 lines: a line each."""
 
 
-def text_of(line: str) -> str | None:
-    """The text of a document in JSON (WikiExtractor, mC4: "text"; OSCAR: "content"); None where it is none."""
+def object_of(line: str) -> dict[str, Any] | None:
+    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
     try:
         fields = json.loads(line)
     except json.JSONDecodeError:
         return None
-    text = fields.get("text", fields.get("content")) if isinstance(fields, dict) else None
-    return text if isinstance(text, str) else None
+    return fields if isinstance(fields, dict) else None

@@ -227,6 +227,8 @@ def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"text: line 3 is not a JSON object with a field `text`.*--documents"):
             write(tmp_path / "x", ['{"text": "one"}', "", bad])
         assert not (tmp_path / "x" / "out").exists()
+    with pytest.raises(UserError, match="line 1 is not a JSON object with a field `text`"):
+        write(tmp_path / "x", ['{"raw_content": "one"}'])
 
 
 def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -> None:

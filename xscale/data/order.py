@@ -125,9 +125,9 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     behind = np.searchsorted(filled, filled - sizes + room, side="right")
     border = np.append(borders, len(sizes))
     ends = np.repeat(border[1:], np.diff(border))
-    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends).tolist()
-    starts, at = [], 0
+    following = memoryview(np.clip(behind, np.arange(1, len(sizes) + 1), ends))
+    starts, at = bytearray(len(sizes)), 0
     while at < len(sizes):
-        starts.append(at)
+        starts[at] = 1
         at = following[at]
-    return np.array(starts, dtype=np.int64)
+    return np.flatnonzero(np.frombuffer(starts, dtype=np.uint8))
