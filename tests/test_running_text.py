@@ -5,6 +5,7 @@ import json
 import lzma
 import re
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -409,6 +410,21 @@ def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
         mixture.state = state
         found += sum(len(sequence) + 2 for sequence, _ in run.step())
     assert found == pytest.approx(estimated, rel=0.03)
+
+
+def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """By a real tokenizer, of whose words each has many tokens; no sequence begins within one."""
+    draw = np.random.default_rng(0)
+    text = " ".join("".join(draw.choice(list("abcdefgh"), 9)) for _ in range(2600))
+    source = Source(write(tmp_path / "x", [text]))
+    run = Run(source, tokenizer, samples=1)
+    found = []
+    while run.position[0] == 0:
+        ((piece, _),) = run.dataset.pieces("mlm", run.ranks[0].next_step())
+        found += originals(piece)
+    pieces = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
+    assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in pieces)
+    assert Counter(t for tokens in pieces for t in tokens) == Counter(tokenizer.hf.tokenize(text))
 
 
 # 4. Real text
