@@ -1,26 +1,41 @@
 """Is shuffling within windows of shards as good as a full shuffle?
 
-    python benchmarks/shuffle.py [--seeds 5]
+    python benchmarks/shuffle.py [--seeds 5] [--text DIR]
 
 Takes corpora whose records lie in the worst order, sorted by a scalar (say, length) or topic by topic, in shards of
 8,192, and prints the variance of batch means over an epoch as a ratio to a full shuffle's: 1.00 is as good, and
 without any shuffle the ratio is about the batch size. Rows: corpora and windows; the default window is marked *.
+
+Then the same of running text, whose documents lie topic by topic and whose sentences are like their document: the
+variance of batches of samples over that of batches whose pieces of documents (data/order.py) are permuted all together,
+and over that of batches whose documents are permuted whole. And of all sentences that follow one another in a document,
+how many follow one another in a sequence. Corpora: generated ones, and the documents of --text.
 """
 
 import argparse
+import tempfile
+from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import numpy as np
 from common import print_table
 
+from data_tools import write_shards
+from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES
 from xscale import rng
-from xscale.data.order import WINDOW_RECORDS, EpochOrder
+from xscale.data.order import WINDOW_RECORDS, EpochOrder, runs
+from xscale.data.shards import Source
 
 BATCHES = (64, 256)
 TOPICS = 100
 RECORDS = (100_000, 300_000, 1_000_000, 4_000_000)
 WINDOWS = (WINDOW_RECORDS >> 3, WINDOW_RECORDS, WINDOW_RECORDS << 2)
+ROOM = 115
+"""Tokens of a sample of 128."""
+STORED, BYTES_A_TOKEN = 85, 4.5
+"""A record's bytes beside its text, and those of a token, about."""
 
 
 def corpora(records: int) -> dict[str, np.ndarray]:
@@ -48,11 +63,114 @@ def epoch_order(records: int, seed: int, window: int) -> tuple[np.ndarray, Epoch
     return starts[shard] + record, order
 
 
+class Running(NamedTuple):
+    """A corpus of documents."""
+
+    name: str
+    counts: np.ndarray
+    """Records of each shard [n_shards]."""
+    tokens: np.ndarray
+    """Of each record [records]."""
+    follows: np.ndarray
+    """Whether it goes on the document of the record before [records]."""
+
+    def values(self) -> np.ndarray:
+        """A scalar of each document, the same for all its records, alike in documents of a topic [records]."""
+        document = np.cumsum(~self.follows) - 1
+        generator = np.random.default_rng(0)
+        ends = np.sort(generator.integers(0, document[-1] + 1, TOPICS - 1))
+        topic = np.searchsorted(ends, np.arange(document[-1] + 1), side="right")
+        return (generator.normal(size=TOPICS)[topic] + generator.normal(size=len(topic)))[document]
+
+
+def generated(records: int) -> Running:
+    """Documents of 1 to 2,000 sentences, in the middle 12."""
+    generator = np.random.default_rng(records)
+    starts = np.cumsum(generator.lognormal(2.5, 1.2, records).clip(1, 2000).astype(int))
+    follows = ~np.isin(np.arange(records), np.concatenate([[0], starts]))
+    follows[::SHARD_LINES] = False
+    counts = np.diff(np.append(np.arange(0, records, SHARD_LINES), records))
+    return Running("generated", counts, generator.lognormal(3.0, 0.5, records).astype(int) + 1, follows)
+
+
+def text_of(folder: Path) -> Running:
+    with tempfile.TemporaryDirectory() as out:
+        arguments = ["mono", "--text", str(folder), "--lang", "xx", "--out", f"{out}/mono"]
+        write_shards.main(Ranks(), arguments)
+        source, every = Source(Path(out) / "mono"), slice(None)
+        shards = range(len(source.shards))
+        tokens = np.concatenate([source.lengths(shard, every) for shard in shards])
+        tokens = ((tokens - STORED).clip(0) / BYTES_A_TOKEN).astype(int)
+        return Running(
+            folder.name, source.counts, tokens + 1, np.concatenate([source.follows(s, every) for s in shards])
+        )
+
+
+def samples_of(corpus: Running, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Records in the order of an epoch [records], and where its samples start [samples]."""
+    first = np.cumsum(corpus.counts) - corpus.counts
+
+    def sizes(shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        records = np.concatenate([np.arange(first[s], first[s] + corpus.counts[s]) for s in shards])
+        return corpus.tokens[records], corpus.follows[records]
+
+    order = EpochOrder(corpus.counts, rng.key(seed, "benchmark"), 0, window, sizes, ROOM)
+    starts, at = [], 0
+    while at < order.size:
+        ends = order.samples(at, order.size)
+        starts.append(np.concatenate([[at], ends[:-1]]))
+        at = int(ends[-1])
+    shard, record = order.locate(0, order.size)
+    return first[shard] + record, np.concatenate(starts)
+
+
+def permuted(corpus: Running, seed: int, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same where `units`, the first records of what stays together, are permuted by numpy's generator."""
+    order = np.random.default_rng(seed).permutation(len(units))
+    sizes = np.diff(units, append=len(corpus.tokens))[order]
+    records = np.arange(len(corpus.tokens)) + np.repeat(units[order] - (np.cumsum(sizes) - sizes), sizes)
+    starts = runs(corpus.tokens[records], np.zeros(1, dtype=np.int64), ROOM)
+    return records, starts
+
+
+def running_row(corpus: Running, window: int, seeds: int) -> list[str]:
+    values, documents = corpus.values(), np.flatnonzero(~corpus.follows)
+    pieces = runs(corpus.tokens, documents, ROOM)
+
+    def variances(of_seeds: list[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+        means = [np.add.reduceat(values[o], s) / np.diff(np.append(s, len(o))) for o, s in of_seeds]
+        return [mean(batch_variance(sample, batch) for sample in means) for batch in BATCHES]
+
+    made = [samples_of(corpus, seed, window) for seed in range(seeds)]
+    ours, together, whole = (
+        variances(of_seeds)
+        for of_seeds in (made, *([permuted(corpus, s, units) for s in range(seeds)] for units in (pieces, documents)))
+    )
+    records, starts = made[0]
+    inside = ~np.isin(np.arange(1, len(records)), starts) & (np.diff(records) == 1) & corpus.follows[records[1:]]
+    ratios = [*(a / b for a, b in zip(ours, together, strict=True)), *(a / b for a, b in zip(ours, whole, strict=True))]
+    return [*(f"{ratio:.2f}" for ratio in ratios), f"{inside.sum() / corpus.follows.sum():.3f}"]
+
+
+def running(corpora_of_text: list[Running], seeds: int) -> None:
+    rows = []
+    for corpus in corpora_of_text:
+        size = f"{corpus.name}, {len(corpus.tokens):,} ({(~corpus.follows).sum():,})"
+        for window in WINDOWS[:2]:
+            star = "*" if window == WINDOW_RECORDS else ""
+            rows.append([size, f"{window:,}{star}", *running_row(corpus, window, seeds)])
+    header = ["corpus, records (documents)", "window", *(f"pieces, {b}" for b in BATCHES)]
+    header += [*(f"documents, {b}" for b in BATCHES), "neighbours"]
+    print_table("Running text: the same of batches of samples, over a full shuffle of", header, rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5, help="epochs to average over")
     parser.add_argument("--records", type=int, nargs="+", default=RECORDS, help="sizes of the corpora")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="folders of monolingual text with documents")
     args = parser.parse_args()
+    running([*map(generated, args.records), *map(text_of, args.text)], args.seeds)
     rows = []
     for records in args.records:
         scalars = corpora(records)

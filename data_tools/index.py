@@ -35,24 +35,25 @@ def build(
     if not tars:
         raise UserError(f"no .tar in {directory}")
 
-    def scan() -> list[tuple[dict[str, Any], str, tuple[str, ...]]]:
+    def scan() -> list[tuple[dict[str, Any], str, tuple[str, ...], int]]:
         found = []
         for path in tars[ranks.rank :: ranks.size]:
             scanned = scan_shard(path, langs)
             with files.publish(idx_path(path)) as partial:
                 scanned.idx.tofile(partial)
-            found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs))
+            found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs, scanned.documents))
         return found
 
     found = sorted((entry for part in ranks.together(scan) for entry in part), key=lambda entry: entry[0]["name"])
-    _, layout, all_langs = found[0]
-    for shard, other_layout, other_langs in found:
+    _, layout, all_langs, _ = found[0]
+    for shard, other_layout, other_langs, _ in found:
         if (other_layout, other_langs) != (layout, all_langs):
             raise UserError(
                 f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
                 f"{all_langs} ({layout}); keep one directory for each"
             )
-    records = sum(shard["records"] for shard, _, _ in found)
+    records = sum(shard["records"] for shard, *_ in found)
+    documents = {"documents": sum(documents for *_, documents in found)} if len(all_langs) == 1 else {}
     index = {
         "format": "xscale shards",
         "version": FORMAT_VERSION,
@@ -62,9 +63,10 @@ def build(
         "layout": layout,
         "segmentation": _segmentation(directory, layout, links_count),
         "records": records,
-        "bytes": sum(shard["bytes"] for shard, _, _ in found),
+        **documents,
+        "bytes": sum(shard["bytes"] for shard, *_ in found),
         "made_by": made_by,
-        "shards": [shard for shard, _, _ in found],
+        "shards": [shard for shard, *_ in found],
     }
     if ranks.is_main:
         files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
@@ -86,8 +88,10 @@ def summary(directory: Path, index: dict[str, Any]) -> str:
     no_reasons = ("lines", "records", "members", "dropped_links")
     left_out = ", ".join(f"{n:,} {reason}" for reason, n in counts.items() if reason not in no_reasons)
     dropped = counts.get("dropped_links", 0)
+    documents = f" of {index['documents']:,} documents" if "documents" in index else ""
+    documents += f" by {', '.join(forms)}" if (forms := index["made_by"].get("documents")) else ""
     return (
-        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}) in "
+        f"{directory}: {index['records']:,} {index['kind']} records ({' '.join(index['langs'])}){documents} in "
         f"{len(index['shards'])} shards, {index['bytes'] / 1e6:,.1f} MB, fingerprint {fingerprint(index)}"
         + (f"; left out lines: {left_out}" if left_out else "")
         + (f"; {dropped:,} links of a word and a symbol dropped" if dropped else "")

@@ -42,6 +42,8 @@ def describe(source: Source, records: list[Record], links: dict[str, Any] | None
             f"  {lang}: words a sentence {words.mean():.1f} on average, 5 % {low:.0f}, 50 % {middle:.0f}, "
             f"95 % {high:.0f}, longest {words.max()} (of {len(records):,} records)"
         )
+    if source.kind == "mono":
+        lines.append("  " + documents(source))
     linked = sum(record.links is not None for record in records)
     lines.append(f"  with word links: {100 * linked / len(records):.0f} %")
     if links:
@@ -106,6 +108,17 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
         median, p95 = np.percentile(summed[summed > 0], [50, 95]) if len(summed) else (0.0, 0.0)
         statistics["tokens_per_target"] = {"median": float(median), "p95": float(p95)}
     return statistics
+
+
+def documents(source: Source) -> str:
+    """How many sentences a document has."""
+    starts = np.concatenate([~source.follows(shard, slice(None)) for shard in range(len(source.shards))])
+    sizes = np.diff(np.flatnonzero(starts), append=len(starts))
+    low, middle, high = np.percentile(sizes, [5, 50, 95])
+    return (
+        f"documents: {len(sizes):,}, sentences a document {sizes.mean():.1f} on average, 5 % {low:.0f}, 50 % "
+        f"{middle:.0f}, 95 % {high:.0f}, most {sizes.max():,}"
+    )
 
 
 def damage(source: Source, ranks: Ranks) -> list[str]:

@@ -3,8 +3,9 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines, so the output is
-the same, byte for byte, under `mpirun -n N` for every N. The directory appears when it is complete, not before.
+Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines, and of monolingual
+text the documents that start there, so the output is the same, byte for byte, under `mpirun -n N` for every N. The
+directory appears when it is complete, not before.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import webdataset
 
 from data_tools import align
 from data_tools import index as indexing
+from data_tools.documents import FORMS, passages
 from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.carry import carry_over
@@ -37,7 +39,7 @@ _PROGRESS_LINES = 200_000
 
 class Line(NamedTuple):
     number: int
-    """Over all input files."""
+    """Over all input files; of monolingual text, of the line at which its document starts."""
     reason: str
     """Why nothing of it is kept, or ""."""
     records: list[Record] = []  # noqa: RUF012 (nobody appends)
@@ -128,20 +130,29 @@ def check_free(out: Path) -> None:
         raise UserError(f"{out} is not empty; choose another --out or remove it")
 
 
-def mono_lines(paths: list[Path], lang: str, whole_lines: bool, keep: "TokenFilter | None") -> Iterator[Line]:
-    """One record a sentence; `<doc>` lines of WikiExtractor are left out."""
-    total = 0
+def mono_lines(
+    paths: list[Path], args: argparse.Namespace, keep: "TokenFilter | None", forms: Counter
+) -> Iterator[Line]:
+    """One record a sentence, or a line with --whole_lines. forms: counts the files of each form of documents.
+
+    A line is in the shard of the line at which its document starts, so that no document is torn; but one of more than
+    --shard_lines lines goes on as another one.
+    """
+    total = first = 0
     for path, name in zip(paths, key_names(paths), strict=True):
-        for number, line in read_lines(path):
+        form, lines = passages(path, args.documents)
+        forms[form] += 1
+        for number, starts, paragraphs in lines:
             total += 1
-            line = line.strip()
-            if not line or line.startswith(("<doc ", "</doc>")):
-                yield Line(total, "empty")
-                continue
-            texts = [line] if whole_lines else split_sentences(line)
+            if starts or number == 1 or total - first >= args.shard_lines:
+                first = total
+            texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
-            records = [Record(f"{name}.{lang}-{number:09d}.{i}", (lang,), (text,)) for i, text in kept]
-            yield Line(total, "" if records else "length", records)
+            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # alone in its document
+            records = [
+                Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
+            ]
+            yield Line(first, "" if records else "length" if texts else "empty", records)
 
 
 class TokenFilter:
@@ -184,12 +195,9 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
 
     def write() -> dict[int, Counter]:
         written: dict[int, Counter] = {}
-        for shard, group in groupby(lines, key=lambda line: (line.number - 1) // shard_lines):
+        for shard, group in groupby(counted(lines, ranks), key=lambda line: (line.number - 1) // shard_lines):
             if shard % ranks.size == ranks.rank:
                 written[shard] = _write_shard(partial / f"{name}-{shard:06d}.tar", group)
-            else:
-                for line in group:
-                    _progress(line.number, ranks)
         return written
 
     try:
@@ -248,9 +256,12 @@ def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
     return count
 
 
-def _progress(number: int, ranks: Ranks) -> None:
-    if ranks.is_main and number % _PROGRESS_LINES == 0:
-        print(f"{number:,} lines", file=sys.stderr, flush=True)
+def counted(lines: Iterable[Line], ranks: Ranks) -> Iterator[Line]:
+    """The same lines; tells now and then how many there were."""
+    for number, line in enumerate(lines, start=1):
+        yield line
+        if ranks.is_main and number % _PROGRESS_LINES == 0:
+            print(f"{number:,} lines", file=sys.stderr, flush=True)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -269,6 +280,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=Path, nargs="+", required=True)
     mono.add_argument("--lang", required=True)
+    mono.add_argument(
+        "--documents",
+        choices=["auto", *FORMS],
+        default="auto",
+        help="what a document is: from <doc> to </doc>, lines without a blank one between them, a JSON object with its "
+        "text, or each line; auto: by the first lines of each file",
+    )
     mono.add_argument("--whole_lines", action="store_true", help="a record is a line, not a sentence")
     for command in (pairs, mono):
         command.add_argument("--out", type=Path, required=True, help="directory to make")
@@ -323,7 +341,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             name, files = args.name or "pairs", [args.src, args.tgt]
         else:
             files = files_of(args.text)
-            lines = mono_lines(files, args.lang, args.whole_lines, keep)
+            made_by["documents"] = Counter()
+            lines = mono_lines(files, args, keep, made_by["documents"])
             name = args.name or "mono"
         made_by["input"] = [file.name for file in files]
         index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)

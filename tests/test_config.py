@@ -384,7 +384,7 @@ def test_a_step_without_targets_is_an_error() -> None:
     recipe, work = load("mlm", "data.max_length=16"), Work(0, 0, 0, 0, 0)
     nothing = Agreed({("mlm", "mlm"): 0}, work, samples=0, too_long=64, stop=0, flush=0)
     with pytest.raises(
-        UserError, match=r"step 7 has no targets: of its samples 64 were longer than data.max_length 16.*truncate"
+        UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"
     ):
         check_targets(nothing, 7, recipe)
     check_targets(nothing._replace(targets={("mlm", "mlm"): 0, ("tlm", "mlm"): 1}), 7, recipe)

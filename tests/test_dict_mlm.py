@@ -50,7 +50,7 @@ def translations(lexicons: tuple[Lexicon, ...]) -> Translations:
 
 
 def random_samples(tokenizer: Tokenizer, count: int, seed: int) -> list[list[Example]]:
-    """Samples of a few sentences each, of random ids, lengths and languages."""
+    """Samples of a few sentences each, of random ids, lengths, languages and documents."""
     generator = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
@@ -62,8 +62,9 @@ def random_samples(tokenizer: Tokenizer, count: int, seed: int) -> list[list[Exa
                     (generator.choice(tokenizer.ordinary_ids[:1200], generator.integers(1, 12)).tolist(),),
                     None,
                     np.uint64(generator.integers(2**63)),
+                    follows=number > 0 and generator.random() < 0.7,
                 )
-                for _ in range(generator.integers(1, 6))
+                for number in range(generator.integers(1, 6))
             ]
         )
     return samples
@@ -95,10 +96,10 @@ def expected_sequences(
     for sample in samples:
         room = 0
         for example in sample:
-            if len(example.ids[0]) + 1 > room:
+            if len(example.ids[0]) > room or not example.follows:
                 firsts.append(example)
-                room = context.max_length - 1
-            room -= len(example.ids[0]) + 1
+                room = context.max_length - 2
+            room -= len(example.ids[0])
     inputs, labels = sequences_of(mlm.collate(samples, mlm.MaskedOptions(options.mask_prob), context))
     used = 0
     for first, shown, said in zip(firsts, inputs, labels, strict=True):

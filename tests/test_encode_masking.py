@@ -2,6 +2,7 @@
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,23 +187,63 @@ def test_pairs_that_do_not_fit(sizes: list[tuple[int, int]], max_length: int) ->
         assert abs(shares[0] - shares[1]) <= 2 / smallest, "not in proportion"
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(8, 40), st.sampled_from(["drop", "truncate"]))
-def test_packing_keeps_sentences_whole(sizes: list[int], max_length: int, overlong: str) -> None:
-    sample = [fake(size, identity=i) for i, size in enumerate(sizes)]
-    sequences, long = pack_sentences(sample, max_length, overlong)
-    expected, room = [], max_length - 2
-    for example in sample:
-        if len(example.ids[0]) <= room:
-            expected.append(example.ids[0])
-        elif overlong == "truncate":
-            expected.append(example.ids[0][:room])
-    assert [example.ids[side] for sequence in sequences for example, side in sequence] == expected
-    assert long == sum(size > room for size in sizes)
-    lengths = [1 + sum(len(e.ids[0]) + 1 for e, _ in sequence) for sequence in sequences]
-    assert all(lengths) and max(lengths, default=0) <= max_length
-    for length, after in itertools.pairwise(zip(lengths, sequences, strict=True)):
-        assert length[0] + len(after[1][0][0].ids[0]) + 1 > max_length, "a sentence would have fitted"
+sentences_of_documents = st.lists(st.tuples(st.integers(0, 60), st.booleans()), min_size=1, max_size=20)
+
+
+def sentence(number: int, length: int, follows: bool) -> Example:
+    """Ids say which sentence and token it is; words are of 1 to 13 tokens."""
+    of_token = np.repeat(np.arange(length), np.random.default_rng(number).integers(1, 14, length))[:length]
+    words = TokenWords(of_token, np.arange(length), of_token, np.ones(length, dtype=bool))
+    ids, identity = [1000 * number + i for i in range(length)], np.uint64(number)
+    return Example(("en",), (ids,), (words,), identity, follows=follows, borders=words.borders())
+
+
+@settings(max_examples=300, deadline=None)
+@given(sentences_of_documents, st.integers(8, 40))
+def test_running_text(sizes: list[tuple[int, bool]], max_length: int) -> None:
+    """By properties: each token once and in order, documents apart, what fits together, cuts between words."""
+    sample = [sentence(n, length, follows and n > 0) for n, (length, follows) in enumerate(sizes)]
+    document = list(itertools.accumulate((not e.follows for e in sample), initial=0))[1:]
+    texts, room = pack_sentences(sample, max_length), max_length - 2
+    assert [token for text in texts for token in text.ids[0]] == [token for e in sample for token in e.ids[0]]
+    assert all(1 <= len(text.ids[0]) <= room for text in texts)
+    assert all(len({document[token // 1000] for token in text.ids[0]}) == 1 for text in texts), "documents share a text"
+    assert len({int(text.identity) for text in texts}) == len(texts), "two texts would be masked alike"
+    words = {token: word for e in sample for token, word in zip(e.ids[0], e.words[0].of_token.tolist(), strict=True)}
+    for one, other in itertools.pairwise(texts):
+        last, first = one.ids[0][-1], other.ids[0][0]
+        if document[last // 1000] != document[first // 1000]:
+            continue
+        entire = len(sample[first // 1000].ids[0])
+        if last // 1000 != first // 1000:
+            assert first % 1000 == 0 and (entire > room or len(one.ids[0]) + entire > room)
+        else:
+            assert entire > room, "a sentence is torn that fits"
+            if words[last] == words[first]:
+                of_word = [t for t, w in words.items() if w == words[first] and t // 1000 == first // 1000]
+                assert len(one.ids[0]) == room and len(of_word) + (one.ids[0][0] not in of_word) > 0
+                assert one.ids[0][0] in of_word, "a word is torn that fits"
+    for text in texts:  # whole-word masking: the same number for the same word, and for no other
+        keys = [(token // 1000, words[token]) for token in text.ids[0]]
+        numbers = text.words[0].of_token.tolist()
+        assert len(set(zip(keys, numbers, strict=True))) == len(set(keys)) == len(set(numbers))
+        assert text.words[0].tokens.tolist() == [*range(len(numbers))] and text.words[0].words.tolist() == numbers
+        assert len(text.words[0].is_word) == sum(
+            len(e.ids[0]) for e in sample if e.ids[0] and set(e.ids[0]) & set(text.ids[0])
+        )
+
+
+def test_a_text_that_is_one_word_is_cut_anywhere() -> None:
+    texts = pack_sentences([Example(("en",), (list(range(100)),), None, np.uint64(7))], 42)
+    assert [len(text.ids[0]) for text in texts] == [40, 40, 20] and texts[0].identity == 7
+
+
+def test_where_words_begin() -> None:
+    """Word 2 has tokens 2 and 3, the latter also all of word 3; tokens 4 and 5 have no word."""
+    of_token, tokens, words = [0, 1, 2, 2, -1, -1, 4, 4], [0, 1, 2, 3, 3, 6, 7], [0, 1, 2, 2, 3, 4, 4]
+    found = TokenWords(*map(np.array, (of_token, tokens, words, [True] * 5)))
+    assert found.borders() == [1, 2, 4, 5, 6]
+    assert found.cut(6, 3).of_token.tolist() == [2, -1, -1] and found.cut(6, 3).words.tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
@@ -216,9 +257,8 @@ def test_too_long_is_counted(tokenizer, overlong: str) -> None:
             == len(piece.sequences.lengths)
             == (len(sizes) if overlong == "truncate" else len(sizes) - long)
         )
-    for lengths, long in (([5, 200], 1), ([200], 1)):
-        piece = mlm.collate([[fake(n) for n in lengths]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
-        assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
+    piece = mlm.collate([[fake(5), fake(200)]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
+    assert piece.too_long == 0 and piece.sequences.lengths.tolist() == [7, 64, 64, 64, 16]  # [CLS] and [SEP] each
 
 
 # 3. Masking
@@ -319,7 +359,10 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
     examples = examples_of(tokenizer, pairs, words=True)
     for objective, samples in (
         (tlm.collate, [[e] for e in examples]),
-        (mlm.collate, [[a, b, c] for a, b, c in zip(*[iter(examples)] * 3, strict=True)]),
+        (
+            mlm.collate,
+            [[a, *(replace(e, follows=True) for e in bc)] for a, *bc in zip(*[iter(examples)] * 3, strict=True)],
+        ),
     ):
         for options in (tlm.Options(), tlm.Options(whole_word=True), tlm.Options(shuffle_sides=True)):
             whole = found_in(objective(samples, options, context(tokenizer)))
@@ -424,16 +467,22 @@ def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool])
 
 
 def test_pieces_of_mlm(tokenizer, hugging_face, pairs) -> None:
-    samples = [
-        list(group) for group in zip(*[iter(examples_of(tokenizer, [(en,) for en, _ in pairs]))] * 10, strict=True)
-    ]
+    """Ten sentences a sample, of documents of four: [CLS] text [SEP], as Hugging Face encodes the joined text."""
+    examples = examples_of(tokenizer, [(en,) for en, _ in pairs])
+    examples = [replace(example, follows=number % 10 % 4 > 0) for number, example in enumerate(examples)]
+    samples = [list(group) for group in zip(*[iter(examples)] * 10, strict=True)]
     piece = mlm.collate(samples, mlm.MaskedOptions(), context(tokenizer, 48))
+    texts = [en for en, _ in pairs]
+    documents = [" ".join(texts[i + a : i + b]) for i in range(0, 300, 10) for a, b in ((0, 4), (4, 8), (8, 10))]
     rows = found_in(piece)
-    ids = [hugging_face(en, add_special_tokens=False)["input_ids"] for en, _ in pairs]
-    in_turn = [token for row in rows for token in row["original"] if token not in (tokenizer.cls_id,)]
-    assert in_turn == [token for sentence in ids for token in [*sentence, tokenizer.sep_id]]
+    assert len(documents) < len(rows) < 2 * len(documents) and max(len(row["original"]) for row in rows) <= 48
     assert all(row["original"][0] == tokenizer.cls_id and row["original"][-1] == tokenizer.sep_id for row in rows)
-    assert max(len(row["original"]) for row in rows) <= 48 < sum(map(len, ids)) / len(samples) * 1.5
+    fitting = [ids for ids in hugging_face(documents)["input_ids"] if len(ids) <= 48]
+    found = [row["original"] for row in rows]
+    assert len(fitting) > 20 and [ids for ids in found if ids in fitting] == fitting
+    in_turn = [token for ids in found for token in ids[1:-1]]
+    assert in_turn == [token for en in texts for token in hugging_face(en, add_special_tokens=False)["input_ids"]]
+    assert piece.samples == 30 and piece.too_long == 0
     assert piece.reads.keys() == {"masked"} and not piece.types and not piece.arrays and piece.beside is None
 
 
@@ -449,9 +498,8 @@ def test_a_piece_of_nothing_has_no_target(tokenizer) -> None:
         assert len(piece.reads["masked"]) == len(piece.labels["mlm"]) == 0
 
 
-def test_estimated_lengths_fill_sequences(demo: Path, tokenizer) -> None:
-    """Packed samples are cut by bytes; the estimate must leave hardly any sample split or half empty."""
+def test_sentences_without_documents_are_sequences_that_fill_samples(demo: Path, tokenizer) -> None:
     steps = step_rows(demo, tokenizer, 1, 4096, 30)
     lengths = [len(original) for step in steps for original, *_ in step["mlm"]]
-    assert len(lengths) < 1.1 * 30 * 9
-    assert np.mean(lengths) > 0.7 * 64 and max(lengths) <= 64
+    assert len(lengths) == sum(key.startswith("demo.") and "en-xx" not in key for step in steps for key in step["keys"])
+    assert 0.7 * 64 < sum(lengths) / (30 * 9) < 64

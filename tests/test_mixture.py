@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale.data.calibration import Calibration, Estimate
-from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, initial_state, pack, source_weights
+from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, initial_state, source_weights
 from xscale.data.shards import find_sources
 
 LENGTH = 64
@@ -23,17 +23,24 @@ Process = tuple[int, int, int, int]  # source, epoch, shard, record
 class FakeSource:
     """As much of a Source as drawing needs."""
 
-    def __init__(self, langs: str, counts: list[int], longest: int = 40):
+    def __init__(self, langs: str, counts: list[int], longest: int = 40, together: float = 0.0):
+        """together: share of the records that go on the document of the record before."""
         self.name, self.fingerprint = langs, f"{langs} {counts}"
         self.counts, self.records = np.array(counts), sum(counts)
         self.sizes = [np.random.default_rng(i).integers(1, longest, count) for i, count in enumerate(counts)]
+        self.on = [np.random.default_rng(i).random(count) < together for i, count in enumerate(counts)]
+        for shard in self.on:
+            shard[0] = False
 
-    def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+    def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.sizes[shard][records]
+
+    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+        return self.on[shard][records]
 
 
 SOURCES: list[Any] = [
-    FakeSource("en", [30, 20, 7], longest=100),  # some records are longer than a sequence
+    FakeSource("en", [30, 20, 7], longest=100, together=0.8),  # some records are longer than a sequence
     FakeSource("de", [11]),
     FakeSource("en-de", [25, 25]),
     FakeSource("en-fr", [9, 5, 6]),
@@ -168,11 +175,10 @@ def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
 
 
 def test_records_are_promised_what_their_source_s_line_says() -> None:
-    """Packing still goes by tokens a byte, so that it is what it ever was."""
     plain_lines, lines = Calibration([1.0] * 4, {}), Calibration([1.0] * 4, {}, [(0.5, 3.0)] * 4)
     places: Any = {"seed": 5, "alpha": 0.7, "max_length": LENGTH, "max_tokens": 999, "rank": 0, "world": 1}
     one, other = (Mixture(STREAMS, SOURCES, found, **places).next_step() for found in (plain_lines, lines))
-    assert samples([one]) == samples([other])
+    assert samples([one])["tlm"] == samples([other])["tlm"]
     for name in ("mlm", "tlm"):
         draw = next(row[name] for row in other.rows if len(row[name].sample))
         sizes = [SOURCES[s].sizes[shard][r] for s, shard, r in zip(draw.source, draw.shard, draw.record, strict=True)]
@@ -311,8 +317,8 @@ def test_languages_of_steps_are_independent() -> None:
 # 5. Packing
 
 
-def greedy(tokens: list[float], room: float) -> list[int]:
-    """Ends of runs: a record opens a new run where it does not fit any more."""
+def greedy(tokens: list[int], room: int) -> list[int]:
+    """Ends of runs: an item opens a new run where it does not fit any more."""
     ends, start = [], 0
     for i in range(1, len(tokens)):
         if sum(tokens[start : i + 1]) > room:
@@ -321,28 +327,39 @@ def greedy(tokens: list[float], room: float) -> list[int]:
     return [*ends, len(tokens)]
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=50), st.integers(1, 100), st.integers(1, 20), st.booleans())
-def test_pack_is_greedy(tokens: list[int], room: int, wanted: int, final: bool) -> None:
-    expected = greedy(list(map(float, tokens)), room)
-    if not final:
-        expected = expected[:-1]
-    assert pack(np.array(tokens, dtype=float), room, wanted, final).tolist() == expected[:wanted]
+def pieces_of(source: Any, room: int) -> list[list[tuple[int, int]]]:
+    """Each document's records (shard, record), in runs that fill a sample."""
+    pieces = []
+    for shard, (sizes, on) in enumerate(zip(source.sizes, source.on, strict=True)):
+        starts = [record for record in range(len(sizes)) if not on[record]]
+        for start, end in itertools.pairwise([*starts, len(sizes)]):
+            ends = greedy(sizes[start:end].tolist(), room)
+            runs = itertools.pairwise([start, *(start + end for end in ends)])
+            pieces += [[(shard, record) for record in range(*run)] for run in runs]
+    return pieces
 
 
-def test_packed_samples_are_whole_runs() -> None:
-    """Cutting up each epoch's order by hand gives the same samples, whatever the drawing looked ahead."""
+def test_packed_samples_are_whole_pieces_of_documents() -> None:
+    """Cut up by hand: each epoch is a permutation of the pieces, and as many as fit are a sample."""
+    room = int(PACK_FILL * LENGTH)
     for (stream, source), in_turn in consumed(80).items():
-        packed = stream == "mlm"
-        last = in_turn[-1][0][1]
-        for epoch in range(last):
+        if stream != "mlm":
+            assert {len(sample) for sample in in_turn} == {1}
+            continue
+        pieces = pieces_of(SOURCES[source], room)
+        first = {piece[0]: piece for piece in pieces}
+        for epoch in range(in_turn[-1][0][1]):
             of_epoch = [sample for sample in in_turn if sample[0][1] == epoch]
             assert all(place[1] == epoch for sample in of_epoch for place in sample), "a sample spans two epochs"
-            places = [place for sample in of_epoch for place in sample]
-            tokens = [float(SOURCES[source].sizes[shard][record]) for _, _, shard, record in places]
-            expected = greedy(tokens, PACK_FILL * LENGTH) if packed else list(range(1, len(places) + 1))
-            assert list(itertools.accumulate(map(len, of_epoch))) == expected
+            places = [place[2:] for sample in of_epoch for place in sample]
+            found = [first[place] for place in places if place in first]
+            assert list(itertools.chain(*found)) == places, "a piece is torn"
+            assert sorted(found) == sorted(pieces) != found
+            tokens = [sum(int(SOURCES[source].sizes[s][r]) for s, r in piece) for piece in found]
+            borders = [0, *itertools.accumulate(map(len, found))]
+            assert list(itertools.accumulate(map(len, of_epoch))) == [borders[end] for end in greedy(tokens, room)]
     assert any(size > LENGTH for size in itertools.chain(*SOURCES[0].sizes)), "no record was longer than the room"
+    assert max(map(len, pieces_of(SOURCES[0], room))) > 1, "no document had several records"
 
 
 @settings(max_examples=25, deadline=None)
@@ -352,12 +369,13 @@ def test_packed_samples_are_whole_runs() -> None:
     st.booleans(),
     st.integers(1, 5),
     st.integers(64, 200),
+    st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_any_mixture_is_complete_and_cut_evenly(
-    counts: list[list[int]], wanted: list[int], packed: bool, world: int, max_tokens: int
+    counts: list[list[int]], wanted: list[int], packed: bool, world: int, max_tokens: int, together: float
 ) -> None:
     """Tiny sources, so that a step may take several epochs of one."""
-    sources = [FakeSource(f"l{i}", c) for i, c in enumerate(counts)]
+    sources = [FakeSource(f"l{i}", c, together=together) for i, c in enumerate(counts)]
     streams = [StreamSpec(f"s{i}", tuple(range(len(counts))), n, packed) for i, n in enumerate(wanted)]
     arguments: Any = {"sources": sources, "streams": streams}
     whole = mixture(**arguments)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xscale import rng
-from xscale.data.order import EpochOrder
+from xscale.data.order import EpochOrder, runs
 from xscale.data.shards import OPEN_SHARDS
 
 SEED = np.uint64(1234567)
@@ -166,3 +166,88 @@ def test_neighbours_are_unrelated(window: int) -> None:
     assert in_turn < 5 + 3 * len(whole) / window
     record = np.array([record for _, record in whole])
     assert abs(np.corrcoef(record[:-1], record[1:])[0, 1]) < 0.05
+
+
+# Running text
+
+
+def fits(tokens: list[int], starts: list[int], room: int) -> list[int]:
+    """Where runs begin, item by item."""
+    found, filled = [0], tokens[0]
+    for i, n in enumerate(tokens[1:], start=1):
+        if i in starts or filled + n > room:
+            found.append(i)
+            filled = 0
+        filled += n
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.sets(st.integers(1, 39)), st.integers(1, 80))
+def test_runs_hold_what_fits(tokens: list[int], borders: set[int], room: int) -> None:
+    starts = [0, *sorted(border for border in borders if border < len(tokens))]
+    assert runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
+
+
+def documents(counts: list[int], together: float = 0.7, seed: int = 0):
+    """Tokens of each record of each shard, and whether it goes on a document; and both as EpochOrder asks for them."""
+    draw = np.random.default_rng(seed)
+    tokens = [draw.integers(1, 30, count) for count in counts]
+    on = [(draw.random(count) < together) & (np.arange(count) > 0) for count in counts]
+
+    def sizes(shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.concatenate([tokens[s] for s in shards]), np.concatenate([on[s] for s in shards])
+
+    return tokens, on, sizes
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts_of_shards, windows, st.integers(1, 80), st.sampled_from([0.0, 0.7, 1.0]), st.integers(0, 9))
+def test_an_epoch_of_documents(counts: list[int], window: int, room: int, together: float, epoch: int) -> None:
+    """Every record once; pieces of documents stay whole; windows tile the epoch as they do for pairs; samples are what
+    fits, from any sample's start on, however many are asked for."""
+    tokens, on, sizes = documents(counts, together)
+    order = EpochOrder(np.array(counts), SEED, epoch, window, sizes, room)
+    whole = list(zip(*(array.tolist() for array in order.locate(0, order.size)), strict=True))
+    assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
+    pieces = {
+        (shard, start): [(shard, record) for record in range(start, end)]
+        for shard, count in enumerate(counts)
+        for starts in [fits(tokens[shard].tolist(), np.flatnonzero(~on[shard]).tolist(), room)]
+        for start, end in pairwise([*starts, count])
+    }
+    found = [pieces[place] for place in whole if place in pieces]
+    assert [place for piece in found for place in piece] == whole, "a piece is torn"
+    assert [order.bounds(p) for p in range(order.size)] == [
+        EpochOrder(np.array(counts), SEED, epoch, window).bounds(p) for p in range(order.size)
+    ]
+    expected, at = [], 0
+    for tile in sorted({order.bounds(p) for p in range(order.size)}):
+        of_tile, within = [], at
+        while within < tile[2]:
+            of_tile.append(pieces[whole[within]])
+            within += len(of_tile[-1])
+        sums = [sum(int(tokens[s][r]) for s, r in piece) for piece in of_tile]
+        for start, end in pairwise([*fits(sums, [], room), len(of_tile)]):
+            at += sum(map(len, of_tile[start:end]))
+            expected.append(at)
+    for i, start in enumerate([0, *expected[:-1]]):
+        fresh = EpochOrder(np.array(counts), SEED, epoch, window, sizes, room)
+        got = fresh.samples(start, 3).tolist()
+        assert got == expected[i : i + len(got)] and 1 <= len(got) <= 3
+
+
+def test_records_of_no_document_are_in_the_order_of_pairs() -> None:
+    counts = [17, 5, 30, 9, 22, 41, 8, 13]
+    _, _, sizes = documents(counts, together=0.0)
+    order = EpochOrder(np.array(counts), SEED, 2, 60, sizes, 50)
+    assert list(zip(*(a.tolist() for a in order.locate(0, 145)), strict=True)) == places(counts, epoch=2, window=60)
+
+
+def test_a_long_document_comes_in_many_pieces() -> None:
+    """All over its window, and no two in their old order more often than chance says."""
+    _, _, sizes = documents([5000], together=1.0)
+    order = EpochOrder(np.array([5000]), SEED, 0, sizes=sizes, room=100)
+    _, record = order.locate(0, 5000)
+    breaks = np.flatnonzero(np.diff(record) != 1)
+    assert 5000 / 8 < len(breaks) < 5000 / 4 and (np.diff(record)[breaks] < 0).mean() == pytest.approx(0.5, abs=0.1)

@@ -42,8 +42,10 @@ class StreamConfig:
     objective: str
     """A name of objectives.OBJECTIVES."""
     samples: PositiveInt | None = None
-    """Samples per optimizer step over all ranks. Of pairs, each is one pair; of monolingual text, sentences that follow
-    one another in the order until they fill about data.max_length tokens, so that it reads several records."""
+    """Samples per optimizer step over all ranks. Of pairs, each is one pair. Of monolingual text, each is running text
+    of about data.max_length tokens, and reads several records: sentences that follow one another in a document, or
+    several short documents and ends of documents, each a sequence of its own. What exceeds data.max_length after all
+    goes on in a further sequence: nothing is dropped or cut off."""
     tokens: PositiveInt | None = None
     """Instead of `samples`: as many samples as have about so many tokens, by the samples measured before step 1."""
     weight: PositiveFloat = 1.0
@@ -62,7 +64,8 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8)] = 128
     """Tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to a pair or sentence that does not fit max_length; either way it is counted."""
+    """What happens to a pair that does not fit max_length; either way it is counted. Monolingual text always goes on in
+    further sequences."""
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
     has language embeddings; false: both 0, so that neither is the first."""

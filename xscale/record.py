@@ -12,11 +12,15 @@ class Record(NamedTuple):
     texts: tuple[str, ...]
     links: str | None = None
     """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based words (data/words.py), first text - second text."""
+    doc: str | int | None = None
+    """Name of a sentence's document: neighbours in a shard that have the same are running text."""
 
     def to_json(self) -> str:
         fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}
         if self.links is not None:
             fields["links"] = self.links
+        if self.doc is not None:
+            fields["doc"] = self.doc
         return json.dumps(fields, ensure_ascii=False)
 
     @classmethod
@@ -35,4 +39,7 @@ class Record(NamedTuple):
         links = fields.get("links")
         if links is not None and not isinstance(links, str):
             raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
-        return cls(str(key), tuple(str(lang) for lang in langs), texts, links)
+        doc = fields.get("doc")
+        if doc is not None and not isinstance(doc, str | int):
+            raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")
+        return cls(str(key), tuple(str(lang) for lang in langs), texts, links, doc)

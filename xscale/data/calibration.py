@@ -15,9 +15,9 @@ class Estimate:
     """Of a stream. In a row its samples have other numbers of tokens than their texts, which the bytes promise."""
 
     ratio: float = 1.0
-    """Tokens in a row for each that is promised, of samples that are promised data.max_length at most."""
+    """Tokens in a row for each that is promised, of running text, or of pairs promised data.max_length at most."""
     beyond: float | None = None
-    """Tokens in a row of a sample that is promised more: few where these are dropped. None: as `ratio` says."""
+    """Tokens in a row of a pair that is promised more: few where these are dropped. None: as `ratio` says."""
     tokens: float = 0.0
     """Tokens in a row of a sample, on average."""
     sequences: float = 1.0
@@ -27,7 +27,7 @@ class Estimate:
     counted: int = 0
     """Tokens in rows by which the ratio was measured."""
 
-    def of(self, promised: np.ndarray, max_length: int) -> np.ndarray:
+    def of(self, promised: np.ndarray, max_length: float) -> np.ndarray:
         """Estimated tokens in a row of each sample: whole numbers, which no machine adds up otherwise [samples]."""
         tokens = promised * self.ratio
         if self.beyond is not None:
@@ -84,7 +84,7 @@ def line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
     return slope, round(float(tokens.mean() - slope * lengths.mean()), 3)
 
 
-def estimate(promised: np.ndarray, groups: list[np.ndarray], lengths: list[np.ndarray], max_length: int) -> Estimate:
+def estimate(promised: np.ndarray, groups: list[np.ndarray], lengths: list[np.ndarray], max_length: float) -> Estimate:
     """promised: tokens of each of many samples. groups: of those that were read, samples alike, either all of them
     promised over max_length or none. lengths: of each group's sequences in a row."""
     expected = np.array([promised[group].sum() for group in groups])

@@ -6,6 +6,7 @@ mixture's state after it, so the state saved with step t is what step t consumed
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import signal
@@ -132,8 +133,10 @@ class StepDataset(Dataset):
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
         of_records = np.concatenate([rng.hash64(self.source_keys[d.source], places_of(d)) for d in draws])
         numbers = [number for draw in draws for number in draw.sample.tolist()]
+        follows = np.concatenate([self.follows(draw) for draw in draws]).tolist()
+        borders = self.borders(texts, ids) if records and len(records[0].texts) == 1 else {}
         at = 0
-        for record, identity, itself, number in zip(records, identities, of_records, numbers, strict=True):
+        for record, identity, itself, number, on in zip(records, identities, of_records, numbers, follows, strict=True):
             end = at + len(record.texts)
             yield Example(
                 record.langs,
@@ -144,8 +147,28 @@ class StepDataset(Dataset):
                 record.key,
                 record.links,
                 itself,
+                on,
+                borders.get(at, ()),
             )
             at = end
+
+    def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
+        """Where texts longer than a sequence may be cut: number of the text -> places of tokens."""
+        long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
+        if not long:
+            return {}
+        _, words = self.context.tokenizer.encode_words([texts[i] for i in long])
+        return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
+
+    def follows(self, draw: Draw) -> np.ndarray:
+        """Whether each record goes on the document of the record before it in its sample [n_records]."""
+        found = np.zeros(len(draw.sample), dtype=bool)
+        same = [a[1:] == a[:-1] for a in (draw.sample, draw.source, draw.shard)]
+        found[1:] = np.logical_and.reduce([*same, draw.record[1:] == draw.record[:-1] + 1])
+        for i in np.flatnonzero(found).tolist():
+            source, shard, record = int(draw.source[i]), int(draw.shard[i]), draw.record[i : i + 1]
+            found[i] = self.sources[source].follows(shard, record)[0]
+        return found
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:
         """uint64 key of each record in its epoch of the stream [n_records]."""
@@ -239,14 +262,15 @@ def calibrate(
         )  # fmt: skip
         draw = mixture.draw()[0][spec.name]
         promised = np.bincount(draw.sample, weights=draw.tokens)
-        groups = like_samples(promised, max_length)
+        longest = math.inf if spec.packed else max_length  # running text is neither dropped nor cut
+        groups = like_samples(promised, longest)
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
         lengths = [p.sequences.lengths for p, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
-        found.streams[spec.name] = estimate(promised, groups, lengths, max_length)
+        found.streams[spec.name] = estimate(promised, groups, lengths, longest)
     return found
 
 
-def like_samples(promised: np.ndarray, max_length: int) -> list[np.ndarray]:
+def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Groups of samples that are promised about the same, and single ones of those promised over max_length."""
     shortest_first = np.argsort(promised, kind="stable")
     within, beyond = np.split(shortest_first, [int((promised <= max_length).sum())])

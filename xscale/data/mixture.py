@@ -2,15 +2,16 @@
 
 A stream draws `samples` samples a step from its sources. Languages (or language pairs) are chosen with
 p_i proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow; each source is read in its
-epoch order. A sample is one record, or, in a packed stream, a run of records that fills about one sequence. The state
-is a position per source; it and the step number determine all that follows. Samples of all streams are then dealt out
-to ranks and rows (cut.py).
+epoch order. A sample is one record, or, in a packed stream, running text that fills about one sequence: as many
+sentences of a document as fit, or several short documents (order.py). The state is a position per source; it and the
+step number determine all that follows. Samples of all streams are then dealt out to ranks and rows (cut.py).
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,39 +164,38 @@ class Mixture:
 
     def _take(self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]) -> Draw:
         """Advance `position` ([epoch, position], in place) by as many samples as `samples` names."""
-        parts, taken, per_sample = [], 0, 16 if stream.packed else 1
+        parts, taken = [], 0
         while taken < len(samples):
             epoch, start = position
-            order = self._order(stream.name, source, epoch)
-            wanted = len(samples) - taken
-            # Packed samples hold an unknown number of records: look at many, and at more if that was too few.
-            stop = min(order.size, start + wanted * per_sample)
-            per_sample *= 2 if stream.packed else 1
+            order = self._order(stream, source, epoch)
+            ends = order.samples(start, len(samples) - taken)
+            stop = int(ends[-1])
+            number = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start))
+            full = np.full(stop - start, source), np.full(stop - start, epoch)
             shard, record = order.locate(start, stop)
-            lengths = self._lengths(source, shard, record)
-            if stream.packed:
-                tokens = lengths * self.calibration.tokens_per_byte[source]
-                ends = pack(tokens, PACK_FILL * self.max_length, wanted, final=stop == order.size)
-            else:
-                ends = np.arange(1, stop - start + 1)
-            used = int(ends[-1]) if len(ends) else 0
-            number = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=0))
-            full = np.full(used, source), np.full(used, epoch)
-            promised = self.calibration.promised(source, lengths[:used])
-            parts.append(Draw(number, *full, shard[:used], record[:used], promised))
+            promised = self.calibration.promised(source, self._lengths(source, shard, record))
+            parts.append(Draw(number, *full, shard, record, promised))
             taken += len(ends)
-            position[1] = start + used
-            if position[1] == order.size:
-                position[:] = [epoch + 1, 0]
+            position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
         return Draw(*(np.concatenate([getattr(p, name) for p in parts]) for name in Draw.__dataclass_fields__))
 
-    def _order(self, stream: str, source: int, epoch: int) -> EpochOrder:
-        cached = self._orders.get((stream, source))
+    def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
+        cached = self._orders.get((stream.name, source))
         if cached is None or cached[0] != epoch:
-            seed = rng.key(self.seed, stream, "order", self.sources[source].name, self.sources[source].fingerprint)
-            cached = (epoch, EpochOrder(self.sources[source].counts, seed, epoch))
-            self._orders[stream, source] = cached
+            of = self.sources[source]
+            seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
+            sizes = partial(self._sizes, source) if stream.packed else None
+            room = int(PACK_FILL * self.max_length)
+            cached = (epoch, EpochOrder(of.counts, seed, epoch, sizes=sizes, room=room))
+            self._orders[stream.name, source] = cached
         return cached[1]
+
+    def _sizes(self, source: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """order.Sizes of a source."""
+        of, every = self.sources[source], slice(None)
+        lengths = np.concatenate([of.lengths(shard, every) for shard in shards.tolist()])
+        follows = np.concatenate([of.follows(shard, every) for shard in shards.tolist()])
+        return np.rint(self.calibration.promised(source, lengths)).astype(np.int64), follows
 
     def _lengths(self, source: int, shard: np.ndarray, record: np.ndarray) -> np.ndarray:
         """Bytes of each record."""
@@ -284,25 +284,6 @@ def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
     total = sum(n**alpha for n in records.values())
     shares = [records[name] ** alpha / total for name in names]
     return np.array([p * s.records / records[name] for p, name, s in zip(shares, names, sources, strict=True)])
-
-
-def pack(tokens: np.ndarray, room: float, wanted: int, final: bool) -> np.ndarray:
-    """Greedy cut of consecutive records into at most `wanted` samples of at most `room` tokens (one record at least).
-
-    Returns the end of each sample. The last run is left out unless it is full or `final` (nothing follows).
-    """
-    ends: list[int] = []
-    filled = 0.0
-    for i, n in enumerate(tokens):
-        if filled and filled + n > room:
-            ends.append(i)
-            filled = 0.0
-            if len(ends) == wanted:
-                return np.array(ends)
-        filled += n
-    if final and len(tokens):
-        ends.append(len(tokens))
-    return np.array(ends, dtype=np.int64)
 
 
 def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xscale.data.shards import BLOCK, IDX_DTYPE, Shard, parse_line, parse_sample, sample_key
+from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, parse_line, parse_sample, sample_key
 from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
@@ -23,6 +23,10 @@ class ScannedShard:
     langs: tuple[str, ...]
     idx: np.ndarray
 
+    @property
+    def documents(self) -> int:
+        return int((self.idx["length"] < FOLLOWS).sum())
+
 
 def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard:
     """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record."""
@@ -30,13 +34,16 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
     layouts: set[str] = set()
     found_langs: tuple[str, ...] | None = langs
     sample: list[tarfile.TarInfo] = []
+    doc: str | int | None = None
 
-    def check(record: Record) -> None:
-        nonlocal found_langs
+    def add(record: Record, offset: int, data: bytes) -> None:
+        nonlocal found_langs, doc
         if found_langs is None:
             found_langs = record.langs
         elif record.langs != found_langs:
             raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
+        ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
+        doc = record.doc
 
     def add_sample() -> None:
         if not sample:
@@ -44,8 +51,7 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
         last = sample[-1]
         start, end = sample[0].offset, last.offset_data + -(-last.size // BLOCK) * BLOCK
         data = os.pread(file.fileno(), end - start, start)
-        check(parse_sample(data, found_langs))
-        ranges.append((start, end - start, zlib.crc32(data)))
+        add(parse_sample(data, found_langs), start, data)
         sample.clear()
 
     size = path.stat().st_size
@@ -64,8 +70,7 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
                         offset = member.offset_data
                         for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
                             if line.strip():
-                                check(parse_line(line))
-                                ranges.append((offset, len(line), zlib.crc32(line)))
+                                add(parse_line(line), offset, line)
                             offset += len(line)
                     else:
                         if sample and sample_key(sample[-1].name) != sample_key(member.name):
@@ -82,3 +87,13 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
         raise UserError(f"{path} holds no record (an empty or cut-off tar)")
     shard = Shard(path.name, len(ranges), size, sha256_file(path))
     return ScannedShard(shard, layouts.pop(), found_langs, np.array(ranges, dtype=IDX_DTYPE))
+
+
+def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:
+    """A record's entries in the .idx: one, or of a long monolingual record one for each part."""
+    if len(data) >= FOLLOWS:
+        raise ValueError(f"record {record.key!r} has {len(data):,} bytes, more than 2 GiB; split its text")
+    mono, crc = len(record.langs) == 1, zlib.crc32(data)
+    first = (offset, len(data) + FOLLOWS * (mono and follows), crc)
+    parts = -(-len(record.texts[0].encode()) // PART_BYTES) if mono else 1
+    return [first, *[(offset, len(data) + FOLLOWS, crc)] * (parts - 1)]

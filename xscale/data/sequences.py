@@ -3,10 +3,15 @@
 Shape letters: B sequences, N tokens of all of them behind one another.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
+from xscale import rng
+from xscale.data import words as words_of
 from xscale.data.ragged import offsets
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
@@ -29,6 +34,10 @@ class Example:
     """The record's word links, in Pharaoh form."""
     record: np.uint64 | int = 0
     """Of the record itself, the same in every epoch and stream; 0: unknown."""
+    follows: bool = False
+    """Goes on the document of the example before it in its sample."""
+    borders: Sequence[int] = ()
+    """Tokens before which a text may be cut, in order, where it is longer than a sequence."""
 
 
 @dataclass(frozen=True)
@@ -156,27 +165,53 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: 
     return kept, long
 
 
-def pack_sentences(
-    sample: list[Example], max_length: int, overlong: str
-) -> tuple[list[list[tuple[Example, int]]], int]:
-    """Whole sentences of a sample into sequences of at most `max_length` tokens, in order.
+def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
+    """A sample's sentences as texts for `[CLS] text [SEP]`, each of sentences that follow one another in a document.
 
-    Returns the sequences (usually one) and how many sentences alone were too long.
+    Whole sentences as far as they fit max_length, the next ones as a further text; a sentence that fits no text goes
+    through several, each filled with whole words. Every token is in one text.
     """
-    sequences: list[list[tuple[Example, int]]] = []
-    room, long = 0, 0
+    texts: list[list[Example]] = []
+    size, room = 0, max_length - 2
     for example in sample:
-        if len(example.ids[0]) + 2 > max_length:
-            long += 1
-            if overlong == "drop":
-                continue
-            example = truncated(example, (max_length - 2,))
-        if len(example.ids[0]) + 1 > room or not sequences:
-            sequences.append([])
-            room = max_length - 1
-        sequences[-1].append((example, 0))
-        room -= len(example.ids[0]) + 1
-    return sequences, long
+        if not example.follows:
+            size = room
+        for part in stretches(example, room):
+            if size + len(part.ids[0]) > room:
+                texts.append([])
+                size = 0
+            texts[-1].append(part)
+            size += len(part.ids[0])
+    return [run_on(text) for text in texts]
+
+
+def stretches(example: Example, room: int) -> list[Example]:
+    """A text's tokens in stretches of at most `room`, cut between words where one word is not longer than that."""
+    ids, starts = example.ids[0], [0]
+    while len(ids) - starts[-1] > room:
+        most = starts[-1] + room
+        at = bisect_right(example.borders, most)
+        border = example.borders[at - 1] if at else 0
+        starts.append(border if border > starts[-1] else most)
+    if len(starts) == 1:
+        return [example] if ids else []
+    words = example.words
+    return [
+        replace(
+            example,
+            ids=(ids[start:end],),
+            words=words and (words[0].cut(end, start),),
+            identity=example.identity if start == 0 else np.uint64(rng.hash64(example.identity, np.uint64(start))),
+        )
+        for start, end in pairwise([*starts, len(ids)])
+    ]
+
+
+def run_on(examples: list[Example]) -> Example:
+    """One text of several, one behind the other; the identity is the first one's."""
+    ids = [token for example in examples for token in example.ids[0]]
+    words = [example.words[0] for example in examples if example.words is not None]
+    return replace(examples[0], ids=(ids,), words=(words_of.run_on(words),) if words else None)
 
 
 def truncated(example: Example, keep: tuple[int, ...]) -> Example:

@@ -4,6 +4,10 @@ A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An
 `IDX_DTYPE`, one entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines"
 a range is one line of JSON inside a `.jsonl` member; in the layout "samples" (tars others wrote) it is the run of
 tar members that share a key.
+
+Monolingual records with the same `doc` that follow one another in a shard are a document: the top bit of `length` is
+set in each but the first. A monolingual text of more than PART_BYTES has an entry, with the same byte range, for each
+of its parts, which are read as records of one document: they are bounded whatever the tar holds.
 """
 
 import copy
@@ -22,13 +26,19 @@ import numpy as np
 
 from xscale.data import words
 from xscale.data.carry import carry_over
+from xscale.data.text import stretch
 from xscale.errors import UserError
 from xscale.record import Record
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Version 1, which knows neither documents nor parts, is read as it is."""
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
 """Whose words a record's links count: those of data/words.py, or of the text as others split it."""
+FOLLOWS = 1 << 31
+"""Bit of `length`: the entry goes on the document of the entry before."""
+PART_BYTES = 1024
+"""A longer monolingual text is indexed in parts of at most so many UTF-8 bytes, about."""
 OPEN_SHARDS = 256
 """Shards of a source that a process keeps open at once for each stream; a window of the order (data/order.py) has no
 more."""
@@ -124,14 +134,25 @@ class Source:
                         f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
                     )
 
-    def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
+    def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         """Byte lengths of records of one shard, read from the .idx alone."""
-        return self._idx(shard)["length"][records].astype(np.int64)
+        idx = self._idx(shard)
+        lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
+        if self.kind == "mono" and (lengths > PART_BYTES).any():
+            offsets, of = np.ascontiguousarray(idx["offset"]), idx["offset"][records]
+            lengths //= np.searchsorted(offsets, of, side="right") - np.searchsorted(offsets, of)
+        return lengths
+
+    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+        """Whether records of one shard go on the document of the record before, read from the .idx alone."""
+        return self._idx(shard)["length"][records] >= FOLLOWS
 
     def read(self, shard: int, record: int) -> Record:
         """Record number `record` of shard number `shard`. Raises UserError where its bytes are damaged."""
         fd = self._file(shard)
-        offset, length, crc = self._idx(shard)[record].item()
+        idx = self._idx(shard)
+        offset, length, crc = idx[record].item()
+        length &= FOLLOWS - 1
         data = os.pread(fd, length, offset)
         if zlib.crc32(data) != crc:
             data = os.pread(fd, length, offset)  # a shared file system may answer better the second time
@@ -141,7 +162,16 @@ class Source:
                     f"is damaged, its checksum differs from the index. Restore the shard; "
                     f"`python -m data_tools.inspect {self.directory} --verify` names every damaged shard"
                 )
-        return self.parse(data)
+        whole = self.parse(data)
+        if length <= PART_BYTES or len(whole.texts) == 2:
+            return whole
+        most = length // PART_BYTES
+        before, after = (idx["offset"][max(record - most, 0) : record], idx["offset"][record + 1 : record + 1 + most])
+        number, behind = (int((offsets == offset).sum()) for offsets in (before, after))
+        if number + behind == 0:
+            return whole
+        text = stretch(whole.texts[0], number, number + 1 + behind)
+        return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def parse(self, data: bytes) -> Record:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
@@ -197,14 +227,17 @@ def read_index(directory: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
         ) from None
-    if version != FORMAT_VERSION:
-        raise UserError(f"{path} has format version {version}, this xscale reads {FORMAT_VERSION}. Rebuild the index")
+    if version not in (1, FORMAT_VERSION):
+        raise UserError(
+            f"{path} has format version {version}, this xscale reads 1 and {FORMAT_VERSION}. Rebuild the index: "
+            f"`python -m data_tools.index {directory}`"
+        )
     return index
 
 
 def fingerprint(index: dict[str, Any]) -> str:
     """Identity of a source's content: languages, shard order and shard bytes, whatever the directory is called."""
-    content = [index["version"], index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
+    content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

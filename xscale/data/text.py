@@ -3,6 +3,7 @@
 import gzip
 import lzma
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,24 @@ def files_of(paths: list[Path]) -> list[Path]:
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     return files
+
+
+def stretch(text: str, number: int, of: int) -> str:
+    """One of `of` stretches of about the same length that the text consists of, without white space at its ends.
+
+    They end at white space where there is some in their second half, else before any character that is no mark.
+    """
+    return text[_end_of(text, number, of) : _end_of(text, number + 1, of)].strip()
+
+
+def _end_of(text: str, number: int, of: int) -> int:
+    """Where the first `number` stretches end."""
+    end = len(text) * number // of
+    if number in (0, of):
+        return end
+    second_half = range(end, end - len(text) // of // 2, -1)
+    spaces = (at for at in second_half if text[at - 1].isspace())
+    return next(spaces, next((at for at in second_half if unicodedata.category(text[at])[0] != "M"), end))
 
 
 def split_sentences(line: str) -> list[str]:

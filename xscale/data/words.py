@@ -118,10 +118,35 @@ class TokenWords(NamedTuple):
     is_word: np.ndarray
     """Of each word of the text; False for a symbol [W]."""
 
-    def cut(self, tokens: int) -> "TokenWords":
-        """Of the first tokens alone. The words stay, some of them without a token."""
-        kept = self.tokens < tokens
-        return self._replace(of_token=self.of_token[:tokens], tokens=self.tokens[kept], words=self.words[kept])
+    def cut(self, end: int, start: int = 0) -> "TokenWords":
+        """Of the tokens from `start` to `end` alone. The words stay, some of them without a token."""
+        kept = (start <= self.tokens) & (self.tokens < end)
+        return self._replace(
+            of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
+        )
+
+    def borders(self) -> list[int]:
+        """Tokens that begin no later part of a word, but for the first."""
+        tokens, words = len(self.of_token), len(self.is_word)
+        first, last = np.full(words, tokens), np.full(words, -1)
+        np.minimum.at(first, self.words, self.tokens)
+        np.maximum.at(last, self.words, self.tokens)
+        has_tokens = last >= 0
+        opened = np.bincount(first[has_tokens] + 1, minlength=tokens + 1)
+        closed = np.bincount(last[has_tokens] + 1, minlength=tokens + 1)
+        inside = np.cumsum(opened - closed)
+        return (np.flatnonzero(inside[1:tokens] == 0) + 1).tolist()
+
+
+def run_on(parts: list[TokenWords]) -> TokenWords:
+    """Texts' words as those of one text."""
+    tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
+    words = np.cumsum([0, *(len(part.is_word) for part in parts)])
+    columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)
+    moved = [
+        (np.where(p.of_token < 0, -1, p.of_token + w), p.tokens + t, p.words + w, p.is_word) for p, t, w in columns
+    ]
+    return TokenWords(*map(np.concatenate, zip(*moved, strict=True)))
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:

@@ -42,8 +42,8 @@ _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
     """MLM's piece with translations in it; the count "translated" is that of the targets that used a dictionary."""
-    sequences, too_long = mlm.pack(samples, context)
-    piece = mlm.mask(sequences, too_long, options, context)
+    sequences = mlm.pack(samples, context)
+    piece = mlm.mask(sequences, len(samples), options, context)
     masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
     translations = translate(sequences, masked, options, context)
     used = translations >= 0

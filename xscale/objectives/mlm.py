@@ -1,8 +1,10 @@
-"""Masked language modelling (Devlin et al. 2019) on packed monolingual text.
+"""Masked language modelling (Devlin et al. 2019) on running text.
 
     L_MLM = - sum_{i in M} log p(x_i | x with M masked)
 
-[CLS] s1 [SEP] s2 [SEP] ... of whole sentences up to max_length; special tokens are never masked.
+[CLS] text [SEP] of sentences that follow one another in a document, as many as fit max_length, without a separator
+between them, as Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1) have them; XLM alone
+puts one there. Another document is another sequence. Special tokens are never masked.
 """
 
 from typing import Any
@@ -29,28 +31,24 @@ class MaskedOptions:
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> Piece:
-    """Samples are runs of sentences that fill about one sequence."""
-    return mask(*pack(samples, context), options, context)
+    """Samples are sentences that fill about one sequence."""
+    return mask(pack(samples, context), len(samples), options, context)
 
 
-def pack(samples: list[list[Example]], context: Context) -> tuple[Sequences, int]:
-    """Sequences of whole sentences, and how many sentences were too long."""
-    sequences, too_long = [], 0
-    for sample in samples:
-        packed, long = pack_sentences(sample, context.max_length, context.overlong)
-        sequences += packed
-        too_long += long
-    return join_segments(context.tokenizer, sequences, context.language_ids), too_long
+def pack(samples: list[list[Example]], context: Context) -> Sequences:
+    """Sequences of running text: all of the samples' tokens."""
+    texts = [text for sample in samples for text in pack_sentences(sample, context.max_length)]
+    return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
 
 
-def mask(sequences: Sequences, too_long: int, options: MaskedOptions, context: Context) -> Piece:
+def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Context) -> Piece:
     return masked_lm(
         sequences,
         context,
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
         types="languages" if options.language_embeddings else None,
-        too_long=too_long,
+        samples=samples,
     )
 
 

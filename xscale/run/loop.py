@@ -48,7 +48,7 @@ def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its samples {agreed.too_long:,} were longer than data.max_length "
+        f"step {step} has no targets: of its pairs {agreed.too_long:,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
         f"more samples a step"
     )
@@ -112,7 +112,7 @@ class Trainer:
             if last or due:
                 self.save(must=last)
         if self.too_long:
-            LOG.info(f"{self.too_long:,} sentences or pairs were over data.max_length ({recipe.data.overlong})")
+            LOG.info(f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong})")
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 

@@ -1,0 +1,95 @@
+"""The documents of monolingual text files: where each starts, found while the file is read as a stream."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import Any
+
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+
+HEAD_LINES = 1000
+"""By so many lines of a file its form is told."""
+BLOCK_LINES = 50
+"""Blank lines are taken for borders where at most so many lines, on average, stand between two."""
+
+Passage = tuple[int, bool, list[str]]
+"""(number of the line in its file, whether it starts a document, its paragraphs; none where it is blank or markup)."""
+
+
+def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
+    """The form of a file, and every line of it. form: of FORMS, or "auto": by the first lines. Raises UserError."""
+    lines = read_lines(path)
+    if form == "auto":
+        head = list(islice(lines, HEAD_LINES))
+        form, lines = form_of([line.strip() for _, line in head]), chain(head, lines)
+    return form, FORMS[form](path, lines)
+
+
+def form_of(head: list[str]) -> str:
+    """The form of a file by its first lines; "lines" where they tell nothing else."""
+    blocks = [list(block) for there, block in groupby(head, key=bool) if there]
+    if not blocks:
+        return "lines"
+    if blocks[0][0].startswith("<doc "):
+        return "doc"
+    if object_of(blocks[0][0]) is not None:
+        return "json"
+    return "blank" if len(blocks) > 1 and sum(map(len, blocks)) <= BLOCK_LINES * len(blocks) else "lines"
+
+
+def by_markup(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
+    starts = True
+    for number, line in lines:
+        line = line.strip()
+        if line.startswith(("<doc ", "</doc>")):
+            starts = True
+            yield number, False, []
+        else:
+            yield number, starts and bool(line), [line] if line else []
+            starts = starts and not line
+
+
+def by_blank_lines(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
+    starts = True
+    for number, line in lines:
+        line = line.strip()
+        yield number, starts and bool(line), [line] if line else []
+        starts = not line
+
+
+def by_lines(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
+    for number, line in lines:
+        yield number, True, [line.strip()] if line.strip() else []
+
+
+def by_objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
+    for number, line in lines:
+        fields = (object_of(line) or {}) if line.strip() else {"text": ""}
+        text = fields.get("text", fields.get("content"))
+        if not isinstance(text, str):
+            raise UserError(
+                f"{path}: line {number} is not a JSON object with a field `text` or `content`; --documents names the "
+                f"form of the files"
+            )
+        yield number, True, [paragraph.strip() for paragraph in text.split("\n") if paragraph.strip()]
+
+
+FORMS: dict[str, Callable[[Path, Iterable[tuple[int, str]]], Iterator[Passage]]] = {
+    "doc": by_markup,
+    "blank": by_blank_lines,
+    "json": by_objects,
+    "lines": by_lines,
+}
+"""doc: from `<doc ...>` to `</doc>` (WikiExtractor); blank: blank lines stand between; json: a JSON object a line;
+lines: a line each."""
+
+
+def object_of(line: str) -> dict[str, Any] | None:
+    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return fields if isinstance(fields, dict) else None

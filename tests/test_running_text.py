@@ -1,0 +1,461 @@
+"""Running text from files to sequences, on corpora whose every word is another: a token tells its place."""
+
+import itertools
+import json
+import lzma
+import re
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import webdataset
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from data_tools import documents, index, inspect, write_shards
+from data_tools.ranks import Ranks
+from tests.plain import originals
+from xscale.data.loader import StepDataset, StreamCollate, calibrate
+from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.piece import Context
+from xscale.data.shards import FOLLOWS, PART_BYTES, Source
+from xscale.data.text import split_sentences, stretch
+from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
+from xscale.objectives import mlm
+
+LENGTH, SPECIAL = 64, 4
+Documents = list[list[list[int]]]
+"""Numbers of the words of each sentence of each document: 0, 1, 2, ... over the corpus."""
+
+
+def word(number: int) -> str:
+    letters = "abcdefghij"
+    return "w" + "".join(letters[int(digit)] for digit in str(number))
+
+
+def corpus(seed: int = 0, count: int = 60, longest: int = 30) -> Documents:
+    """Documents of 1 to 40 sentences of 1 to `longest` words; one of a single sentence of 2,600 words."""
+    draw, number = np.random.default_rng(seed), itertools.count()
+    made = [
+        [[next(number) for _ in range(draw.integers(1, longest))] for _ in range(draw.integers(1, 41))]
+        for _ in range(count)
+    ]
+    made.insert(count // 2, [[next(number) for _ in range(2600)]])
+    renumber = dict(zip((w for d in made for s in d for w in s), itertools.count(), strict=False))
+    return [[[renumber[w] for w in sentence] for sentence in document] for document in made]
+
+
+def sentences(document: list[list[int]]) -> list[str]:
+    return [" ".join(map(word, sentence)) for sentence in document]
+
+
+def as_markup(corpus: Documents) -> Iterable[str]:
+    for number, document in enumerate(corpus):
+        yield from (
+            f'<doc id="{number}" url="x" title="y">',
+            *"\n\n".join(sentences(document)).split("\n"),
+            "</doc>",
+            "",
+        )
+
+
+def as_blocks(corpus: Documents) -> Iterable[str]:
+    for document in corpus:
+        yield from ("", *sentences(document), " ")
+
+
+def as_objects(field: str) -> Callable[[Documents], Iterable[str]]:
+    return lambda corpus: (json.dumps({"id": 1, field: "\n".join(sentences(document))}) for document in corpus)
+
+
+def write(folder: Path, lines: Iterable[str], *options: object, ranks: Ranks | None = None) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "text").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    arguments = ["mono", "--text", folder / "text", "--lang", "en", "--out", folder / "out", "--whole_lines", *options]
+    write_shards.main(ranks or Ranks(), [str(argument) for argument in arguments])
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Word number n is token SPECIAL + n."""
+    vocabulary = ["[PAD]", "[CLS]", "[SEP]", "[MASK]", *map(word, range(100_000))]
+    backend = Backend(models.WordLevel({text: number for number, text in enumerate(vocabulary)}, unk_token="[PAD]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    path = tmp_path_factory.mktemp("words")
+    PreTrainedTokenizerFast(tokenizer_object=backend, **names).save_pretrained(path)
+    return Tokenizer(path)
+
+
+def indexed(source: Source) -> Documents:
+    """What the index says: the numbers of each record's words, by document."""
+    found: Documents = []
+    for shard, count in enumerate(source.counts):
+        for record, follows in zip(range(count), source.follows(shard, slice(None)).tolist(), strict=True):
+            numbers = [
+                int("".join(str("abcdefghij".index(c)) for c in w[1:]))
+                for w in source.read(shard, record).texts[0].split()
+            ]
+            found[-1].append(numbers) if follows else found.append([numbers])
+    return found
+
+
+def flat(corpus: Documents) -> list[list[int]]:
+    return [[number for sentence in document for number in sentence] for document in corpus]
+
+
+class Run:
+    """Steps of a stream of MLM: of each the sequences as ranges of words, over all ranks."""
+
+    def __init__(self, source: Source, tokenizer: Tokenizer, world: int = 1, max_tokens: int = 4096, samples: int = 8):
+        self.tokenizer, self.spec = tokenizer, StreamSpec("mlm", (0,), samples, packed=True)
+        context = Context(tokenizer, LENGTH, "drop", {"en": 0}, stream="mlm")
+        self.dataset = StepDataset([source], {"mlm": StreamCollate(mlm.collate, mlm.MaskedOptions())}, context, 0)
+        arguments: Any = {"seed": 0, "alpha": 0.7, "max_length": LENGTH}
+        found = calibrate([self.spec], [source], self.dataset, **arguments)
+        self.ranks = [
+            Mixture([self.spec], [source], found, max_tokens=max_tokens, rank=rank, world=world, **arguments)
+            for rank in range(world)
+        ]
+
+    def step(self) -> list[tuple[range, tuple[int, ...]]]:
+        """Of each sequence its words, and which of its tokens are masked."""
+        found = []
+        for mixture in self.ranks:
+            for piece, _ in self.dataset.pieces("mlm", mixture.next_step()):
+                targets = set(piece.reads["masked"].places.tolist())
+                for ids, start in zip(originals(piece), piece.sequences.starts.tolist(), strict=True):
+                    assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
+                    numbers = [token - SPECIAL for token in ids[1:-1]]
+                    assert numbers == list(range(numbers[0], numbers[-1] + 1)), "not running text"
+                    masked = tuple(i for i in range(len(ids)) if start + i in targets)
+                    found.append((range(numbers[0], numbers[-1] + 1), masked))
+        return sorted(found, key=lambda sequence: sequence[0].start)
+
+    @property
+    def position(self) -> list[int]:
+        return self.ranks[0].state["positions"]["mlm"][0]
+
+    def epoch(self) -> list[range]:
+        """The sequences of a source's first epoch, by steps of one sample: none spans two epochs."""
+        found: list[range] = []
+        while self.position[0] == 0:
+            found += [sequence for sequence, _ in self.step()]
+        return found
+
+
+# 1. Files
+
+
+@pytest.mark.parametrize(
+    ("lines", "form"),
+    [(as_markup, "doc"), (as_blocks, "blank"), (as_objects("text"), "json"), (as_objects("content"), "json")],
+)
+def test_documents_of_every_form(tmp_path: Path, lines, form: str) -> None:
+    made = corpus()
+    texts = list(lines(made))
+    assert documents.form_of([text.strip() for text in texts[: documents.HEAD_LINES]]) == form
+    for options in ((), ("--documents", form), ("--shard_lines", 100)):
+        source = Source(write(tmp_path / str(options), texts, *options))
+        found = indexed(source)
+        assert flat(found) == flat(made) and source.index["documents"] == len(made) == 61
+        assert [s for document in made for s in document if len(s) < 50] == [
+            s for document in found for s in document if sum(map(len, document)) != 2600
+        ]
+    assert len(source.shards) > 1 or form == "json"
+
+
+def test_lines_are_documents_of_their_own(tmp_path: Path) -> None:
+    """Where nothing else is seen, or where it is said; a blank line now and then makes no documents."""
+    made = corpus(longest=9)
+    lines = [text for document in made for text in sentences(document)]
+    for every in (None, 120):
+        spaced = [t for n, text in enumerate(lines) for t in ([text, ""] if every and n % every == 0 else [text])]
+        source = Source(write(tmp_path / str(every), spaced))
+        assert flat(indexed(source)) == [sentence for document in made for sentence in document]
+    blocks = Source(write(tmp_path / "said", as_blocks(made), "--documents", "lines"))
+    assert len(indexed(blocks)) == len(lines)
+    text = "".join(tar_text(tar) for tar in sorted(source.directory.glob("*.tar")))
+    assert '"doc"' not in text, "a sentence alone needs no name of its document"
+
+
+def tar_text(path: Path) -> str:
+    with tarfile.open(path) as tar:
+        return "".join(tar.extractfile(member).read().decode() for member in tar)
+
+
+def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
+    (tmp_path / "t").write_text("One here. Two here.\nThree.\nFour is it. Five is it. Six!\n")
+    write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
+    source = Source(tmp_path / "out")
+    assert source.follows(0, slice(None)).tolist() == [False, True, False, False, True, True]
+    assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
+
+
+def test_a_document_is_torn_by_no_shard_but_where_it_is_longer(tmp_path: Path, on_ranks) -> None:
+    made = [[[n * 100 + i] for i in range(size)] for n, size in enumerate((30, 7, 95, 2, 60, 1, 1, 49))]
+    lines = ["\n".join(sentences(document)) for document in made]
+    texts = "\n\n".join(lines).split("\n")
+    source = Source(write(tmp_path / "one", texts, "--shard_lines", 50))
+    expected = [*made[:2], made[2][:50], made[2][50:], made[3], made[4][:50], made[4][50:], *made[5:]]
+    assert indexed(source) == expected
+    # Their first lines, with blank ones between: 1, 32, 40, 90 | 136, 139, 189, 200 | 202, 204.
+    assert source.counts.tolist() == [30 + 7 + 50, 45, 2 + 50, 10 + 1, 1 + 49]
+    on_ranks(3, lambda ranks: write(tmp_path / "three", texts, "--shard_lines", 50, ranks=ranks))
+    for path in (tmp_path / "one" / "out").iterdir():
+        assert path.read_bytes() == (tmp_path / "three" / "out" / path.name).read_bytes(), path.name
+
+
+def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"{name} one\n{name} two\n\n{name} three\n")
+    arguments = ["mono", "--text", str(tmp_path / "a"), str(tmp_path / "b"), "--lang", "en"]
+    write_shards.main(Ranks(), [*arguments, "--out", str(tmp_path / "out")])
+    source = Source(tmp_path / "out")
+    assert source.follows(0, slice(None)).tolist() == [False, True, False] * 2
+    assert source.index["made_by"]["documents"] == {"blank": 2}
+
+
+def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    for bad in ("plain", '{"title": "x"}', '{"text": 3}', "[1]"):
+        with pytest.raises(UserError, match=r"text: line 3 is not a JSON object with a field `text`.*--documents"):
+            write(tmp_path / "x", ['{"text": "one"}', "", bad])
+        assert not (tmp_path / "x" / "out").exists()
+    with pytest.raises(UserError, match="line 1 is not a JSON object with a field `text`"):
+        write(tmp_path / "x", ['{"raw_content": "one"}'])
+
+
+def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -> None:
+    made, tokenizer = corpus(), words.hf.name_or_path
+    source = Source(write(tmp_path / "x", as_blocks(made), "--min_tokens", 5, "--tokenizer", tokenizer))
+    expected = [[s for s in document if len(s) >= 5] for document in made]
+    assert flat(indexed(source)) == flat([document for document in expected if document])
+
+
+def test_inspect_tells_documents(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    made = corpus()[:20]
+    out = write(tmp_path / "x", as_blocks(made))
+    inspect.main(Ranks(), [str(out), "--verify"])
+    sizes = list(map(len, made))
+    told = capsys.readouterr().out
+    assert f"{sum(sizes)} mono records (en) of 20 documents by blank" in told
+    assert (
+        f"documents: 20, sentences a document {np.mean(sizes):.1f} on average" in told and f"most {max(sizes)}" in told
+    )
+
+
+# 2. Tars
+
+
+def without_made_by(directory: Path) -> dict[str, Any]:
+    return {k: v for k, v in json.loads((directory / "index.json").read_text()).items() if k != "made_by"}
+
+
+def test_indexing_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    out = write(tmp_path / "x", as_markup(corpus()), "--shard_lines", 300)
+    before, stated = {path: path.read_bytes() for path in out.glob("*.idx")}, without_made_by(out)
+    assert len(before) > 2
+    for path in [*before, out / "index.json"]:
+        path.unlink()
+    index.main(Ranks(), [str(out)])
+    assert {path: path.read_bytes() for path in out.glob("*.idx")} == before and without_made_by(out) == stated
+
+
+def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -> None:
+    """KEY.txt of whole documents, and KEY.json whose doc says what belongs together."""
+    made = corpus()
+    (tmp_path / "txt").mkdir()
+    with webdataset.TarWriter(str(tmp_path / "txt" / "x.tar")) as writer:
+        for number, document in enumerate(made):
+            writer.write({"__key__": f"{number:04d}", "txt": "\n".join(sentences(document))})
+    index.main(Ranks(), [str(tmp_path / "txt"), "--langs", "en"])
+    (tmp_path / "json").mkdir()
+    with webdataset.TarWriter(str(tmp_path / "json" / "x.tar")) as writer:
+        for number, document in enumerate(made):
+            for part, text in enumerate(sentences(document)):
+                fields = {"langs": ["en"], "texts": [text], "doc": f"d{number}"}
+                writer.write({"__key__": f"{number:04d}-{part}", "json": fields})
+    index.main(Ranks(), [str(tmp_path / "json")])
+    for name in ("txt", "json"):
+        source = Source(tmp_path / name)
+        assert flat(indexed(source)) == flat(made)
+        assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(sum(map(len, flat(made)))))
+        longest = max(len(source.read(0, n).texts[0]) for n in range(source.records))
+        assert (
+            longest <= 1.6 * PART_BYTES
+            and len({source.read(0, n).key for n in range(source.records)}) == source.records
+        )
+
+
+def test_an_index_of_version_1_is_read(tmp_path: Path, words: Tokenizer) -> None:
+    """Of old shards, whose records name no document: each is one of its own, and a long one is not in parts."""
+    made = [[sentence] for document in corpus() for sentence in document]
+    out = write(tmp_path / "x", (text for document in made for text in sentences(document)))
+    new = Source(out)
+    rows = np.fromfile(out / "mono-000000.idx", dtype="<u8,<u4,<u4")
+    first = np.unique(rows["f0"], return_index=True)[1]
+    assert len(first) < len(rows)
+    old = rows[first]
+    old["f1"] &= FOLLOWS - 1
+    old.tofile(out / "mono-000000.idx")
+    stated = json.loads((out / "index.json").read_text())
+    stated |= {"version": 1, "records": len(old)}
+    del stated["documents"]
+    stated["shards"][0]["records"] = len(old)
+    (out / "index.json").write_text(json.dumps(stated))
+    source = Source(out)
+    source.check_sizes()
+    assert indexed(source) == made and source.fingerprint != new.fingerprint
+    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(sum(map(len, flat(made)))))
+
+
+@pytest.mark.parametrize(
+    "text", ["a b " * 4000, "ab" * 3000, "日本語。" * 900, "e\u0301" * 3000, "x" + " " * 5000 + "y"]
+)
+def test_stretches_are_the_text(text: str) -> None:
+    for of in (1, 2, 7, 30):
+        found = [stretch(text, number, of) for number in range(of)]
+        assert "".join("".join(found).split()) == "".join(text.split())
+        assert max(map(len, found)) <= 1.6 * len(text) / of + 1
+        assert not any(part.startswith("\u0301") for part in found), "a mark without its letter"
+        if "a b" in text:
+            assert [w for part in found for w in part.split()] == text.split()
+
+
+# 3. Sequences
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> tuple[Source, Documents]:
+    made = corpus(seed=1, count=200)
+    return Source(write(tmp_path_factory.mktemp("running"), as_markup(made), "--shard_lines", 2000)), made
+
+
+def test_an_epoch_is_every_token_once(shards, words: Tokenizer) -> None:
+    """Each sequence is consecutive words of one document; and whole sentences but of those that fit no sequence."""
+    source, made = shards
+    total = sum(map(len, flat(made)))
+    found = sorted(Run(source, words, samples=1).epoch(), key=lambda sequence: sequence.start)
+    assert [number for sequence in found for number in sequence] == list(range(total))
+    borders = np.cumsum([0, *map(len, flat(made))])
+    first, last = (
+        np.array([number for number in numbers]) for numbers in ([s[0] for s in found], [s[-1] for s in found])
+    )
+    of_first, of_last = (np.searchsorted(borders, numbers, side="right") for numbers in (first, last))
+    assert (of_first == of_last).all(), "two documents in a sequence"
+    starts = {sentence[0] for document in made for sentence in document}
+    long = {number for document in made for s in document if len(s) > LENGTH - 2 for number in s}
+    assert all(number in starts or number in long for number in first.tolist())
+    in_document = sum(len(document) - 1 for document in made)
+    inside = sum(number in starts for s in found for number in s[1:])
+    assert inside > 0.5 * in_document, "sentences stand alone"
+    lengths = np.array(list(map(len, found)))
+    assert lengths.mean() > 0.55 * LENGTH and len([s for s in found if s[0] in long]) >= 2600 // (LENGTH - 2)
+
+
+def test_a_step_is_the_same_on_any_ranks(shards, words: Tokenizer) -> None:
+    """Down to the masks, which no two sequences share."""
+    source, _ = shards
+    runs = [Run(source, words, *cut) for cut in ((1, 4096), (3, 200), (2, 64))]
+    seen = []
+    for _ in range(12):
+        one, *others = [run.step() for run in runs]
+        assert all(other == one for other in others)
+        seen += [masked for sequence, masked in one if len(sequence) > 40]
+    assert len(set(seen)) > 0.97 * len(seen)
+
+
+def test_a_resume_goes_on_with_the_next_sample(shards, words: Tokenizer) -> None:
+    source, _ = shards
+    whole = Run(source, words)
+    steps = []
+    while whole.position[0] < 1:
+        state = json.dumps(whole.ranks[0].state)
+        steps.append((state, whole.step()))
+    for state, expected in steps[:: len(steps) // 5]:
+        again = Run(source, words, world=2)
+        for rank in again.ranks:
+            rank.state = json.loads(state)
+        assert again.step() == expected
+
+
+def test_long_lines_train(tmp_path: Path, words: Tokenizer) -> None:
+    """Documents of 2,600 words a line, without punctuation: all is read, in samples of bounded size."""
+    made = [[list(range(n * 2600, (n + 1) * 2600))] for n in range(12)]
+    source = Source(write(tmp_path / "x", (text for document in made for text in sentences(document))))
+    run = Run(source, words, max_tokens=1000)
+    first = [run.step() for _ in range(5)]
+    assert all(sum(len(masked) for _, masked in step) > 20 for step in first)
+    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(12 * 2600))
+    for _ in range(5):
+        rows = run.dataset[run.ranks[0].next_step()].rows
+        assert max(row.work.tokens for row in rows) <= 1000 and sum(row.samples for row in rows) == 8
+
+
+def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
+    source, _ = shards
+    run = Run(source, words, samples=16)
+    estimated, found = 0, 0
+    for _ in range(20):
+        mixture = run.ranks[0]
+        state = mixture.state
+        estimated += int(mixture.next_cut().tokens["mlm"].sum())
+        mixture.state = state
+        found += sum(len(sequence) + 2 for sequence, _ in run.step())
+    assert found == pytest.approx(estimated, rel=0.03)
+
+
+def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """By a real tokenizer, of whose words each has many tokens; no sequence begins within one."""
+    draw = np.random.default_rng(0)
+    text = " ".join("".join(draw.choice(list("abcdefgh"), 9)) for _ in range(2600))
+    source = Source(write(tmp_path / "x", [text]))
+    run = Run(source, tokenizer, samples=1)
+    found = []
+    while run.position[0] == 0:
+        ((piece, _),) = run.dataset.pieces("mlm", run.ranks[0].next_step())
+        found += originals(piece)
+    pieces = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
+    assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in pieces)
+    assert Counter(t for tokens in pieces for t in tokens) == Counter(tokenizer.hf.tokenize(text))
+
+
+# 4. Real text
+
+
+@pytest.mark.parametrize("language", ["en", "de", "zh"])
+def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
+    """Documents as `<doc>` says, by a regular expression; sentences of a document in order, none in two."""
+    path = real / "mono" / f"wiki_{language}" / "wiki_00.txt.xz"
+    with lzma.open(path, "rt", encoding="utf-8") as file:
+        text = file.read()
+    arguments = [
+        "mono",
+        "--text",
+        str(path),
+        "--lang",
+        language,
+        "--out",
+        str(tmp_path / "out"),
+        "--shard_lines",
+        "1000",
+    ]
+    write_shards.main(Ranks(), arguments)
+    source = Source(tmp_path / "out")
+    expected = []
+    for content in re.findall(r"<doc [^\n]*>\n(.*?)\n?</doc>", text, flags=re.DOTALL):
+        expected.append("".join("".join(split_sentences(line)) for line in content.split("\n")))
+    found: list[list[str]] = []
+    for shard, count in enumerate(source.counts):
+        for record, follows in zip(range(count), source.follows(shard, slice(None)).tolist(), strict=True):
+            found.append([]) if not follows else None
+            found[-1].append(source.read(shard, record).texts[0])
+    assert len(source.shards) > 1 and len(expected) > 5
+    assert ["".join("".join(d).split()) for d in found] == ["".join(d.split()) for d in expected if d.strip()]
