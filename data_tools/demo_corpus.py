@@ -1,8 +1,9 @@
-"""Generate the demo corpus: a small bilingual world (demo_world.py), as shards, with tokenizer and dictionary.
+"""Generate the demo corpus: a small world of three languages (demo_world.py), as shards, with tokenizer and dictionary.
 
     python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-Writes pairs/ (en-xx with gold word links), mono_en/, mono_xx/, heldout/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt.
+Writes pairs/ (en-xx with gold word links), pairs_yy/ (en-yy, a fifth as many), mono_en/, mono_xx/, mono_yy/ (a fifth as
+many sentences, in documents), heldout/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from data_tools import tokenizer as tokenizers
 from data_tools import write_shards as writer
-from data_tools.demo_world import LANGUAGES, World
+from data_tools.demo_world import LANGUAGES, WRITTEN, World
 from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.shards import find_sources
@@ -19,6 +20,8 @@ from xscale.errors import UserError
 from xscale.record import Record
 
 HELDOUT = 1000
+OF_YY = 1_000_000
+"""Number of the first pair in yy: no sentence of en-yy is one of en-xx."""
 VOCAB_SIZE = 4000
 
 
@@ -38,15 +41,22 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
     ranks.together(start)
     made_by = {"tool": "data_tools.demo_corpus", "seed": seed}
 
-    def pair_lines(first: int, count: int) -> Iterator[writer.Line]:
+    def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.Line]:
         for number in range(1, count + 1):
-            *texts, links = world.pair(first + number - 1)
-            yield writer.Line(number, "", [Record(f"demo.en-xx-{first + number:09d}", LANGUAGES, tuple(texts), links)])
+            *texts, links = world.pair(first + number - 1, other)
+            key = f"demo.en-{other}-{first + number:09d}"
+            yield writer.Line(number, "", [Record(key, ("en", other), tuple(texts), links)])
 
     def mono_lines(language: str) -> Iterator[writer.Line]:
-        for number in range(1, mono + 1):
-            text = world.document(language, number)[0]
-            yield writer.Line(number, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,))])
+        written = documents = 0
+        while written < (wanted := mono // 5 if language == "yy" else mono):
+            sentences = world.document(language, documents := documents + 1)[: wanted - written]
+            first = written + 1
+            written += len(sentences)
+            for number, text in enumerate(sentences, start=first):
+                yield writer.Line(
+                    first, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,), doc=documents)]
+                )
 
     def finish() -> None:
         if not ranks.is_main:
@@ -64,7 +74,11 @@ def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ran
         lines = writer.SHARD_LINES // 4
         writer.write_shards(pair_lines(0, pairs), partial / "pairs", "pairs", lines, ranks, made_by)
         writer.write_shards(pair_lines(pairs, HELDOUT), partial / "heldout" / "pairs", "pairs", lines, ranks, made_by)
-        for language in LANGUAGES:
+        if pairs >= 5:
+            writer.write_shards(
+                pair_lines(OF_YY, pairs // 5, "yy"), partial / "pairs_yy", "pairs", lines, ranks, made_by
+            )
+        for language in WRITTEN if mono >= 5 else LANGUAGES:
             writer.write_shards(mono_lines(language), partial / f"mono_{language}", "mono", lines, ranks, made_by)
         ranks.together(finish)
     except BaseException:
