@@ -1,21 +1,24 @@
-"""What each objective adds to the same pre-trained encoder, in as many steps: real text, end to end.
+"""What each objective adds to the same pre-trained encoder, in as many steps: real text, end to end, several seeds.
 
-    python benchmarks/transfer.py --data SHARED_DATA --out DIR [--pretrain 2000] [--steps 800] [--arms mlm tlm ppa ...]
+    python benchmarks/transfer.py --data SHARED_DATA --out DIR [--langs de zh] [--seeds 0 1 2] [--arms mlm tlm ...]
 
-A tiny encoder (2 layers, 128 wide) is trained by MLM on English and German: Wikipedia, and the two sides of Tatoeba's
-pairs as monolingual text. From it, each arm trains the same number of steps at the same learning rate, on the same
-Tatoeba pairs; `mlm` reads their sides without the pairing. Prints, before and after: sentence retrieval on the LASER
-Tatoeba test (whose pairs are not in the training data; mean-pooled last states, cosine), the alignment score of the
-input embeddings on MUSE en-de, of the words that are withheld from every arm and of the others, and masked prediction
-on the test pairs. Every part is a command of the README; a part that is complete is not repeated. Needs the optional
-extra `align`.
+For each language a tiny encoder (2 layers, 128 wide) is trained by MLM on it and English: Wikipedia, and the two sides
+of Tatoeba's pairs as monolingual text. From it, each arm trains the same number of steps at the same learning rate on
+the same pairs; `mlm` reads their sides without the pairing. Prints means and standard deviations over seeds of:
+sentence retrieval on the LASER Tatoeba test, whose pairs are not in the training data (accuracy of both directions, by
+the mean, by [CLS], and of the mean at the best layer), the alignment score of the input embeddings on MUSE's words, of
+those withheld from every arm and of the others, and the TLM loss on the test pairs. Every part is a command of the
+README; one that is complete is not repeated. `--code DIR` trains and exports with another checkout, and measures with
+this one. Needs the optional extra `align`.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 from common import print_table
@@ -24,85 +27,142 @@ ROOT = Path(__file__).resolve().parent.parent
 ARMS = {
     "mlm": {"recipe": "mlm", "streams.mlm.samples": 24},
     "tlm": {"recipe": "tlm", "streams.tlm.samples": 128},
-    "ppa": {"recipe": "ppa", "streams.ppa.queue_size": 8192},
-    "ppa_fast": {"recipe": "ppa", "streams.ppa.queue_size": 8192, "streams.ppa.momentum": 0.99},
+    "ppa": {"recipe": "ppa", "streams.ppa.samples": 128, "streams.ppa.queue_size": 4096, "streams.ppa.momentum": 0.99},
     "alignlm": {"recipe": "alignlm", "streams.alignlm.samples": 128},
-    "mixed": {"recipe": "mixed"},
+    "contextual": {"recipe": "contextual", "streams.contextual.samples": 128, "train.max_grad_norm": 1.0},
+    "align_mlm": {"recipe": "align_mlm", "streams.align_mlm.samples": 24, "streams.align_mlm.pairs_per_step": 4096},
+    "mixed": {"recipe": "mixed", "streams.ppa.momentum": 0.99},
 }
-"""Recipe and fields of each arm; about 128 pairs, or as much text, a step.
-ppa_fast: at the paper's 0.999 the key encoder follows in a thousand steps, more than an arm has."""
+"""Recipe and fields of each arm; about 128 pairs, or as much text, a step."""
+CODES = {"de": "deu", "fr": "fra", "zh": "cmn"}
+COLUMNS = ("mean", "CLS", "best layer", "withheld", "trained words", "TLM loss")
 
 
-def run(*words: object) -> None:
-    print("$", *words, flush=True)
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
-    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=ROOT, env=environment)
+class Bench:
+    """The commands of one language."""
 
+    def __init__(self, args: argparse.Namespace, lang: str):
+        self.args, self.lang = args, lang
+        self.given, self.out = args.data.resolve(), args.out.resolve() / lang
+        self.lexicon = self.given / f"lexicon/muse/en-{lang}.txt.xz"
 
-def make_data(given: Path, out: Path) -> None:
-    write = ("-m", "data_tools.write_shards")
-    texts = {lang: given / f"parallel/tatoeba/en-de.{lang}.xz" for lang in ("en", "de")}
-    tests = {lang: given / f"eval/tatoeba/tatoeba.deu-eng.{code}.xz" for lang, code in (("en", "eng"), ("de", "deu"))}
-    if not (out / "pairs/tatoeba/index.json").exists():
-        files = ("--src", texts["en"], "--tgt", texts["de"], "--langs", "en", "de")
-        run(*write, "pairs", *files, "--out", out / "pairs/tatoeba", "--align")
-    for lang, text in texts.items():
-        if not (out / f"mono/tatoeba_{lang}/index.json").exists():
-            run(*write, "mono", "--text", text, "--lang", lang, "--whole_lines", "--out", out / f"mono/tatoeba_{lang}")
-        if not (out / f"mono/wiki_{lang}/index.json").exists():
-            wiki = sorted((given / f"mono/wiki_{lang}").glob("*.xz"))
-            run(*write, "mono", "--text", *wiki, "--lang", lang, "--out", out / f"mono/wiki_{lang}")
-    if not (out / "test/index.json").exists():
-        files = ("--src", tests["en"], "--tgt", tests["de"], "--langs", "en", "de")
-        run(*write, "pairs", *files, "--out", out / "test")
-    if not (out / "tokenizer").exists():
-        data = [out / name for name in ("pairs/tatoeba", "mono/wiki_en", "mono/wiki_de")]
-        run("-m", "data_tools.tokenizer", "--data", *data, "--out", out / "tokenizer", "--vocab_size", 16000)
+    def run(self, code: Path, *words: object) -> None:
+        print("$", *words, flush=True)
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(code)}
+        subprocess.run([sys.executable, *map(str, words)], check=True, cwd=code, env=environment)
 
+    def make_data(self) -> None:
+        code, write, pair = self.args.code, ("-m", "data_tools.write_shards"), ("en", self.lang)
+        texts = {side: self.given / f"parallel/tatoeba/en-{self.lang}.{side}.xz" for side in pair}
+        if not (self.out / "pairs/tatoeba/index.json").exists():
+            files = ("--src", texts["en"], "--tgt", texts[self.lang], "--langs", *pair)
+            self.run(code, *write, "pairs", *files, "--out", self.out / "pairs/tatoeba", "--align")
+        for side, text in texts.items():
+            out = self.out / f"mono/tatoeba_{side}"
+            if not (out / "index.json").exists():
+                self.run(code, *write, "mono", "--text", text, "--lang", side, "--whole_lines", "--out", out)
+            out, wiki = self.out / f"mono/wiki_{side}", sorted((self.given / f"mono/wiki_{side}").glob("*.xz"))[:10]
+            if not (out / "index.json").exists():
+                self.run(code, *write, "mono", "--text", *wiki, "--lang", side, "--out", out)
+        if not (self.out / "test/index.json").exists():
+            test = self.given / f"eval/tatoeba/tatoeba.{CODES[self.lang]}-eng"
+            files = ("--src", f"{test}.eng.xz", "--tgt", f"{test}.{CODES[self.lang]}.xz", "--langs", *pair)
+            self.run(ROOT, *write, "pairs", *files, "--out", self.out / "test")
+        if not (self.out / "tokenizer").exists():
+            data = [self.out / name for name in ("pairs/tatoeba", "mono/wiki_en", f"mono/wiki_{self.lang}")]
+            self.run(
+                code,
+                "-m",
+                "data_tools.tokenizer",
+                "--data",
+                *data,
+                "--out",
+                self.out / "tokenizer",
+                "--vocab_size",
+                12000,
+            )
 
-def train(name: str, recipe: str, steps: int, data: list[Path], out: Path, fields: dict[str, object]) -> None:
-    if (out / f"hf/{name}/config.json").exists():
-        return
-    fields = fields | {"model.tokenizer": out / "tokenizer", "checkpoint.every": steps, "data.workers": 1}
-    sets = [f"{key}={value}" for key, value in fields.items()]
-    command = ["xscale/train.py", "--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", *data]
-    run(*command, "--out", out / f"runs/{name}", "--steps", steps, "--set", *sets)
-    run("-m", "xscale.export", out / f"runs/{name}", out / f"hf/{name}")
+    def train(self, name: str, seed: int, recipe: str, steps: int, data: list[Path], fields: dict[str, object]) -> None:
+        run, hf = self.out / f"runs/{name}.{seed}", self.hf(name, seed)
+        if (hf / "config.json").exists():
+            return
+        fields = fields | {"model.tokenizer": self.out / "tokenizer", "checkpoint.every": steps, "data.workers": 1}
+        sets = [f"{key}={value}" for key, value in fields.items()]
+        command = ["xscale/train.py", "--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", *data]
+        self.run(self.args.code, *command, "--out", run, "--steps", steps, "--seed", seed, "--set", *sets)
+        self.run(self.args.code, "-m", "xscale.export", run, hf)
+
+    def hf(self, name: str, seed: int) -> Path:
+        return self.out / f"hf/{name}.{seed}"
+
+    def pretrain(self, seed: int) -> None:
+        mono = sorted((self.out / "mono").iterdir())
+        self.train("pretrained", seed, "mlm", self.args.pretrain, mono, {"model.preset": "tiny", "train.lr": 1e-3})
+
+    def arm(self, name: str, seed: int) -> None:
+        fields: dict[str, object] = dict(ARMS[name])
+        recipe = str(fields.pop("recipe"))
+        fields |= {"model.init": self.hf("pretrained", seed), "train.lr": self.args.lr}
+        fields |= {"data.lexicons": f"[{self.lexicon}]", "train.measure_every": 0}
+        sides, pairs = [self.out / f"mono/tatoeba_{side}" for side in ("en", self.lang)], self.out / "pairs/tatoeba"
+        data = {"mlm": sides, "align_mlm": sides, "mixed": [*sides, pairs]}.get(name, [pairs])
+        self.train(name, seed, recipe, self.args.steps, data, fields)
+
+    def scores(self, name: str, seed: int) -> list[float]:
+        """Of COLUMNS."""
+        path = self.out / f"scores/{name}.{seed}.json"
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            tasks = ("--task", "retrieval", "alignment", "heldout", "--data", self.out / "test")
+            how = ("--pooling", "mean", "cls", "--layer", "all", "--lexicons", self.lexicon, "--lexicon_heldout", 0.2)
+            self.run(ROOT, "-m", "xscale.eval.run", "--model", self.hf(name, seed), *tasks, *how, "--out", path)
+        found = json.loads(path.read_text())["results"]
+        rows = {row: scores["accuracy"] for row, scores in found["retrieval"].items()}
+        of = {pooling: [value for row, value in rows.items() if pooling in row] for pooling in ("mean", "cls")}
+        (words,), (heldout,) = found["alignment"].values(), found["heldout"].values()
+        aligned = [words.get(f"en->{self.lang}{kind}", 0.0) for kind in ("", " trained")]
+        retrieved = [of["mean"][-1], of["cls"][-1], max(of["mean"])]
+        return [*(100 * value for value in retrieved + aligned), heldout["tlm_loss"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with parallel/, mono/, lexicon/, eval/")
     parser.add_argument("--out", type=Path, required=True, help="shards, runs and models go here")
-    parser.add_argument("--pretrain", type=int, default=2000, help="steps of the common MLM pre-training")
-    parser.add_argument("--steps", type=int, default=800, help="steps of each arm")
+    parser.add_argument("--code", type=Path, default=ROOT, help="checkout that writes shards, trains and exports")
+    parser.add_argument("--langs", nargs="+", choices=CODES, default=["de", "zh"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--pretrain", type=int, default=1000, help="steps of the common MLM pre-training")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each arm")
     parser.add_argument("--lr", type=float, default=2e-3, help="of each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     args = parser.parse_args()
-    given, out = args.data.resolve(), args.out.resolve()
-    make_data(given, out)
-    lexicon = given / "lexicon/muse/en-de.txt.xz"
-    mono, pairs = sorted((out / "mono").iterdir()), out / "pairs/tatoeba"
-    train("pretrained", "mlm", args.pretrain, mono, out, {"model.preset": "tiny", "train.lr": 1e-3})
-    for name in args.arms:
-        fields: dict[str, object] = dict(ARMS[name])
-        recipe = str(fields.pop("recipe"))
-        fields |= {"model.init": out / "hf/pretrained", "train.lr": args.lr, "data.lexicons": f"[{lexicon}]"}
-        sides = [out / f"mono/tatoeba_{lang}" for lang in ("en", "de")]
-        data = {"mlm": sides, "mixed": [*sides, pairs]}.get(name, [pairs])
-        train(name, recipe, args.steps, data, out, fields)
+    args.code = args.code.resolve()
+    for lang in args.langs:
+        Bench(args, lang).make_data()
+    for seed, lang in product(args.seeds, args.langs):
+        bench = Bench(args, lang)
+        bench.pretrain(seed)
+        for name in args.arms:
+            bench.arm(name, seed)
+        print_language(bench, args.seeds[: args.seeds.index(seed) + 1])
+
+
+def print_language(bench: Bench, seeds: list[int]) -> None:
     rows = []
-    for name in ("pretrained", *args.arms):
-        scores = out / f"scores/{name}.json"
-        if not scores.exists():
-            tasks = ("--task", "retrieval", "alignment", "heldout", "--data", out / "test", "--lexicons", lexicon)
-            run("-m", "xscale.eval.run", "--model", out / f"hf/{name}", *tasks, "--out", scores)
-        found = {task: next(iter(each.values())) for task, each in json.loads(scores.read_text())["results"].items()}
-        words = [found["alignment"][f"en->de{kind}"] for kind in ("", " trained")]
-        values = [found["retrieval"]["accuracy"], *words, found["heldout"]["masked_accuracy"]]
-        rows.append([name, *(f"{value:.1%}" for value in values)])
-    header = ["", "retrieval, both directions", "alignment, withheld", "alignment, trained", "masked accuracy"]
-    print_table(f"{args.pretrain} steps of MLM, then {args.steps} of each", header, rows)
+    for name in ("pretrained", *bench.args.arms):
+        columns = zip(*(bench.scores(name, seed) for seed in seeds), strict=True)
+        digits = [1] * 5 + [2]
+        rows.append([name, *(spread(values, n) for values, n in zip(columns, digits, strict=True))])
+    title = (
+        f"en-{bench.lang}: {bench.args.pretrain} steps of MLM, then {bench.args.steps} of each; {len(seeds)} seed(s)"
+    )
+    print_table(title, ["", *COLUMNS], rows)
+
+
+def spread(values: tuple[float, ...], digits: int) -> str:
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
 
 
 if __name__ == "__main__":
