@@ -219,7 +219,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
         return steps
 
     expected = entries_of(1, 10_000)
-    whole = sorted(zip(*lexicon.ids, strict=True))
+    whole = sorted(entry for entry in zip(*lexicon.ids, strict=True) if entry[0] != entry[1])
     for step in expected:
         for found in step.values():
             assert found == whole if wanted is None else len(found) == wanted
@@ -297,8 +297,8 @@ def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """MUSE has `berlin berlin`: cosine 1, no gradient. They neither count nor are drawn."""
-    words = ["david", "will", "xx", "shitu", "naz"]
-    (tmp_path / "en-xx.txt").write_text("".join(f"{w} {w}\n" for w in words) + "david shitu\nwill naz\n")
+    words = ["Peter", "will", "xx", "shaka", "doj"]
+    (tmp_path / "en-xx.txt").write_text("".join(f"{w} {w}\n" for w in words) + "Peter shaka\nwill doj\n")
     lexicon = load_lexicon(tmp_path / "en-xx.txt", tokenizer)
     assert lexicon.identical == len(words) and "5 have the same tokens on both" in lexicon.summary()
     source, target = lexicons.entries((lexicon,), False)
@@ -307,4 +307,4 @@ def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Toke
     piece = align_mlm.collate([[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.Options(), context)
     assert piece.targets["align"] == 2
     ids = np.split(piece.arrays["ids"], piece.arrays["starts"][1:])
-    assert [tokenizer.hf.decode(word) for word in ids] == ["david", "will", "shitu", "naz"]
+    assert [tokenizer.hf.decode(word) for word in ids] == ["Peter", "will", "shaka", "doj"]

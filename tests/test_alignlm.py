@@ -25,8 +25,9 @@ from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.piece import Context, Piece, Reads
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
-from xscale.data.shards import find_sources
+from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -35,7 +36,7 @@ from xscale.objectives.base import Parts
 
 Pair = tuple[str, str, str]
 """Two texts and their links."""
-ROOT_TEXT = "david will not buy the very big hammer under their green bottle tomorrow shitu vabipa zeibi naz vij"
+ROOT_TEXT = "Peter will not buy the very big hammer under their green bottle tomorrow shaka vopina jaji doj koh"
 ROOT_WORDS = ROOT_TEXT.split()
 
 
@@ -246,9 +247,9 @@ def test_the_sums_do_not_depend_on_the_cut(tokenizer: Tokenizer, parts: Parts) -
 
 EMPTY = {
     "no sample": [],
-    "all dropped": [(" ".join(ROOT_WORDS * 2), "david", "0-0")],
-    "no link": [("david will not buy", "shitu vabipa zeibi naz", "")],
-    "links": [("david will not buy", "shitu vabipa zeibi naz", "0-0 1-1 2-2 3-3")],
+    "all dropped": [(" ".join(ROOT_WORDS * 2), "Peter", "0-0")],
+    "no link": [("Peter will not buy", "shaka vopina jaji doj", "")],
+    "links": [("Peter will not buy", "shaka vopina jaji doj", "0-0 1-1 2-2 3-3")],
 }
 
 
@@ -305,7 +306,7 @@ def test_linked_states_are_rows_of_A(data: st.DataObject) -> None:
 
 def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     """A word that the tokenizer drops is still a word to whoever counted links: also the last one."""
-    pairs = [("david \ufffd will \ufffd", "shitu vabipa", "2-0 3-1 1-1")]
+    pairs = [("Peter \ufffd will \ufffd", "shaka vopina", "2-0 3-1 1-1")]
     (sample,) = examples_of(tokenizer, pairs)
     assert max(sample[0].words[0].of_token) == 2 and len(sample[0].words[0].is_word) == 4
     words = word_links.read_links(sample)
@@ -313,7 +314,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     sequences = alignlm.join_segments(tokenizer, word_links.segments(sample, layout), {"en": 0, "xx": 1})
     tokens = word_links.word_tokens(sample, layout, sequences, words.first, "first")
     ids = [[int(sequences.ids[place]) for place in link] for link in word_links.token_links(words.links, tokens)]
-    assert ids == [[tokenizer.encode(["will"])[0][0], tokenizer.encode(["shitu"])[0][0]]]
+    assert ids == [[tokenizer.encode(["will"])[0][0], tokenizer.encode(["shaka"])[0][0]]]
 
 
 @pytest.mark.parametrize(
@@ -331,7 +332,7 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: str | None, words: list[str]) -> None:
-    pairs: Any = [("david will", "shitu vabipa", "0-0"), ("david will", "naz vij", links)]
+    pairs: Any = [("Peter will", "shaka vopina", "0-0"), ("Peter will", "doj koh", links)]
     with pytest.raises(UserError) as caught:
         alignlm.collate(examples_of(tokenizer, pairs), alignlm.Options(), context(tokenizer))
     assert all(word in str(caught.value) for word in ("'r1'", *words)), caught.value
@@ -341,7 +342,7 @@ def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) ->
     long = " ".join(ROOT_WORDS[:12])
     (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])
     piece = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(tokenizer, 16))
-    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(tokenizer.encode(["david"])[0])
+    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
 
 
 def test_options_are_checked() -> None:
@@ -353,7 +354,7 @@ def test_options_are_checked() -> None:
 
 def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:
     """From shards through the loader: what a masked word is predicted from are its gold translations."""
-    (source,) = (source for source in find_sources([demo]) if source.kind == "pair")
+    source = Source(demo / "pairs")
     objective = alignlm.OBJECTIVE
     options = alignlm.Options(shuffle_sides=True)
     stream = StreamCollate(objective.collate, options, objective.words(options))
@@ -374,7 +375,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
             sequence = of_token[partners.places[a]]
             place = next(p for p in at if original[p] == label and of_token[p] == sequence)
             record = records[keys[sequence]]
-            texts = [side.split() for side in record.texts]
+            texts = [found for found, _ in split(list(record.texts))]
             token = tokenizer.backend.id_to_token(int(original[place])).removeprefix("##")
             theirs = [tokenizer.backend.id_to_token(int(original[c])) for c in partners.places[a:b]]
             links = links_of(record.links)

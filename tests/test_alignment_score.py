@@ -165,7 +165,19 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
 
     def scores(model: Path, *options: object) -> dict[str, float]:
         out = tmp_path / "scores.json"
-        command = ["--model", model, "--task", "alignment", "--data", demo, "--lexicons", path, "--out", out, *options]
+        command = [
+            "--model",
+            model,
+            "--task",
+            "alignment",
+            "--data",
+            demo / "pairs",
+            "--lexicons",
+            path,
+            "--out",
+            out,
+            *options,
+        ]
         subprocess.run(
             [sys.executable, "-m", "xscale.eval.run", *map(str, command)],
             check=True,

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 from collections import Counter
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -168,7 +170,7 @@ def test_sentences(line: str, sentences: list[str]) -> None:
 
 def test_splitting_loses_no_character() -> None:
     world = World(3)
-    line = " ".join(world.sentence("en", i).replace(" .", ".").capitalize() for i in range(200))
+    line = " ".join(sentence for i in range(40) for sentence in world.document("en", i))
     for text in (line, line.replace(". ", '." '), line.replace(". ", "…) (")):
         assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
 
@@ -194,7 +196,7 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
     assert places[0] < 100 and places[-1] > 500, "records are spread over the source"
     assert "600 pair records (en xx)" in out and "with word links: 100 %" in out
     for side, lang in enumerate(("en", "xx")):
-        words = [len(record["texts"][side].split()) for record in found]
+        words = [len(re.findall(r"\w+|\S", record["texts"][side])) for record in found]
         assert f"{lang}: words a sentence {sum(words) / 600:.1f} on average" in out
         assert f"longest {max(words)} " in out
     inspect.main(Ranks(), [str(demo / "mono_en"), "--show", "9999"])
@@ -245,19 +247,22 @@ def test_demo_corpus_is_whole(demo: Path, shard_records) -> None:
         "lexicon",
         "mono_en",
         "mono_xx",
+        "mono_yy",
         "pairs",
+        "pairs_yy",
         "tokenizer",
     ]
     world = World(0)
-    for lang in ("en", "xx"):
+    for lang, sentences in (("en", 600), ("xx", 600), ("yy", 120)):
         found = records_of(demo / f"mono_{lang}", shard_records)
-        assert [record["texts"][0] for record in found] == [world.sentence(lang, i) for i in range(1, 601)]
+        documents = ((number, text) for number in count(1) for text in world.document(lang, number))
+        assert [(record["doc"], record["texts"][0]) for record in found] == list(islice(documents, sentences))
     keys = Counter(
         record["key"]
-        for name in ("pairs", "heldout/pairs", "mono_en", "mono_xx")
+        for name in ("pairs", "pairs_yy", "heldout/pairs", "mono_en", "mono_xx", "mono_yy")
         for record in records_of(demo / name, shard_records)
     )
-    assert max(keys.values()) == 1 and len(keys) == 600 * 3 + 1000
+    assert max(keys.values()) == 1 and len(keys) == 600 * 3 + 120 * 2 + 1000
 
 
 def test_demo_dictionary(demo: Path) -> None:

@@ -27,7 +27,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.objectives import mlm, tlm
 
-LANGUAGES = {"en": 0, "xx": 1}
+LANGUAGES = {"en": 0, "xx": 1, "yy": 2}
 TLM = {"language_embeddings": True, "reset_positions": True}
 
 
@@ -379,11 +379,11 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
 def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, steps: int, seed: int = 3) -> list[Any]:
     """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
-    specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (2,), 25, packed=False)]
+    specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (3,), 25, packed=False)]
     calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
-        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words="tokenizer"),
+        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words=True),
     }
     dataset = StepDataset(sources, collates, context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}

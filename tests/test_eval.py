@@ -181,7 +181,7 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
     _, found = measure("--task", "retrieval", *every, "--layer", "all")
     scores = found["results"]["retrieval"]
     same_as_the_reference(scores, hf, texts[:60], ("en", "xx"))
-    assert len({json.dumps(of_row) for of_row in scores.values()}) > 8
+    assert len({json.dumps(of_row) for of_row in scores.values()}) > 6
     _, default = measure("--task", "retrieval")
     assert default["results"]["retrieval"] == {"en-xx": scores["en-xx mean cosine layer 3"]}
     _, chosen = measure("--task", "retrieval", "--pooling", "cls", "--margin", "csls", "--layer", "-4", "1", "0")

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -231,7 +232,8 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
         piece = next(launch.pieces_of(job, 1))["dict_mlm"]
         places = piece.reads["masked"].places
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
-        assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(every - pairs)
+        withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
+        assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
         job = prepare(demo, "align_mlm", f"data.lexicons=[{path / name}]", "data.workers=0")
         arrays = next(launch.pieces_of(job, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
@@ -354,12 +356,13 @@ def test_induction_by_loops(demo: Path, tmp_path: Path, shard_records, on_ranks,
     seen: Counter = Counter()
     flip = 1 if out == "en-xx.txt" else -1
     for record in records:
-        sides = [text.split() for text in record["texts"]]
+        sides = [re.findall(r"\w+|\S", text.lower()) for text in record["texts"]]
         for side, lang in zip(sides, record["langs"], strict=True):
-            seen.update((lang, word.strip(".,?!").lower()) for word in side)
+            seen.update((lang, word) for word in side)
         for link in record["links"].split():
             i, j = map(int, link.split("-"))
-            pairs[(sides[0][i].strip(".,?!").lower(), sides[1][j].strip(".,?!").lower())] += 1
+            if sides[0][i].isalpha():
+                pairs[sides[0][i], sides[1][j]] += 1
     expected = {
         (a, b)[::flip]: n
         for (a, b), n in pairs.items()

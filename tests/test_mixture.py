@@ -402,7 +402,8 @@ def test_any_mixture_is_complete_and_cut_evenly(
 def test_an_epoch_of_the_demo_corpus(demo: Path, shard_records) -> None:
     sources = find_sources([demo])
     names = [source.directory.name for source in sources]
-    streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (2,), 50, packed=False)]
+    assert names == ["mono_en", "mono_xx", "mono_yy", "pairs", "pairs_yy"]
+    streams = [StreamSpec("mlm", (0, 1), 24, packed=True), StreamSpec("tlm", (3,), 50, packed=False)]
 
     def keys() -> Iterator[tuple[str, str, int, str]]:
         for plan in itertools.islice(mixture(sources=sources, streams=streams), 70):

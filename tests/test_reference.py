@@ -14,7 +14,7 @@ from tests import launch, plain
 from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
 from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Piece
+from xscale.data.piece import Piece, Share
 from xscale.data.row import Row, make_row
 from xscale.data.sequences import Example
 from xscale.objectives import OBJECTIVES
@@ -278,8 +278,8 @@ def test_losses_do_not_depend_on_the_cut(demo: Path) -> None:
 
 def piece_of_nothing(job: Job, stream: str) -> Piece:
     config = job.recipe.streams[stream]
-    context = job.dataset(job.specs).context
-    return OBJECTIVES[config.objective].collate([], config.options, replace(context, stream=stream))
+    context = job.dataset(job.specs).context_of(stream, Share())
+    return OBJECTIVES[config.objective].collate([], config.options, context)
 
 
 def row_gradients(case: Case, pieces: dict[str, Piece]) -> tuple[Tensor, dict[str, Tensor | None]]:

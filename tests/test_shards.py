@@ -417,7 +417,9 @@ def test_few_files_are_open_at_once(mono: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_find_sources(demo: Path, mono: Path) -> None:
-    assert [source.directory.name for source in find_sources([demo])] == ["mono_en", "mono_xx", "pairs"]
+    assert [source.directory.name for source in find_sources([demo])] == [
+        "mono_en", "mono_xx", "mono_yy", "pairs", "pairs_yy",
+    ]  # fmt: skip
     assert [source.name for source in find_sources([mono, demo / "pairs"])] == ["en", "en-xx"]
     with pytest.raises(UserError, match="tokenizer"):
         find_sources([demo / "tokenizer"])
