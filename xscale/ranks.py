@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -57,9 +58,16 @@ def find_process() -> Process:
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
-        job = env.get("SLURM_JOB_ID", "")
-        env["MASTER_PORT"] = str(20000 + int(job) % 20000) if job.isdigit() else "29500"
+        env["MASTER_PORT"] = str(_port(process, env.get("SLURM_JOB_ID", "")))
     return process
+
+
+def _port(process: Process, job: str) -> int:
+    """Of several ranks one that all of them come to; of a lone one any that is free, so that two runs do not meet."""
+    if process.world == 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            return server.getsockname()[1]
+    return 20000 + int(job) % 20000 if job.isdigit() else 29500
 
 
 def _is_step(rank_variable: str) -> bool:
