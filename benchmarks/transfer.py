@@ -2,9 +2,10 @@
 
     python benchmarks/transfer.py --data SHARED_DATA --out DIR [--langs de zh] [--seeds 0 1 2] [--arms mlm tlm ...]
 
-For each language a tiny encoder (2 layers, 128 wide) is trained by MLM on it and English: Wikipedia, and the two sides
-of Tatoeba's pairs as monolingual text. From it, each arm trains the same number of steps at the same learning rate on
-the same pairs; `mlm` reads their sides without the pairing. Prints means and standard deviations over seeds of:
+For each language a tiny encoder (2 layers, 128 wide) is trained once by MLM on it and English: Wikipedia, and the two
+sides of Tatoeba's pairs as monolingual text. From it, each arm trains the same number of steps at the same learning
+rate on the same pairs; `mlm` reads their sides without the pairing; a seed decides order, masks, dropout and new heads.
+Prints means and standard deviations over seeds of:
 sentence retrieval on the LASER Tatoeba test, whose pairs are not in the training data (accuracy of both directions, by
 the mean, by [CLS], and of the mean at the best layer), the alignment score of the input embeddings on MUSE's words, of
 those withheld from every arm and of the others, and the TLM loss on the test pairs. Every part is a command of the
@@ -95,14 +96,14 @@ class Bench:
     def hf(self, name: str, seed: int) -> Path:
         return self.out / f"hf/{name}.{seed}"
 
-    def pretrain(self, seed: int) -> None:
+    def pretrain(self) -> None:
         mono = sorted((self.out / "mono").iterdir())
-        self.train("pretrained", seed, "mlm", self.args.pretrain, mono, {"model.preset": "tiny", "train.lr": 1e-3})
+        self.train("pretrained", 0, "mlm", self.args.pretrain, mono, {"model.preset": "tiny", "train.lr": 1e-3})
 
     def arm(self, name: str, seed: int) -> None:
         fields: dict[str, object] = dict(ARMS[name])
         recipe = str(fields.pop("recipe"))
-        fields |= {"model.init": self.hf("pretrained", seed), "train.lr": self.args.lr}
+        fields |= {"model.init": self.hf("pretrained", 0), "train.lr": self.args.lr}
         fields |= {"data.lexicons": f"[{self.lexicon}]", "train.measure_every": 0}
         sides, pairs = [self.out / f"mono/tatoeba_{side}" for side in ("en", self.lang)], self.out / "pairs/tatoeba"
         data = {"mlm": sides, "align_mlm": sides, "mixed": [*sides, pairs]}.get(name, [pairs])
@@ -140,9 +141,9 @@ def main() -> None:
     args.code = args.code.resolve()
     for lang in args.langs:
         Bench(args, lang).make_data()
+        Bench(args, lang).pretrain()
     for seed, lang in product(args.seeds, args.langs):
         bench = Bench(args, lang)
-        bench.pretrain(seed)
         for name in args.arms:
             bench.arm(name, seed)
         print_language(bench, args.seeds[: args.seeds.index(seed) + 1])
@@ -151,7 +152,8 @@ def main() -> None:
 def print_language(bench: Bench, seeds: list[int]) -> None:
     rows = []
     for name in ("pretrained", *bench.args.arms):
-        columns = zip(*(bench.scores(name, seed) for seed in seeds), strict=True)
+        of_name = [0] if name == "pretrained" else seeds
+        columns = zip(*(bench.scores(name, seed) for seed in of_name), strict=True)
         digits = [1] * 5 + [2]
         rows.append([name, *(spread(values, n) for values, n in zip(columns, digits, strict=True))])
     title = (
