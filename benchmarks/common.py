@@ -15,6 +15,7 @@ from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES, Line, write_shards
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
+from xscale.data.words import split
 from xscale.record import Record
 
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
@@ -50,8 +51,8 @@ def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:
     for one, other, pharaoh in pairs:
         found = (map(int, link.split("-")) for link in (pharaoh or "").split())
         links += [(len(first) + i, len(second) + j) for i, j in found]
-        first += one.split()
-        second += other.split()
+        first += split([one])[0][0]
+        second += split([other])[0][0]
         if min(len(first), len(second)) >= words:
             kept = " ".join(f"{i}-{j}" for i, j in links if max(i, j) < words)
             yield " ".join(first[:words]), " ".join(second[:words]), None if pharaoh is None else kept

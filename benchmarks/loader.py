@@ -4,8 +4,9 @@
 
 writes a corpus of pairs of 15 words a side and a 16k tokenizer into a temporary directory (from two parallel files,
 plain, .gz or .xz, or else from the demo world), and prints
-  1. TLM pairs, tokens and rows a second: read from shards, tokenised, masked, laid out in rows of --max_tokens (512
-     pairs a step), by the process itself and through DataLoader with 1 and 2 workers; then where a pair's time goes
+  1. pairs, tokens and rows a second of TLM, and of AlignLM where there are links (the demo world): read from shards,
+     tokenised, masked, laid out in rows of --max_tokens (512 pairs a step), by the process itself and through DataLoader
+     with 1 and 2 workers; then where a pair's time goes
   2. seconds from opening the source to the first step, at record 0 (a new run, which measures how many tokens bytes
      promise) and at 90 % of it (a resume, which knows), files cached and not
   3. memory of the order of 10^5, 10^7 and 10^9 records, and the time of drawing one step
@@ -48,14 +49,14 @@ SMALL_SHARD = 1024
 REPEATS = 5
 
 
-def open_job(directory: Path, max_tokens: int | None) -> Job:
-    """TLM on a directory of pairs, with the tokenizer beside it. Without what is measured before step 1."""
+def open_job(directory: Path, max_tokens: int | None, recipe: str = "tlm") -> Job:
+    """A recipe on a directory of pairs, with the tokenizer beside it. Without what is measured before step 1."""
     fields = {
-        "streams.tlm.samples": SAMPLES,
+        f"streams.{recipe}.samples": SAMPLES,
         "data.max_length": MAX_LENGTH,
         "train.max_tokens": "null" if max_tokens is None else max_tokens,
     }
-    return prepare("tlm", [f"{name}={value}" for name, value in fields.items()], [directory])
+    return prepare(recipe, [f"{name}={value}" for name, value in fields.items()], [directory])
 
 
 def with_workers(job: Job, workers: int) -> Job:
@@ -85,7 +86,8 @@ def speed(job: Job, steps: int) -> None:
     pairs, rows = steps * SAMPLES, sum(len(batch.rows) for batch in batches)
     tokens = sum(batch.work().tokens for batch in batches)
     title = (
-        f"1. TLM pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary {job.tokenizer.vocab_size:,}); "
+        f"1. {job.specs[0].name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary "
+        f"{job.tokenizer.vocab_size:,}); "
         f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {job.max_tokens(DEVICE):,})"
     )
     table = [[name, *(f"{n / s:,.0f}" for n in (pairs, tokens)), f"{rows / s:,.1f}"] for name, s in seconds.items()]
@@ -95,12 +97,13 @@ def speed(job: Job, steps: int) -> None:
 
 def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
     """Each stage by itself, over the same records."""
-    (source,), tokenizer = job.sources, job.tokenizer
+    (source,), (spec,) = job.sources, job.specs
+    encode = job.tokenizer.encode if spec.name == "tlm" else job.tokenizer.encode_words
     places = [
         place
         for plan in plans
         for row in plan.rows
-        for place in zip(row["tlm"].shard.tolist(), row["tlm"].record.tolist(), strict=True)
+        for place in zip(row[spec.name].shard.tolist(), row[spec.name].record.tolist(), strict=True)
     ]
     texts = [t for shard, record in places for t in source.read(shard, record).texts]
     steps = [texts[i : i + 2 * SAMPLES] for i in range(0, len(texts), 2 * SAMPLES)]
@@ -111,7 +114,7 @@ def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
             lambda: [draws.next_step() for _ in plans], REPEATS
         ),
         "read records": median_time(lambda: [source.read(*place) for place in places], REPEATS),
-        "tokenise": median_time(lambda: [tokenizer.encode(step) for step in steps], REPEATS),
+        "tokenise": median_time(lambda: [encode(step) for step in steps], REPEATS),
     }
     whole = median_time(lambda: [dataset[plan] for plan in plans], REPEATS)
     seconds["mask, collate, lay out, the rest"] = whole - seconds["read records"] - seconds["tokenise"]
@@ -285,6 +288,8 @@ def main() -> None:
         job = open_job(source.directory, args.max_tokens).calibrated()
         assert job.calibration is not None
         speed(job, args.steps)
+        if not args.text:
+            speed(open_job(source.directory, args.max_tokens, "alignlm").calibrated(), args.steps)
         resume(source.directory, args.max_tokens, job.calibration)
         memory(job.max_tokens(DEVICE))
         opens(job)
