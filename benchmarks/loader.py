@@ -5,8 +5,8 @@
 writes a corpus of pairs of 15 words a side and a 16k tokenizer into a temporary directory (from two parallel files,
 plain, .gz or .xz, or else from the demo world), and prints
   1. pairs, tokens and rows a second of TLM, and of AlignLM where there are links (the demo world): read from shards,
-     tokenised, masked, laid out in rows of --max_tokens (512 pairs a step), by the process itself and through DataLoader
-     with 1 and 2 workers; then where a pair's time goes
+     tokenised, masked, laid out in rows of --max_tokens (512 pairs a step), by the process itself and through
+     DataLoader with 1 and 2 workers; then where a pair's time goes
   2. seconds from opening the source to the first step, at record 0 (a new run, which measures how many tokens bytes
      promise) and at 90 % of it (a resume, which knows), files cached and not
   3. memory of the order of 10^5, 10^7 and 10^9 records, and the time of drawing one step
