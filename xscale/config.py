@@ -115,7 +115,7 @@ class TrainConfig:
     measure_every: Annotated[int, Field(ge=0)] = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
     and the alignment scores of dictionaries; 0: never."""
-    time_limit: NotNegative | None = None
+    time_limit: PositiveFloat | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
 
     @model_validator(mode="after")
@@ -189,6 +189,17 @@ RENAMED = {
 """Fields of earlier versions, and what to write instead."""
 
 
+class UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice: the last one would win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
     """A shipped recipe's name or a YAML file's path, with `key.sub=value` overrides.
 
@@ -201,7 +212,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
             f"recipe {name!r} not found ({path}). Shipped recipes: {shipped}; or give a path ending in .yaml"
         )
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):

@@ -1,6 +1,7 @@
 """Train one encoder on a recipe: `deepspeed xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe xlm`.
 
-Exit codes: 0 done, 2 user error, 75 saved and stopped early on a signal or time limit (start again to go on).
+Exit codes: 0 done, 2 user error, 3 the run is not finite, 75 saved and stopped early on a signal or time limit (start
+again to go on).
 """
 
 import sys
@@ -18,13 +19,14 @@ import traceback
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.errors import RankError, UserError
+from xscale.errors import NotFinite, RankError, UserError
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
+from xscale.run.metrics import LOG
 from xscale.run.start import train_run
 
-USER_ERROR = 2
+USER_ERROR, NOT_FINITE = 2, 3
 DEMO = Path("data/demo")
 
 
@@ -61,6 +63,10 @@ def main(argv: list[str] | None = None) -> int:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             print(f"{where}error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
+    except NotFinite as error:
+        if process.is_main:
+            LOG.error(f"error: {error}")
+        return NOT_FINITE
     except KeyboardInterrupt:
         return 130
 

@@ -42,6 +42,8 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
             found_langs = record.langs
         elif record.langs != found_langs:
             raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
+        for text in record.texts:
+            text.encode()  # raises for a lone surrogate, which no tokenizer takes
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
         doc = record.doc
 

@@ -153,6 +153,11 @@ class Source:
         idx = self._idx(shard)
         offset, length, crc = idx[record].item()
         length &= FOLLOWS - 1
+        if not length:
+            raise UserError(
+                f"{idx_path(self.directory / self.shards[shard].name)} is damaged: record {record} has no bytes. Copy "
+                f"it again, or run `python -m data_tools.index {self.directory}`"
+            )
         data = os.pread(fd, length, offset)
         if zlib.crc32(data) != crc:
             data = os.pread(fd, length, offset)  # a shared file system may answer better the second time

@@ -7,6 +7,7 @@ manifest.json (files, sizes, hashes, the run's identity, the stream's state), th
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,14 @@ HF = "hf"
 """Folder of a checkpoint that holds the model's Hugging Face config and the tokenizer."""
 COMPANIONS = "companions.pt"
 """Momentum encoders, queues and the like, by stream; the same on every rank, so one file."""
+NAME = re.compile(r"step_\d{8,}")
+KNOWN_TYPES = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+"""What DeepSpeed's files hold besides tensors and plain values. Anything else could run code as it is loaded."""
 SPARE_BYTES = 1 << 28
 """Free disk space that must be left after a save."""
 
@@ -73,9 +82,9 @@ class Checkpoint:
 
 
 def complete_steps(folder: Path) -> list[Path]:
-    """Directories step_X with a manifest, oldest first."""
+    """Directories step_X with a manifest, oldest first; not copies of other names."""
     found = folder.glob("step_*") if folder.is_dir() else []
-    return sorted(path for path in found if path.suffix != PARTIAL and (path / MANIFEST).exists())
+    return sorted(path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def is_run(path: Path) -> bool:
@@ -117,8 +126,21 @@ def verify(path: Path, control: Control) -> str | None:
             problems.append(f"{name} has {(path / name).stat().st_size:,} bytes, not {expected[name]['bytes']:,}")
         elif files.sha256_file(path / name) != expected[name]["sha256"]:
             problems.append(f"{name} differs from its hash")
+        elif name.endswith(".pt") and (foreign := foreign_types(path / name)):
+            problems.append(f"{name} holds {', '.join(foreign)}, which no run of xscale writes and which may run code")
+    loose = sorted(file.name for file in path.glob("*.pt") if file.name not in expected) if control.is_main else []
+    problems += [f"{name} is not in its manifest" for name in loose]
     found = [problem for part in control.gather(problems) for problem in part]
     return "; ".join(found) or None
+
+
+def foreign_types(path: Path) -> list[str]:
+    """Names that a file of torch.save refers to, outside of those that are known. Nothing of it is run."""
+    try:
+        found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception as error:
+        return [f"what cannot be read ({str(error).splitlines()[0][:80]})"]
+    return sorted(set(found) - KNOWN_TYPES)
 
 
 def read(path: Path) -> Checkpoint:

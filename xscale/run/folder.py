@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +23,32 @@ LOCK_SECONDS = 20
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
     """May `out` be this run's directory? Raises UserError where it belongs to another run, or is something else."""
-    path = out / IDENTITY
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
-    if path.exists():
-        if resume == "never":
-            raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(saved, dict) or not saved:
-                raise ValueError("not an object")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}); remove it to go on with the run in {out}") from None
-        differences = compare(saved, identity)
-        if differences:
-            raise UserError(
-                f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
-                + "\n".join(f"  {line}" for line in differences)
-            )
-    elif any(next(out.glob(name), None) for name in FOREIGN):
+    path = out / IDENTITY
+    saved = read_identity(out)
+    if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
+    if resume == "never" and (saved or path.exists()):
+        raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
+    differences = compare(saved, identity) if saved else []
+    if differences:
+        raise UserError(
+            f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
+            + "\n".join(f"  {line}" for line in differences)
+        )
+
+
+def read_identity(out: Path) -> dict[str, Any] | None:
+    """Of the run in a directory, by its file or else its newest checkpoint that can be read; None: neither says."""
+    with suppress(OSError, ValueError):
+        saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
+        if isinstance(saved, dict) and saved:
+            return saved
+    for path in reversed(checkpoints.complete_steps(out / "checkpoints")):
+        with suppress(UserError):
+            return checkpoints.read(path).identity
+    return None
 
 
 def lock_out(out: Path) -> Any:
@@ -82,6 +89,11 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: C
         found = checkpoints.newest_valid(out / "checkpoints", control, LOG.warning)
         if found is None and checkpoints.complete_steps(out / "checkpoints"):
             raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
+        if found is None and has_steps(out / "metrics.jsonl"):
+            raise UserError(
+                f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {out / 'checkpoints'} has its "
+                f"{checkpoints.MANIFEST}: bring them back, or move {out} away to start again"
+            )
     else:
         path = Path(resume)
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -100,6 +112,13 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: C
             f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)
         )
     return found
+
+
+def has_steps(metrics: Path) -> bool:
+    """Whether a run has trained, going by its metrics."""
+    with suppress(OSError):
+        return metrics.read_bytes().count(b"\n") > 0
+    return False
 
 
 def dump(tree: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """The training loop, and what it keeps between steps."""
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
 from xscale.data.row import Work
-from xscale.errors import UserError
+from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
@@ -26,6 +27,8 @@ from xscale.step.zero import keeps_whole_weights, whole_weight
 
 STOPPED = 75
 """Exit code of a run that has saved and stopped early."""
+MOST_SKIPPED = 100
+"""Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
 FLUSH_SECONDS = 1.0
 """Metrics are read from the device this often at most, since reading waits for it."""
 
@@ -78,7 +81,7 @@ class Trainer:
         self.step: int = state["step"]
         """Steps done."""
         self.saved = self.step if resumed else None
-        self.too_long = 0
+        self.too_long = self.skipped = 0
         self.pending: list[StepRecord] = []
         self.last_flush = time.monotonic()
         self.flops = StepFlops(engine.module.encoder)
@@ -172,11 +175,34 @@ class Trainer:
             return
         table = torch.stack([record.sums.values_K for record in self.pending])
         dist.all_reduce(table)
-        if self.reporter:
-            for record, totals in zip(self.pending, table.tolist(), strict=True):
-                self.reporter.report(record.entry(totals, self.recipe))
-            self.reporter.flush()
+        entries = [
+            record.entry(totals, self.recipe) for record, totals in zip(self.pending, table.tolist(), strict=True)
+        ]
         self.pending.clear()
+        if self.reporter:
+            for entry in entries:
+                self.reporter.report(entry)
+            self.reporter.flush()
+        for entry in entries:
+            self.check_finite(entry)
+
+    def check_finite(self, entry: dict[str, Any]) -> None:
+        """Raises NotFinite on all ranks, before anything of it is saved. In fp16 a skipped step is none of it."""
+        self.skipped = self.skipped + 1 if entry["skipped"] else 0
+        if self.engine.fp16_enabled() and 0 < self.skipped < MOST_SKIPPED:
+            return
+        streams = [name for name in self.recipe.streams if not math.isfinite(entry[f"loss/{name}"])]
+        norm = entry["grad_norm"] or 0.0
+        if not streams and math.isfinite(norm) and not self.skipped:
+            return
+        what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
+        if not streams and math.isfinite(norm):
+            what = f"fp16's gradient for {self.skipped} steps in a row (loss scale {entry.get('loss_scale'):g})"
+        good = f"the newest good checkpoint is of step {self.saved}" if self.saved is not None else "none was saved"
+        raise NotFinite(
+            f"step {entry['step']}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. Go on from there into "
+            f"another --out (--resume DIR) with a lower train.lr or weight, or look at the step's records (--trace)"
+        )
 
     def trace_step(self, batch: StepBatch) -> None:
         if self.trace.file:

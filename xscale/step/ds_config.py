@@ -73,10 +73,10 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
 
 def read_ds_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise UserError(f"--ds_config {path} not found; shipped ones are in ds_configs/") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--ds_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
@@ -84,6 +84,15 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Raises ValueError for a key that stands twice: the last one would win."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
 
 
 def _misnamed(config: dict[str, Any]) -> list[str]:

@@ -1,0 +1,184 @@
+"""Nothing that goes wrong looks like success: numbers that are none, damaged folders, foreign code."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import launch
+from xscale.config import load_recipe
+from xscale.data.shards import IDX_DTYPE, Source
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.ranks import Control
+from xscale.run import checkpoint as checkpoints
+from xscale.run import folder
+from xscale.step.ds_config import read_ds_config
+
+OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [
+        ("train: {steps: 5}\ntrain: {steps: 9}\n", "train"),
+        ("streams:\n  mlm: {objective: mlm, samples: 4, samples: 5}\n", "samples"),
+    ],
+)
+def test_a_key_twice_in_a_recipe(tmp_path: Path, text: str, twice: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"r\.yaml is not YAML: {twice} stands twice"):
+        load_recipe(str(path), [], OPTIONS)
+
+
+def test_a_key_twice_in_a_ds_config(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "stage": 1}}')
+    with pytest.raises(UserError, match=r"d\.json is not JSON: 'stage' stands twice"):
+        read_ds_config(path)
+
+
+def test_a_time_limit_that_never_advances() -> None:
+    with pytest.raises(UserError, match=r"train\.time_limit: 0 must be positive"):
+        load_recipe("mlm", ["train.time_limit=0"], OPTIONS)
+
+
+def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, write_pairs) -> None:
+    import io
+    import tarfile
+
+    from data_tools import index
+    from data_tools.ranks import Ranks
+
+    record = {"key": "a", "langs": ["en", "de"], "texts": ["fine", "broken \ud800"]}
+    with tarfile.open(tmp_path / "x-000000.tar", "w") as tar:
+        for name, text in (("00000000.jsonl", json.dumps(record | {"texts": ["a", "b"]}) + "\n" + json.dumps(record)),):
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    with pytest.raises(UserError, match=r"x-000000\.tar: record 1: .*surrogates not allowed"):
+        index.main(Ranks(), [str(tmp_path)])
+
+
+def test_a_zeroed_index_is_no_record(tmp_path: Path, demo: Path) -> None:
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    idx = next((tmp_path / "pairs").glob("*.idx"))
+    idx.write_bytes(bytes(idx.stat().st_size))
+    with pytest.raises(UserError, match=r"pairs-000000\.idx is damaged: record 3 has no bytes.*data_tools\.index"):
+        Source(tmp_path / "pairs").read(0, 3)
+    assert idx.stat().st_size % IDX_DTYPE.itemsize == 0
+
+
+# A run's folder
+
+
+class Code:
+    """Writes a file as it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.path),)
+
+
+def seal(step: Path, number: int) -> None:
+    """A manifest of what is in the folder."""
+    files = {path.name: checkpoints._seal(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
+    sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
+    (step / checkpoints.MANIFEST).write_text(json.dumps(sound))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints of a run, of tensors alone."""
+    for number in (4, 8):
+        step = tmp_path / f"run/checkpoints/step_{number:08d}"
+        step.mkdir(parents=True)
+        torch.save({"w": torch.ones(3)}, step / "mp_rank_00_model_states.pt")
+        seal(step, number)
+    (tmp_path / "run" / folder.IDENTITY).write_text('{"a": 1}')
+    return tmp_path / "run"
+
+
+def newest(run: Path) -> int | None:
+    found = folder.find_checkpoint(run, "auto", {"a": 1}, Control())
+    return found and found.step
+
+
+def test_foreign_code_in_a_checkpoint_is_not_run(run: Path, tmp_path: Path) -> None:
+    step = run / "checkpoints/step_00000008"
+    torch.save({"w": torch.ones(3), "x": Code(tmp_path / "owned")}, step / "mp_rank_00_model_states.pt")
+    seal(step, 8)
+    problem = checkpoints.verify(step, Control())
+    assert problem and "posix.mkdir" in problem and "may run code" in problem
+    assert newest(run) == 4 and not (tmp_path / "owned").exists()
+    (step / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Code(tmp_path / "owned")))
+    seal(step, 8)
+    assert newest(run) == 4 and not (tmp_path / "owned").exists()
+
+
+def test_files_that_no_manifest_knows(run: Path) -> None:
+    torch.save({}, run / "checkpoints/step_00000008/zero_pp_rank_9_mp_rank_00_optim_states.pt")
+    assert newest(run) == 4
+
+
+@pytest.mark.parametrize("damage", ["{}", "", "[]", '{"step": 8}', "not json"])
+def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
+    (run / "checkpoints/step_00000008" / checkpoints.MANIFEST).write_text(damage)
+    assert newest(run) == 4
+
+
+def test_a_copy_of_a_checkpoint_is_none(run: Path) -> None:
+    for name in ("step_00000004.copy", "step_00000004-old", "step_9"):
+        shutil.copytree(run / "checkpoints/step_00000004", run / "checkpoints" / name)
+    assert newest(run) == 8
+
+
+@pytest.mark.parametrize("damage", [None, "", "{"])
+def test_an_identity_that_is_gone_is_the_checkpoints(run: Path, damage: str | None) -> None:
+    (run / folder.IDENTITY).unlink()
+    if damage is not None:
+        (run / folder.IDENTITY).write_text(damage)
+    folder.claim_out(run, {"a": 1}, "auto")
+    with pytest.raises(UserError, match="belongs to another run"):
+        folder.claim_out(run, {"a": 2}, "auto")
+    with pytest.raises(UserError, match="already holds a run"):
+        folder.claim_out(run, {"a": 1}, "never")
+
+
+def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert newest(run) == 8
+    for manifest in run.rglob(checkpoints.MANIFEST):
+        manifest.unlink()
+    with pytest.raises(UserError, match=r"tells of steps, but no checkpoint .* has its manifest\.json"):
+        newest(run)
+    (run / "metrics.jsonl").unlink()
+    assert newest(run) is None
+
+
+# Numbers
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_finite_stops(demo: Path, tmp_path: Path) -> None:
+    """Exit code 3 with the step, the stream and the newest good checkpoint, which stays and is finite."""
+    out = tmp_path / "out"
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
+    run += ["--steps", "30", "--set", "streams.mlm.samples=4", "checkpoint.every=2", "train.warmup=0"]
+    code, output = launch.try_run(1, [*run, "train.lr=1.0e+38"])
+    assert "not finite" in output and "the newest good checkpoint is of step" in output, output[-3000:]
+    assert "exitcode  : 3" in output or code == 3, output[-3000:]
+    kept = checkpoints.complete_steps(out / "checkpoints")
+    assert kept and len(launch.metrics(out)) < 30
+    tensors = launch.checkpoint_tensors(kept[-1])
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
