@@ -4,12 +4,15 @@ import json
 import os
 import pickle
 import shutil
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from tests import launch
+from tests.test_training import wait_for
 from xscale.config import load_recipe
 from xscale.data.shards import IDX_DTYPE, Source
 from xscale.errors import UserError
@@ -182,3 +185,20 @@ def test_a_run_that_is_not_finite_stops(demo: Path, tmp_path: Path) -> None:
     assert kept and len(launch.metrics(out)) < 30
     tensors = launch.checkpoint_tensors(kept[-1])
     assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+@pytest.mark.slow
+def test_ranks_end_with_their_launcher(demo: Path, tmp_path: Path) -> None:
+    """kill -9 of `deepspeed` alone leaves its ranks: they save at the next step and are gone."""
+    out = tmp_path / "out"
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
+    process = launch.start(2, [*run, "--steps", "5000", "--set", "streams.mlm.samples=4"], "deepspeed")
+    wait_for(lambda: (out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 0, 180)
+    ranks = [psutil.Process(pid) for pid in launch.rank_pids(process)]
+    assert len(ranks) == 2
+    os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    for rank in alive:
+        rank.kill()
+    assert not alive and "its launcher is gone" in (out / "run.log").read_text()
+    assert checkpoints.complete_steps(out / "checkpoints")[-1].name != "step_00000000"

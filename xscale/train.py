@@ -1,7 +1,7 @@
 """Train one encoder on a recipe: `deepspeed xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe xlm`.
 
-Exit codes: 0 done, 2 user error, 3 the run is not finite, 75 saved and stopped early on a signal or time limit (start
-again to go on).
+Exit codes: 0 done, 2 user error, 3 the run is not finite, 4 the machine (disk, file system, port), 75 saved and stopped
+early on a signal or time limit (start again to go on).
 """
 
 import sys
@@ -12,6 +12,7 @@ if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import argparse
+import errno
 import os
 import subprocess
 import traceback
@@ -26,7 +27,12 @@ from xscale.run.describe import dry_run
 from xscale.run.metrics import LOG
 from xscale.run.start import train_run
 
-USER_ERROR, NOT_FINITE = 2, 3
+USER_ERROR, NOT_FINITE, MACHINE = 2, 3, 4
+OF_MACHINE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
+}
+"""What a file system or a network may answer to a program that does nothing wrong."""
 DEMO = Path("data/demo")
 
 
@@ -67,6 +73,20 @@ def main(argv: list[str] | None = None) -> int:
         if process.is_main:
             LOG.error(f"error: {error}")
         return NOT_FINITE
+    except dist.DistNetworkError as error:
+        print(f"[rank {process.rank}] error: the ranks cannot meet: {error}", file=sys.stderr, flush=True)
+        return MACHINE
+    except OSError as error:
+        if error.errno not in OF_MACHINE:
+            raise
+        where = error.filename or args.out
+        print(
+            f"[rank {process.rank}] error: {where}: {error.strerror}; mend that and start again: the run goes on from "
+            f"its newest checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        return MACHINE
     except KeyboardInterrupt:
         return 130
 

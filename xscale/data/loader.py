@@ -124,6 +124,8 @@ class StepDataset(Dataset):
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
         texts = [text for record in records for text in record.texts]
+        if not self.streams[stream].words:  # of what is far too long anyway, the beginning says so in less time
+            texts = [text[: CHARACTERS * self.context.max_length] for text in texts]
         words: list[TokenWords] | None = None
         if self.streams[stream].words:
             records = [self.sources[s].with_words(r) for (s, _, _), r in zip(places, records, strict=True)]
@@ -242,6 +244,8 @@ def allow_open_files() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+CHARACTERS = 64
+"""A text is looked at as far as so many characters for each token that a sequence may have."""
 CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 2048, 512, 64, 8
 """Of each stream, the first samples in its order: of whose records the bytes are looked up before step 1, how many of
 these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""

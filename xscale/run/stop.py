@@ -1,8 +1,15 @@
 """When a run should save and end before its last step."""
 
+import contextlib
 import signal
 import time
+from pathlib import Path
 from typing import Any
+
+import psutil
+
+SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
+PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 
 
 class StopRequest:
@@ -11,6 +18,8 @@ class StopRequest:
     def __init__(self, minutes: float | None):
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
+        self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
+        """Killed, some of them leave their ranks alone."""
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._note)
 
@@ -20,4 +29,19 @@ class StopRequest:
     def __bool__(self) -> bool:
         if not self.reason and self.deadline is not None and time.monotonic() >= self.deadline:
             self.reason = "time limit"
+        if not self.reason and not all(map(_lives, self.launchers)):
+            self.reason = "its launcher is gone"
         return bool(self.reason)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        program, *words = (Path(word).name for word in process.cmdline()[:4])
+        return program in PROGRAMS or (program.startswith("python") and not SCRIPTS.isdisjoint(words))
+    return False
