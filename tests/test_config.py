@@ -365,6 +365,7 @@ def test_identity_covers_what_decides_the_result() -> None:
         "train.max_grad_norm=7",
         "data.max_length=99",
         "data.alpha=0.1",
+        "data.first=50",
         "data.overlong=truncate",
         "model.preset=mini",
         "model.dropout=0.5",

@@ -266,7 +266,7 @@ def tokens_of_lengths(source: Source, tokenizer: Tokenizer, shards: int = 8, sam
 
 def source_statistics(source: Source, tokenizer: Tokenizer, sample: int = 512) -> float:
     """Tokens per stored byte of a source, from its first records. The same on every machine."""
-    n = min(sample, source.shards[0].records)
+    n = min(sample, int(source.counts[0]))
     records = [source.read(0, i) for i in range(n)]
     stored = int(source.lengths(0, np.arange(n)).sum())
     return tokenizer.tokens_per_byte([text for record in records for text in record.texts], stored)

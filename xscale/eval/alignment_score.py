@@ -80,7 +80,7 @@ def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.
         source.read(0, record).texts[source.langs.index(language)]
         for source in sources
         if language in source.langs
-        for record in range(min(SAMPLE, source.shards[0].records))
+        for record in range(min(SAMPLE, int(source.counts[0])))
     ]
     found = np.unique(np.array([token for ids in tokenizer.encode(sentences) for token in ids], dtype=np.int64))
     return found[~tokenizer.is_special[found]]
