@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import yaml
 
-from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe
+from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
 from xscale.data.row import Work
 from xscale.errors import UserError
 from xscale.models.build import PRESETS
@@ -42,7 +42,7 @@ def problems(make: Any, *arguments: str) -> list[str]:
 # 1. Shipped recipes
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_load(name: str) -> None:
     recipe = load(name)
     written = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
@@ -58,13 +58,13 @@ def test_shipped_recipes_load(name: str) -> None:
 
 
 def test_a_single_stream_bears_its_objective_s_name() -> None:
-    for path in RECIPES.glob("*.yaml"):
-        streams = load(path.stem).streams
+    for name in shipped_recipes():
+        streams = load(name).streams
         if len(streams) == 1:
             assert [*streams] == [stream.objective for stream in streams.values()]
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("name", shipped_recipes())
 def test_the_resolved_recipe_loads_again(recipe, name: str) -> None:
     """config.yaml of a run is a recipe."""
     first = load(name, "train.lr=1e-5", "train.weight_decay=0")
