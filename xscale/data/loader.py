@@ -50,8 +50,12 @@ class StepBatch:
     rows: list[Row]
     state: dict[str, Any]
 
-    def total(self, field: str) -> int:
-        return sum(getattr(row, field) for row in self.rows)
+    def samples(self) -> int:
+        return sum(row.samples for row in self.rows)
+
+    def too_long(self) -> dict[str, int]:
+        """By stream."""
+        return {stream: sum(row.too_long[stream] for row in self.rows) for stream in self.rows[0].too_long}
 
     def targets(self) -> dict[tuple[str, str], int]:
         """Targets on this rank of each (stream, term)."""
@@ -234,8 +238,9 @@ def calibrate(
         promised = np.bincount(draw.sample, weights=draw.tokens)
         groups = like_samples(promised, max_length)
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
-        lengths = [p.sequences.lengths for p, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
-        found.streams[spec.name] = estimate(promised, groups, lengths, max_length)
+        pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
+        lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
+        found.streams[spec.name] = estimate(promised, groups, lengths, max_length, too_long)
     return found
 
 

@@ -32,6 +32,8 @@ from xscale.step.module import StepModule
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
 hold a row."""
+DROPPED = 0.03
+"""Share of a stream's pairs over data.max_length from which on a run warns."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,24 @@ class Job:
     def records(self, spec: StreamSpec) -> int:
         """How many it draws from."""
         return records_of(spec, self.sources)
+
+    def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
+        """Of each stream that drops more than a few per cent of its pairs, a line that says so, by name. too_long:
+        shares of its pairs that are over data.max_length; None: as they were estimated."""
+        data = self.recipe.data
+        if too_long is None:
+            assert self.calibration is not None
+            too_long = {spec.name: self.calibration.of(spec.name).too_long for spec in self.specs}
+        if data.overlong == "truncate":
+            return {}
+        share = {spec.name: too_long[spec.name] for spec in self.specs if not spec.packed}
+        return {
+            stream: f"warning: streams.{stream} drops {dropped:.1%} of its pairs, those longer than data.max_length: "
+            f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
+            f"written: --max_tokens {data.max_length}"
+            for stream, dropped in share.items()
+            if dropped > DROPPED
+        }
 
     def module(self) -> StepModule:
         """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
