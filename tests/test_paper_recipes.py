@@ -46,6 +46,7 @@ TANG = {
     "model.preset": "small",  # Table 10: 8 heads, 8 layers, 512
     "model.dropout": 0.1,  # H: RoBERTa's
     "data.max_length": 512,  # G.3: H
+    "data.lexicon_heldout": 0,  # 5: "for all tokens"; 3: B is all that is there
     "train.steps": 500_000,  # Table 10
     "train.lr": 1e-4,  # Table 10
     "train.warmup": 10_000,  # Table 10
