@@ -320,6 +320,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             raise UserError("--min_tokens and --max_tokens count word pieces: give --tokenizer too")
         most = args.max_tokens if args.max_tokens is not None else sys.maxsize
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
+    if args.kind == "pairs" and args.langs[0] == args.langs[1]:
+        raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
     if args.shard_lines < 1:
         raise UserError(f"--shard_lines {args.shard_lines} must be positive")
     made_by = {

@@ -86,6 +86,14 @@ def test_links_that_do_not_fit(tmp_path, corpus_files, write_pairs, refused, bad
     assert files(tmp_path) == before
 
 
+def test_pairs_of_one_language(tmp_path, corpus_files, refused) -> None:
+    paths = [f"--{side}={path}" for side, path in zip(("src", "tgt"), corpus_files(["a"], ["b"]), strict=True)]
+    words = ["pairs", *paths, f"--out={tmp_path / 'out'}", "--langs", "en", "en"]
+    message = refused(lambda ranks: write_shards.main(ranks, words))
+    assert message == "--langs en en are the same; name the languages of the two sides apart"
+    assert not list(tmp_path.glob("out*"))
+
+
 def test_links_of_another_corpus(tmp_path, corpus_files, write_pairs, refused) -> None:
     paths = corpus_files(EN, DE)
     (tmp_path / "c.links").write_text("0-0\n" * 20)

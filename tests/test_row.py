@@ -198,7 +198,7 @@ def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
         assert row.inputs.labels.dtype == np.int64
         assert list(row.predictions.items()) == [((name, term), len(ids)) for name, term, ids in labels]
         targets = {("a", "mlm"): 3, ("a", "extra"): 1, ("b", "x"): 4, ("b", "y"): 2, ("c", "z"): 1}
-        assert row.targets == targets and (row.samples, row.too_long) == (6, 3)
+        assert row.targets == targets and (row.samples, row.too_long) == (6, {"a": 0, "b": 1, "c": 2})
         assert {name: set(arrays) for name, arrays in row.inputs.arrays.items()} == {
             "a": set(),
             "b": {"number"},

@@ -5,6 +5,7 @@ All problems of a recipe are reported at once. A value comes from the YAML file,
 
 import contextlib
 import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -69,8 +70,11 @@ class DataConfig:
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
     has language embeddings; false: both 0, so that neither is the first."""
+    first: PositiveInt | None = None
+    """Of each language, and of each pair of languages, only so many records are read: the first, in the order of
+    --data and of a directory's shards; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages are drawn with p proportional to records^alpha."""
+    """Languages are drawn with p proportional to records^alpha; 1: in the proportions that the data have."""
     workers: Annotated[int, Field(ge=0)] = 2
     """Loader processes per rank; 0 loads in the training process."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
@@ -85,6 +89,9 @@ class DataConfig:
 class TrainConfig:
     steps: PositiveInt = 1000
     """Optimizer steps of the run."""
+    epochs: PositiveFloat | None = None
+    """Instead of `steps`: so many times as many samples as there are pairs, by the recipe's first stream of pairs. With
+    data.alpha 1 every pair is read so often; with less, small languages more often than large ones."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     warmup: NotNegative = 0.1
@@ -166,11 +173,32 @@ class Recipe:
         return fields
 
 
+BY_EPOCHS = 1 << 40
+"""train.steps of a recipe that says `epochs` instead, until the data are known."""
+
+
+def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
+    """The recipe with the steps of train.epochs, each of which draws `samples` of the pairs. Raises UserError."""
+    train, problems = recipe.train, list[str]()
+    assert train.epochs
+    steps = math.ceil(round(train.epochs * pairs / samples, 6))
+    if train.steps not in (BY_EPOCHS, steps):
+        problems.append(
+            f"train.steps: {train.steps:,}, but train.epochs: {train.epochs:g} are {steps:,} steps of {samples:,} of "
+            f"{pairs:,} pairs; leave one of the two out"
+        )
+    built = _build(TrainConfig, dataclasses.asdict(train) | {"steps": steps}, "train", problems)
+    if problems:
+        raise UserError("\n".join(problems))
+    return dataclasses.replace(recipe, train=built)
+
+
 NOT_IDENTITY = {
     "model": {"tokenizer"},
     "data": {"workers", "lexicons", "lexicon_heldout"},
     "train": {
         "steps",
+        "epochs",
         "max_tokens",
         "activation_checkpointing",
         "compile",
@@ -183,6 +211,8 @@ NOT_IDENTITY = {
 instead of path, these with the share of their words that is withheld."""
 
 
+EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
+"""Fields that `--set` puts in the place of others of their section."""
 RENAMED = {
     "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
 }
@@ -200,6 +230,11 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def shipped_recipes() -> list[str]:
+    """Names, such as "xlm" and "paper/tang_xlm"."""
+    return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
+
+
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
     """A shipped recipe's name or a YAML file's path, with `key.sub=value` overrides.
 
@@ -207,9 +242,9 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     if not path.is_file():
-        shipped = ", ".join(sorted(p.stem for p in RECIPES.glob("*.yaml")))
         raise UserError(
-            f"recipe {name!r} not found ({path}). Shipped recipes: {shipped}; or give a path ending in .yaml"
+            f"recipe {name!r} not found ({path}). Shipped recipes: {', '.join(shipped_recipes())}; or give a path "
+            f"ending in .yaml"
         )
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys) or {}
@@ -251,12 +286,17 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
             problems.append(f"--set {assignment}: {parent} has no fields")
             return
     node[last] = value
+    if dotted in EITHER and value is not None:
+        node.pop(EITHER[dotted], None)
 
 
 def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
     sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}
     for unknown in set(tree) - set(sections) - {"streams"}:
         problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
+    train = tree.get("train")
+    if isinstance(train, dict) and train.get("epochs") is not None:
+        train.setdefault("steps", BY_EPOCHS)
     built = {
         name: _build(cls, {} if tree.get(name) is None else tree[name], name, problems)
         for name, cls in sections.items()

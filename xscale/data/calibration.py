@@ -26,6 +26,8 @@ class Estimate:
     """Variance of a sample's tokens in a row around what is estimated, for each estimated token."""
     counted: int = 0
     """Tokens in rows by which the ratio was measured."""
+    too_long: float = 0.0
+    """Share of its pairs that are longer than data.max_length."""
 
     def of(self, promised: np.ndarray, max_length: float) -> np.ndarray:
         """Estimated tokens in a row of each sample: whole numbers, which no machine adds up otherwise [samples]."""
@@ -84,9 +86,16 @@ def line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
     return slope, round(float(tokens.mean() - slope * lengths.mean()), 3)
 
 
-def estimate(promised: np.ndarray, groups: list[np.ndarray], lengths: list[np.ndarray], max_length: float) -> Estimate:
+def estimate(
+    promised: np.ndarray,
+    groups: list[np.ndarray],
+    lengths: list[np.ndarray],
+    max_length: float,
+    too_long: np.ndarray | int = 0,
+) -> Estimate:
     """promised: tokens of each of many samples. groups: of those that were read, samples alike, either all of them
-    promised over max_length or none. lengths: of each group's sequences in a row."""
+    promised over max_length or none. lengths: of each group's sequences in a row; too_long: how many of each group's
+    samples are longer than max_length [groups]."""
     expected = np.array([promised[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
     tokens = np.array([of_group.sum() for of_group in lengths])
@@ -103,4 +112,7 @@ def estimate(promised: np.ndarray, groups: list[np.ndarray], lengths: list[np.nd
     stands_for = (there / np.maximum(read, 1))[over.astype(int)]
     noise = (stands_for * (tokens - estimated) ** 2).sum() / max((stands_for * estimated).sum(), 1.0)
     average = found.of(promised, max_length).mean()
-    return replace(found, noise=round(float(noise), 3), tokens=round(float(average), 2))
+    share = (stands_for * too_long).sum() / len(promised)
+    return replace(
+        found, noise=round(float(noise), 3), tokens=round(float(average), 2), too_long=round(float(share), 4)
+    )

@@ -194,7 +194,7 @@ def _words_of(language: str, sources: list[Source]) -> set[str]:
     for source in sources:
         if language in source.langs:
             side = source.langs.index(language)
-            n = min(_ORDER_SAMPLE, source.shards[0].records)
+            n = min(_ORDER_SAMPLE, int(source.counts[0]))
             texts = [source.read(0, record).texts[side].lower() for record in range(n)]
             found.update(word for words, _ in split(texts) for word in words)
     return found

@@ -53,8 +53,12 @@ class StepBatch:
     rows: list[Row]
     state: dict[str, Any]
 
-    def total(self, field: str) -> int:
-        return sum(getattr(row, field) for row in self.rows)
+    def samples(self) -> int:
+        return sum(row.samples for row in self.rows)
+
+    def too_long(self) -> dict[str, int]:
+        """By stream."""
+        return {stream: sum(row.too_long[stream] for row in self.rows) for stream in self.rows[0].too_long}
 
     def targets(self) -> dict[tuple[str, str], int]:
         """Targets on this rank of each (stream, term)."""
@@ -269,8 +273,9 @@ def calibrate(
         longest = math.inf if spec.packed else max_length  # running text is neither dropped nor cut
         groups = like_samples(promised, longest)
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
-        lengths = [p.sequences.lengths for p, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
-        found.streams[spec.name] = estimate(promised, groups, lengths, longest)
+        pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
+        lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
+        found.streams[spec.name] = estimate(promised, groups, lengths, longest, too_long)
     return found
 
 
@@ -301,7 +306,7 @@ def tokens_of_lengths(source: Source, tokenizer: Tokenizer, shards: int = 8, sam
 
 def source_statistics(source: Source, tokenizer: Tokenizer, sample: int = 512) -> float:
     """Tokens per stored byte of a source, from its first records. The same on every machine."""
-    n = min(sample, source.shards[0].records)
+    n = min(sample, int(source.counts[0]))
     records = [source.read(0, i) for i in range(n)]
     stored = int(source.lengths(0, np.arange(n)).sum())
     return tokenizer.tokens_per_byte([text for record in records for text in record.texts], stored)

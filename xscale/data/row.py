@@ -78,7 +78,8 @@ class Row:
     """(stream, term) -> number of targets, and other counts of the stream."""
     work: Work
     samples: int
-    too_long: int
+    too_long: dict[str, int]
+    """Stream -> how many of its pairs, or sentences, were over max_length."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Stream -> keys of its records, in the order in which they were drawn."""
 
@@ -107,7 +108,7 @@ def make_row(pieces: dict[str, Piece], longest: int, filler: int, shape: Shape |
         targets={(name, term): n for name, p in pieces.items() for term, n in p.targets.items()},
         work=_work(parts),
         samples=sum(p.samples for p in parts),
-        too_long=sum(p.too_long for p in parts),
+        too_long={name: p.too_long for name, p in pieces.items()},
     )
 
 

@@ -83,6 +83,15 @@ class Source:
     def name(self) -> str:
         return "-".join(self.langs)
 
+    def keep_first(self, records: int) -> None:
+        """From now on the source ends behind so many of its records."""
+        ends = np.cumsum(self.counts)
+        shards = int(np.searchsorted(ends, records)) + 1
+        self.counts = np.clip(records - (ends - self.counts), 0, self.counts)[:shards]
+        self.shards = self.shards[:shards]
+        self.records = int(self.counts.sum())
+        self.bytes = sum(shard.bytes for shard in self.shards)
+
     def check_links(self) -> None:
         """Raises UserError where its links count words that this version does not know."""
         if self.segmentation not in SEGMENTATIONS.values():
@@ -185,6 +194,7 @@ class Source:
         idx = self._indices.get(shard)
         if idx is None:
             idx = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
+            idx = idx[: self.counts[shard]]
             self._indices[shard] = idx
             if len(self._indices) > OPEN_SHARDS * self.streams:
                 self._indices.popitem(last=False)
@@ -270,6 +280,21 @@ def find_sources(directories: list[Path]) -> list[Source]:
             )
         seen[source.fingerprint] = source.directory
     return sources
+
+
+def take_first(sources: list[Source], first: int | None) -> list[Source]:
+    """The sources, cut to the first records of each language, or pair of languages whichever way round, in the order
+    given. Those of which nothing is left are left out."""
+    if first is None:
+        return sources
+    left: dict[tuple[str, ...], int] = {}
+    for source in sources:
+        of = tuple(sorted(source.langs))
+        room = left.get(of, first)
+        if source.records > room:
+            source.keep_first(room)
+        left[of] = room - source.records
+    return [source for source in sources if source.records]
 
 
 def parse_line(line: bytes) -> Record:

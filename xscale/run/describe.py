@@ -43,6 +43,7 @@ def describe(job: Job, config: EngineConfig, process: Process, device: str) -> N
             f"stream {spec.name}: {spec.samples} samples a step from {job.records(spec):,} records of "
             f"{', '.join(dict.fromkeys(job.sources[s].pair for s in spec.sources))}"
         )
+    print(*(f"{line}\n" for line in job.dropped().values()), sep="", end="")
     print(*(f"heads: {note}\n" for note in module.notes), sep="", end="")
     rows, shape = job.fit(process, device)
     print(

@@ -17,7 +17,7 @@ from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
 from xscale.data.piece import Context
 from xscale.data.row import Shape
-from xscale.data.shards import Source, find_sources
+from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder, has_segments
@@ -39,6 +39,8 @@ from xscale.step.module import StepModule
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
 hold a row."""
+DROPPED = 0.03
+"""Share of a stream's pairs over data.max_length from which on a run warns."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +113,35 @@ class Job:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
             lines += [f"streams.{spec.name}.{line}" for line in advice]
+        train, counted = self.recipe.train, counts_epochs(self.specs)
+        if train.epochs and counted:
+            lines.append(
+                f"train.epochs {train.epochs:g}: {train.steps:,} steps, by the {counted.samples:,} of "
+                f"{self.records(counted):,} pairs that stream {counted.name} draws in each"
+            )
         return lines
 
     def records(self, spec: StreamSpec) -> int:
         """How many it draws from."""
-        return sum(self.sources[source].records for source in spec.sources)
+        return records_of(spec, self.sources)
+
+    def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
+        """Of each stream that drops more than a few per cent of its pairs, a line that says so, by name. too_long:
+        shares of its pairs that are over data.max_length; None: as they were estimated."""
+        data = self.recipe.data
+        if too_long is None:
+            assert self.calibration is not None
+            too_long = {spec.name: self.calibration.of(spec.name).too_long for spec in self.specs}
+        if data.overlong == "truncate":
+            return {}
+        share = {spec.name: too_long[spec.name] for spec in self.specs if not spec.packed}
+        return {
+            stream: f"warning: streams.{stream} drops {dropped:.1%} of its pairs, those longer than data.max_length: "
+            f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
+            f"written: --max_tokens {data.max_length}"
+            for stream, dropped in share.items()
+            if dropped > DROPPED
+        }
 
     def module(self) -> StepModule:
         """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
@@ -215,11 +241,12 @@ class Job:
 def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     """Resolve and validate recipe, data, tokenizer and dictionaries. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
-    sources = find_sources(data)
+    sources = take_first(find_sources(data), recipe.data.first)
     for source in sources:
         source.check_sizes()
     streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
+    recipe = with_steps(recipe, specs, sources)
     for number, source in enumerate(sources):
         source.streams = max(1, sum(number in spec.sources for spec in specs))
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
@@ -233,6 +260,28 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     segments = uses_segments(recipe, tokenizer)
     return Job(recipe, sources, tokenizer, specs, languages, lexicons, measured, dictionaries, segments)
+
+
+def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
+    """The recipe with train.steps, where it says train.epochs. Raises UserError."""
+    if recipe.train.epochs is None:
+        return recipe
+    spec = counts_epochs(specs)
+    if spec is None:
+        raise UserError("train.epochs counts pairs, and no stream of this recipe reads any; set train.steps")
+    if not spec.samples:
+        raise UserError(f"train.epochs needs streams.{spec.name}.samples in the place of tokens; or set train.steps")
+    return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
+
+
+def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
+    """The stream whose pairs train.epochs counts."""
+    return next((spec for spec in specs if not spec.packed), None)
+
+
+def records_of(spec: StreamSpec, sources: list[Source]) -> int:
+    """How many it draws from."""
+    return sum(sources[source].records for source in spec.sources)
 
 
 def any_stream(recipe: Recipe, option: str) -> bool:

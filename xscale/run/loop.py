@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ MOST_SKIPPED = 100
 """Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
 FLUSH_SECONDS = 1.0
 """Metrics are read from the device this often at most, since reading waits for it."""
+FEW_SAMPLES = 1000
+"""Of fewer, a share of dropped pairs says little: it is taken of so many."""
 
 
 class Agreed(NamedTuple):
@@ -38,8 +41,9 @@ class Agreed(NamedTuple):
 
     targets: dict[tuple[str, str], int]
     work: Work
+    too_long: Counter[str]
+    """By stream."""
     samples: int
-    too_long: int
     stop: int
     """How many ranks were told to stop."""
     flush: int
@@ -51,7 +55,7 @@ def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its pairs {agreed.too_long:,} were longer than data.max_length "
+        f"step {step} has no targets: of its pairs {agreed.too_long.total():,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
         f"more samples a step"
     )
@@ -81,7 +85,10 @@ class Trainer:
         self.step: int = state["step"]
         """Steps done."""
         self.saved = self.step if resumed else None
-        self.too_long = self.skipped = 0
+        self.first, self.too_long, self.skipped = self.step, Counter[str](), 0
+        """The step that it began with; of each stream since then, how many pairs were over data.max_length; steps in a
+        row that fp16 has skipped."""
+        self.warned = set(job.dropped())
         self.pending: list[StepRecord] = []
         self.last_flush = time.monotonic()
         self.flops = StepFlops(engine.module.encoder)
@@ -108,24 +115,40 @@ class Trainer:
             self.pending.append(self.train_step(batch, agreed, started, waited))
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
-            self.too_long += agreed.too_long
+            self.count_dropped(agreed.too_long)
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
             if agreed.flush or last or due:
                 self.flush()
             if last or due:
                 self.save(must=last)
-        if self.too_long:
-            LOG.info(f"{self.too_long:,} pairs were over data.max_length ({recipe.data.overlong})")
+        if self.too_long.total():
+            LOG.info(f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})")
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
     def agree(self, batch: StepBatch, flush: bool) -> Agreed:
         """The step's numbers of all ranks, by one small message."""
-        targets, work = batch.targets(), batch.work()
-        counted = [batch.total("samples"), batch.total("too_long")]
+        targets, work, long = batch.targets(), batch.work(), batch.too_long()
         asked = [int(bool(self.stop)), int(flush and self.process.is_main)]
-        sums = iter(self.control.sum([*targets.values(), *work, *counted, *asked]))
-        return Agreed({key: next(sums) for key in targets}, Work(*(next(sums) for _ in work)), *sums)
+        sums = iter(self.control.sum([*targets.values(), *work, *long.values(), batch.samples(), *asked]))
+        return Agreed(
+            {key: next(sums) for key in targets},
+            Work(*(next(sums) for _ in work)),
+            Counter({stream: next(sums) for stream in long}),
+            *sums,
+        )
+
+    def count_dropped(self, too_long: Counter[str]) -> None:
+        """Of a step that is done. Warns once of each stream that drops more than a few per cent."""
+        self.too_long.update(too_long)
+        steps = self.step - self.first
+        shares = {
+            spec.name: self.too_long[spec.name] / max(steps * spec.samples, FEW_SAMPLES) for spec in self.job.specs
+        }
+        for stream, line in self.job.dropped(shares).items():
+            if stream not in self.warned and self.process.is_main:
+                LOG.warning(line)
+            self.warned.add(stream)
 
     def train_step(self, batch: StepBatch, agreed: Agreed, started: float, waited: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
@@ -152,7 +175,7 @@ class Trainer:
             skipped=engine.skipped_steps - skipped,
             tokens=agreed.work.tokens,
             samples=agreed.samples,
-            too_long=agreed.too_long,
+            too_long=agreed.too_long.total(),
             data_wait_s=waited,
             step_s=seconds,
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,

@@ -47,6 +47,8 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
     job = job.calibrated(calibration(job, checkpoint, control))
     if process.is_main:
         write_config(args.out, job, config)
+        for line in job.dropped().values():
+            LOG.warning(line)
     state = checkpoint.state if checkpoint else initial_state(job.specs)
     # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
     fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None

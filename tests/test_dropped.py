@@ -1,0 +1,143 @@
+"""Pairs over data.max_length: the share of them is known before step 1, and a run that drops many says so, once."""
+
+import json
+import lzma
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from data_tools import tokenizer as tokenizers
+from data_tools.ranks import Ranks
+from tests import launch
+from xscale.data.calibration import Calibration
+from xscale.data.shards import find_sources
+from xscale.data.tokenizer import Tokenizer
+from xscale.ranks import Process
+from xscale.run import loop
+from xscale.run.describe import dry_run
+from xscale.run.job import Job, prepare
+
+SETS = ["data.workers=0", "streams.tlm.samples=32"]
+
+
+def job_of(data: Path, recipe: str, *sets: str) -> Job:
+    return prepare(recipe, ["data.workers=0", *sets], [data]).calibrated()
+
+
+def share_over(max_length: int, tokenizer: Tokenizer, data: Path) -> float:
+    """Of all pairs there, by a loop over each with the tokenizer's own template."""
+    lengths = []
+    for source in find_sources([data]):
+        for shard, count in enumerate(source.counts if source.kind == "pair" else []):
+            for record in range(count):
+                pair = tokenizer.hf(*source.read(shard, record).texts, add_special_tokens=True)
+                lengths.append(len(pair["input_ids"]))
+    return sum(length > max_length for length in lengths) / len(lengths)
+
+
+@pytest.mark.parametrize("max_length", [20, 28, 36, 44, 128])
+def test_the_share_is_known_before_step_1(demo: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """As all pairs have it, to a few standard errors of the 512 and more that are read of 2,048."""
+    share = share_over(max_length, tokenizer, demo / "pairs")
+    job = job_of(demo, "tlm", f"data.max_length={max_length}")
+    found = job.calibration.of("tlm").too_long
+    assert found == pytest.approx(share, abs=0.01 + 0.06 * (share * (1 - share)) ** 0.5)
+    assert bool(job.dropped()) == (found > 0.03)
+    assert max_length != 20 or share > 0.5
+    assert max_length != 128 or found == 0
+
+
+def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:
+    """Verses: 20 % and more of the pairs have over 100 tokens."""
+    texts = [tmp_path / f"bible.{language}" for language in ("en", "de")]
+    for path in texts:
+        with lzma.open(real / "parallel" / "bible" / f"{path.name}.xz", "rt", encoding="utf-8") as lines:
+            path.write_text("".join(line for line, _ in zip(lines, range(3000), strict=False)), encoding="utf-8")
+    write_pairs(*texts, tmp_path / "data" / "pairs")
+    out = ["--out", str(tmp_path / "data" / "tokenizer"), "--vocab_size", "4000"]
+    tokenizers.main(Ranks(), ["--data", str(tmp_path / "data"), *out])
+    for max_length in (64, 100, 160):
+        share = share_over(max_length, Tokenizer(tmp_path / "data" / "tokenizer"), tmp_path / "data")
+        job = job_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
+        assert job.calibration.of("tlm").too_long == pytest.approx(share, abs=0.03), max_length
+        assert bool(job.dropped()) == (job.calibration.of("tlm").too_long > 0.03)
+
+
+def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
+    sets = ["data.max_length=28", "streams.more={objective: tlm, samples: 4}"]
+    job = job_of(demo, "xlm", *sets)
+    assert list(job.dropped()) == ["tlm", "more"]  # monolingual text is no pair
+    line = job.dropped({"mlm": 0.5, "tlm": 0.03, "more": 0.1234})
+    assert line == {
+        "more": "warning: streams.more drops 12.3% of its pairs, those longer than data.max_length: 28; take a larger "
+        "one, or data.overlong=truncate, or leave them out when shards are written: --max_tokens 28"
+    }
+    assert job_of(demo, "xlm", *sets, "data.overlong=truncate").dropped() == {}
+
+
+def test_calibrations_of_earlier_versions_load(demo: Path) -> None:
+    """Without the share: they warn of nothing before a step is done."""
+    job = job_of(demo, "tlm", "data.max_length=28")
+    tree = json.loads(json.dumps(job.calibration.to_dict()))
+    same = Calibration.from_dict(tree, len(job.sources), ["tlm"])
+    assert asdict(same) == asdict(job.calibration) and same.of("tlm").too_long > 0.1
+    del tree["streams"]["tlm"]["too_long"]
+    old = Calibration.from_dict(tree, len(job.sources), ["tlm"])
+    assert old.of("tlm").too_long == 0 and old.of("tlm").ratio == same.of("tlm").ratio
+    assert job.calibrated(old).dropped() == {}
+
+
+@pytest.mark.parametrize("max_length", [28, 128])
+def test_dry_run_warns(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, max_length: int
+) -> None:
+    monkeypatch.chdir(launch.ROOT)
+    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--dry_run"]
+    sets = [*SETS, f"data.max_length={max_length}", "model.preset=tiny"]
+    dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), Process(0, 1, 0, 1))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: streams.tlm drops")]
+    assert len(lines) == (1 if max_length == 28 else 0)
+
+
+def trainer(job: Job, warned: set[str], main: bool = True) -> loop.Trainer:
+    """As far as it counts what is dropped."""
+    made = object.__new__(loop.Trainer)
+    made.job, made.step, made.first, made.too_long, made.warned = job, 0, 0, Counter(), warned
+    made.process = SimpleNamespace(is_main=main)
+    return made
+
+
+def test_training_warns_once_where_the_share_passes(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all steps of this start; of the first 1,000 samples, more than 30 in number."""
+    said: list[str] = []
+    monkeypatch.setattr(loop.LOG, "warning", said.append)
+    job = job_of(demo, "xlm", "streams.tlm.samples=100", "streams.more={objective: tlm, samples: 50}")
+    drops = [25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5, 10, 1, 40]  # of 100 each; 25 % of few, and 40 of 1,200 at step 12
+    for main, expected in ((True, 1), (False, 0)):
+        made = trainer(job, {"more"}, main)
+        for step, dropped in enumerate(drops, start=1):
+            made.step = step
+            made.count_dropped(Counter(mlm=50, tlm=dropped, more=50))
+            assert len(said) == (expected if step >= 12 else 0), step
+        assert made.too_long == {"mlm": 700, "tlm": sum(drops), "more": 700}
+        assert not expected or said.pop().startswith("warning: streams.tlm drops 3.3% of its pairs")
+
+
+@pytest.mark.slow
+def test_a_run_says_it_once_and_counts_them_all(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """On 2 ranks: a line at the start; too_long of each step is as many of its pairs as are over the length."""
+    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--trace"]
+    sets = [*SETS, "data.max_length=28", "train.steps=40"]
+    output = launch.run(2, [*words, "--out", str(tmp_path), "--set", *sets])
+    assert output.count("warning: streams.tlm drops") == 1
+    assert (tmp_path / "run.log").read_text().count("warning: streams.tlm drops") == 1
+    (source,) = find_sources([demo / "pairs"])
+    records = [source.read(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
+    over = {r.key for r in records if len(tokenizer.hf(*r.texts)["input_ids"]) > 28}
+    keys = launch.trace(tmp_path)
+    for entry in launch.metrics(tmp_path):
+        assert entry["too_long"] == sum(key in over for key in keys[entry["step"], "tlm"])

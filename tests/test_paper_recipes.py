@@ -1,0 +1,206 @@
+"""recipes/paper: the papers' numbers, and that each recipe runs."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import RobertaConfig, RobertaForMaskedLM, XLMRobertaForMaskedLM
+
+from tests import launch
+from xscale.config import RECIPES, Recipe, load_recipe, shipped_recipes
+from xscale.models.build import preset_config
+from xscale.objectives import OBJECTIVES
+from xscale.objectives.ppa import Options as PPA
+
+OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
+NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]
+
+PAN = {
+    "model.init": "bert-base-multilingual-cased",  # 2.1: "the pretrained mBERT model to initialize both"
+    "streams.ppa.samples": 128,  # 3.3: batch size
+    "streams.ppa.temperature": 0.05,  # 3.3
+    "streams.ppa.queue_size": 32000,  # 3.3
+    "streams.ppa.momentum": 0.999,  # 3.3
+    "streams.ppa.projection": 300,  # 2.1: d_k
+    "streams.ppa.mask_prob": 0.15,  # 2.2
+    "data.max_length": 128,  # 3.3
+    "data.first": 250_000,  # 3.1
+    "train.epochs": 10,  # 3.3: "except for the 2M setting where 5 epochs are trained"
+    "train.lr": 0.00003,  # 3.3
+    "train.warmup": 0.1,  # 3.3: "the first 10% of the total iterations"
+    "train.weight_decay": 0.01,  # 3.3
+}
+MOCO = ("temperature", "queue_size", "momentum", "projection")
+YANG = {
+    "model.init": "bert-base-multilingual-cased",  # 3.1, 3.2: 12 layers, 768, 12 heads, by Google
+    "train.epochs": 2,  # 3.1
+    "train.lr": 5e-5,  # 3.1
+}
+TANG = {
+    "model.preset": "small",  # Table 10: 8 heads, 8 layers, 512
+    "model.dropout": 0.1,  # H: RoBERTa's
+    "data.max_length": 512,  # G.3: H
+    "data.lexicon_heldout": 0,  # 5: "for all tokens"; 3: B is all that is there
+    "train.steps": 500_000,  # Table 10
+    "train.lr": 1e-4,  # Table 10
+    "train.warmup": 10_000,  # Table 10
+    "train.weight_decay": 0.01,  # H: RoBERTa's
+    "train.max_grad_norm": 0,  # H: RoBERTa's
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "pan_250k": PAN,
+    "pan_600k": PAN | {"data.first": 600_000},  # 3.1
+    "pan_2m": PAN | {"data.first": 2_000_000, "train.epochs": 5},  # 3.1, 3.3
+    "pan_no_moco": {k: v for k, v in PAN.items() if not k.endswith(MOCO)} | {"streams.ppa.moco_weight": 0},  # Table 5
+    "pan_no_tlm": {k: v for k, v in PAN.items() if "mask" not in k} | {"streams.ppa.tlm_weight": 0},  # Table 5
+    "pan_mlm": PAN | {"streams.ppa.replace_tlm_with_mlm": True},  # Table 5
+    "yang_alignlm": YANG
+    | {
+        "streams.alignlm.samples": 32,  # 3.1: batch size
+        "streams.alignlm.mask_prob": 0.3,  # 3.1
+        "streams.alignlm.normalize": "sum",  # (5)
+        "streams.alignlm.shuffle_sides": False,  # (1)
+    },
+    "yang_tlm": YANG | {"streams.tlm.samples": 32, "streams.tlm.mask_prob": 0.3},  # 3.2: "the same settings"
+    "tang_mlm": TANG
+    | {
+        "streams.mlm.samples": 128,  # Table 10: batch size
+        "streams.mlm.mask_prob": 0.15,  # H: RoBERTa's
+        "streams.mlm.language_embeddings": False,  # G.5: "unlike XLM and DICT-MLM", "using the MLM model"
+    },
+    "tang_xlm": TANG
+    | {
+        "streams.mlm.samples": 102,  # G.3: TLM's data 25 % of MLM's, of 128 together
+        "streams.mlm.weight": 0.8,
+        "streams.mlm.mask_prob": 0.15,
+        "streams.mlm.language_embeddings": True,  # G.3
+        "streams.tlm.tokens": 26 * 512,  # G.3: instances of 256 + 256 tokens of several pairs
+        "streams.tlm.weight": 0.2,
+        "streams.tlm.mask_prob": 0.15,
+        "streams.tlm.language_embeddings": True,
+        "data.overlong": "drop",  # G.3: "thrown out"
+    },
+    "tang_dict_mlm": TANG
+    | {
+        "streams.dict_mlm.samples": 128,
+        "streams.dict_mlm.mask_prob": 0.15,
+        "streams.dict_mlm.synonym": "input",  # G.4: "the masked token is changed to a cross-lingual synonym"
+        "streams.dict_mlm.dict_share": 0.5,  # G.4
+        "streams.dict_mlm.language_embeddings": True,  # G.4: "the use of language IDs"
+    },
+    "tang_align_mlm": TANG
+    | {
+        "streams.align_mlm.samples": 128,
+        "streams.align_mlm.mask_prob": 0.15,
+        "streams.align_mlm.alpha": 10,  # G.5
+        "streams.align_mlm.pairs_per_step": None,  # 3: the sum is over all of B
+        "streams.align_mlm.language_embeddings": False,  # G.5
+    },
+    "xlmr": {
+        "model.preset": "xlmr-base",
+        "streams.mlm.samples": 8192,
+        "streams.mlm.language_embeddings": False,
+        "data.alpha": 0.3,
+        "train.steps": 1_500_000,
+    },
+}
+"""What the papers print, by field, with the section."""
+
+
+def load(name: str, *sets: str) -> Recipe:
+    return load_recipe(f"paper/{name}", list(sets), OPTIONS)
+
+
+def marked(name: str) -> set[str]:
+    """Dotted names of the lines whose comment says that they are the paper's."""
+    found, parents = set(), []
+    for line in (RECIPES / "paper" / f"{name}.yaml").read_text().splitlines():
+        key = re.match(r"( *)(\w+):", line)
+        if key:
+            parents = [*parents[: len(key[1]) // 2], key[2]]
+            if re.search(r"  # paper\b", line):
+                found.add(".".join(parents))
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_papers_own_settings(name: str) -> None:
+    """Each number of the table is in the recipe, and the lines that say to be the paper's are these."""
+    tree = load(name).to_dict()
+    for dotted, expected in SETTINGS[name].items():
+        value: Any = tree
+        for part in dotted.split("."):
+            value = value[part]
+        assert value == expected, dotted
+    assert marked(name) == set(SETTINGS[name])
+
+
+def test_all_of_them_are_in_the_table() -> None:
+    assert sorted(f"paper/{name}" for name in SETTINGS) == NAMES
+    with pytest.raises(Exception, match=r"'paper/none' not found .* mlm, .*paper/pan_250k, .*xlm; or give"):
+        load("none")
+
+
+def test_sizes_and_ablations_differ_in_what_they_say_alone() -> None:
+    full = load("pan_250k")
+    assert load("pan_250k", "data.first=600000", "checkpoint.every=10000") == load("pan_600k")
+    more = ["data.first=2000000", "train.epochs=5.0", "checkpoint.every=10000"]
+    assert load("pan_250k", *more) == load("pan_2m")
+    changes = {
+        "pan_no_moco": {"moco_weight": 0.0},
+        "pan_no_tlm": {"tlm_weight": 0.0},
+        "pan_mlm": {"replace_tlm_with_mlm": True},
+    }
+    assert full.streams["ppa"].options == PPA()
+    for name, change in changes.items():
+        stream = replace(full.streams["ppa"], options=replace(PPA(), **change))
+        assert load(name) == replace(full, streams={"ppa": stream})
+
+
+def test_the_small_preset_is_tang_s_roberta() -> None:
+    """Table 10, and RoBERTa's of what it leaves out: 4 x 512 between, 512 positions behind the padding's."""
+    config = preset_config("small", vocab_size=40_000, pad_id=1, max_length=512, dropout=0.1)
+    theirs = RobertaConfig(
+        vocab_size=40_000,
+        num_hidden_layers=8,
+        hidden_size=512,
+        num_attention_heads=8,
+        intermediate_size=4 * 512,
+        max_position_embeddings=514,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+    )
+    with torch.device("meta"):
+        expected, ours = RobertaForMaskedLM(theirs).state_dict(), XLMRobertaForMaskedLM(config).state_dict()
+    assert {name: w.shape for name, w in ours.items()} == {name: w.shape for name, w in expected.items()}
+    same = ("num_attention_heads", "layer_norm_eps", "hidden_act", "pad_token_id")
+    same += ("hidden_dropout_prob", "attention_probs_dropout_prob")
+    assert all(getattr(config, name) == getattr(theirs, name) for name in same)
+
+
+@pytest.mark.slow
+def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
+    """A few steps of a tiny model on 2 ranks; of those that say epochs, as many as these are."""
+    listed = []
+    for name in NAMES:
+        recipe = load_recipe(name, [], OPTIONS)
+        sets = ["model.init=null", "model.preset=tiny", "data.first=200", "data.workers=0", "train.warmup=0.3"]
+        sets += [f"streams.{stream}.{field}" for stream in recipe.streams for field in ("samples=8", "tokens=null")]
+        sets += ["streams.ppa.queue_size=64"] * ("ppa" in recipe.streams)
+        sets += ["train.steps=3" if recipe.train.epochs is None else "train.epochs=0.12"]
+        out = ["--out", str(tmp_path / name), "--data", str(demo)]
+        listed.append(["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", name, *out, "--set", *sets])
+    (tmp_path / "list.json").write_text(json.dumps(listed))
+    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=600)
+    for name in NAMES:
+        entries = launch.metrics(tmp_path / name)
+        assert [entry["step"] for entry in entries] == [1, 2, 3], name
+        assert all(math.isfinite(entry["loss"]) and entry["grad_norm"] > 0 for entry in entries), name
+        resolved = yaml.safe_load((tmp_path / name / "config.yaml").read_text())
+        assert resolved["train"]["steps"] == 3 and resolved["data"]["first"] == 200
