@@ -128,7 +128,8 @@ class StepDataset(Dataset):
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
         texts = [text for record in records for text in record.texts]
-        if not self.streams[stream].words:  # of what is far too long anyway, the beginning says so in less time
+        if len(texts) > len(records) and not self.streams[stream].words:
+            # Of a pair that is far too long the beginning says so, in less time.
             texts = [text[: CHARACTERS * self.context.max_length] for text in texts]
         words: list[TokenWords] | None = None
         if self.streams[stream].words:

@@ -42,8 +42,6 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
             found_langs = record.langs
         elif record.langs != found_langs:
             raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
-        for text in record.texts:
-            text.encode()  # raises for a lone surrogate, which no tokenizer takes
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
         doc = record.doc
 
@@ -95,7 +93,8 @@ def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tup
     """A record's entries in the .idx: one, or of a long monolingual record one for each part."""
     if len(data) >= FOLLOWS:
         raise ValueError(f"record {record.key!r} has {len(data):,} bytes, more than 2 GiB; split its text")
+    bytes_of = [len(text.encode()) for text in record.texts]  # raises for a lone surrogate, which no tokenizer takes
     mono, crc = len(record.langs) == 1, zlib.crc32(data)
     first = (offset, len(data) + FOLLOWS * (mono and follows), crc)
-    parts = -(-len(record.texts[0].encode()) // PART_BYTES) if mono else 1
+    parts = -(-bytes_of[0] // PART_BYTES) if mono else 1
     return [first, *[(offset, len(data) + FOLLOWS, crc)] * (parts - 1)]
