@@ -23,6 +23,12 @@ def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
     lines = read_lines(path)
     if form == "auto":
         head = list(islice(lines, HEAD_LINES))
+        first = next((line.strip() for _, line in head if line.strip()), "")
+        if first in ("[", "{") or first.startswith("[{"):
+            raise UserError(
+                f"{path} looks like JSON of several lines; write an object a line, as `jq -c` does, or name the form "
+                f"of the files by --documents"
+            )
         form, lines = form_of([line.strip() for _, line in head]), chain(head, lines)
     return form, FORMS[form](path, lines)
 

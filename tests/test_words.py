@@ -155,6 +155,26 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         assert cut.of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
 
 
+def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) -> None:
+    """Those that Hugging Face's tokenizer gives them in the middle of a sentence."""
+    tokenizer, reference_tokenizer = Tokenizer(trained), AutoTokenizer.from_pretrained(str(trained))
+    for word, sentence in (
+        ("dog", "The dog, he"),
+        ("Hund", "Der Hund (alt)"),
+        ("后来", "他，后来，他说"),
+        ("pie", "a pie x"),
+    ):
+        start = sentence.index(word)
+        encoded = reference_tokenizer(sentence, add_special_tokens=False, return_offsets_mapping=True)
+        inside = [
+            token
+            for token, (a, b) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+            if start < b <= start + len(word) or a == start
+        ]
+        assert tokenizer.encode_inside([word]) == [inside], word
+    assert tokenizer.keeps_space == ("bpe" in trained.name)
+
+
 def test_links_of_other_words_are_carried_over_by_characters() -> None:
     texts = ("The man's dog, he said.", "«Der Hund des Mannes», sagte er.")
     # Words of data/words.py: The man ' s dog , he said .    « Der Hund des Mannes » , sagte er .

@@ -4,8 +4,10 @@ Shape letters: N entries, T tokens that look for a synonym.
 
 A file's name says the pair and the order of the columns: en-de.txt.
 
-A share of the words is withheld from every objective, so that a score can ask for words that none has seen: by a hash
-of the word in the alphabetically first language of the pair, so that files, directions and runs agree.
+A share of the entries is withheld from every objective, so that a score can ask for words that none has seen: those of
+which either word is, by a hash of the word alone. So files, directions, runs and dictionaries that share a language
+agree. (Were one language's words hashed alone, a word of the other would be withheld only if all its translations are:
+3.7 % of MUSE's English words with German, 1.2 % once there is a Chinese dictionary too.)
 """
 
 import hashlib
@@ -46,9 +48,9 @@ class Lexicon:
         return "-".join(self.langs)
 
     def kept(self, heldout: float) -> "Lexicon":
-        """Without the entries of the words that are withheld from the objectives."""
-        side = self.langs.index(min(self.langs))
-        entries = [i for i, entry in enumerate(self.words) if not withheld(entry[side], heldout)]
+        """Without the entries of which either word is withheld from the objectives: about this share of them."""
+        of_words = 1 - (1 - heldout) ** 0.5
+        entries = [i for i, entry in enumerate(self.words) if not any(withheld(word, of_words) for word in entry)]
         first, second = ([ids[i] for i in entries] for ids in self.ids)
         return replace(self, words=[self.words[i] for i in entries], ids=(first, second))
 
@@ -133,7 +135,7 @@ def load_lexicon(path: Path, tokenizer: Tokenizer) -> Lexicon:
     langs = pair_of(path)
     words = read_entries(path)
     unknown = tokenizer.hf.unk_token_id
-    ids = [tokenizer.encode([entry[side] for entry in words]) for side in (0, 1)]
+    ids = [tokenizer.encode_inside([entry[side] for entry in words]) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
         raise UserError(f"{path}: the tokenizer knows no entry of it; is it the dictionary of another language?")

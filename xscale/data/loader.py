@@ -26,7 +26,7 @@ from xscale.data.row import Row, Shape, Work, make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import TokenWords
+from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import RankError, UserError
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
@@ -131,6 +131,10 @@ class StepDataset(Dataset):
         if len(texts) > len(records) and not self.streams[stream].words:
             # Of a pair that is far too long the beginning says so, in less time.
             texts = [text[: CHARACTERS * self.context.max_length] for text in texts]
+        follows = np.concatenate([self.follows(draw) for draw in draws]).tolist()
+        if self.context.tokenizer.keeps_space and len(texts) == len(records):
+            spaced = (on and not stands_alone(text) for on, text in zip(follows, texts, strict=True))
+            texts = [" " * space + text for space, text in zip(spaced, texts, strict=True)]
         words: list[TokenWords] | None = None
         if self.streams[stream].words:
             records = [self.sources[s].with_words(r) for (s, _, _), r in zip(places, records, strict=True)]
@@ -140,7 +144,6 @@ class StepDataset(Dataset):
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
         of_records = np.concatenate([rng.hash64(self.source_keys[d.source], places_of(d)) for d in draws])
         numbers = [number for draw in draws for number in draw.sample.tolist()]
-        follows = np.concatenate([self.follows(draw) for draw in draws]).tolist()
         borders = self.borders(texts, ids) if records and len(records[0].texts) == 1 else {}
         at = 0
         for record, identity, itself, number, on in zip(records, identities, of_records, numbers, follows, strict=True):

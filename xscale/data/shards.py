@@ -103,7 +103,10 @@ class Source:
 
     def with_words(self, record: Record) -> Record:
         """The record with its links over words (data/words.py). Raises UserError."""
-        if record.links is None or self.segmentation != SEGMENTATIONS["whitespace"]:
+        if record.links is None:
+            return record
+        self.check_links()
+        if self.segmentation != SEGMENTATIONS["whitespace"]:
             return record
         try:
             return record._replace(links=carry_over(record.links, record.texts)[0])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xscale.data.words import TokenWords, token_words
+from xscale.data.words import TokenWords, stands_alone, token_words
 from xscale.errors import UserError
 
 
@@ -70,12 +70,25 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         self.pair = self._pair_template()
+        self.keeps_space = self.encode(["a"]) != self.encode_inside(["a"])
+        """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
         self._space: int | None = self.backend.token_to_id("▁")
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text without special tokens; one call of the tokenizer."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_inside(self, words: list[str]) -> list[list[int]]:
+        """Token ids of words as they have them inside a sentence, behind a comma: byte-level BPE and Unigram mark the
+        space before a word, which Chinese has not."""
+        commas = ["，" if stands_alone(word) else ", " for word in words]
+        texts = [comma + word for comma, word in zip(commas, words, strict=True)]
+        encodings = self.backend.encode_batch(texts, add_special_tokens=False)
+        return [
+            [token for token, (_, end) in zip(found.ids, found.offsets, strict=True) if end > len(comma)]
+            for found, comma in zip(encodings, commas, strict=True)
+        ]
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
         """Token ids of each text, and which tokens its words (data/words.py) have."""

@@ -186,6 +186,11 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     ][:-1]
 
 
+def stands_alone(text: str) -> bool:
+    """Whether it begins with a character of a script that is written without spaces."""
+    return bool(text) and table()[ord(text[0])] in (Class.OWN, Class.OWN_PUNCTUATION)
+
+
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
     """Words and symbols of each text in order, and which of them are words."""
     found = segment(texts)

@@ -148,12 +148,20 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
     """Whether the model has token types for the two sentences of a pair; False where `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
+    return _config_of(init, "type_vocab_size", 0) > 1 and not trained_as(init).get("language_embeddings", False)
+
+
+def trained_as(init: str | Path | None) -> dict[str, Any]:
+    """What a run of xscale has written of itself into its model's config."""
+    return (_config_of(init, "xscale", None) if init else None) or {}
+
+
+def _config_of(init: str | Path, field: str, absent: Any) -> Any:
+    """`absent` too where the config cannot be read: whoever loads the weights says so."""
     try:
-        config = AutoConfig.from_pretrained(init)
+        return getattr(AutoConfig.from_pretrained(init), field, absent)
     except (OSError, ValueError):
-        return False
-    of_languages = (getattr(config, "xscale", None) or {}).get("language_embeddings", False)
-    return getattr(config, "type_vocab_size", 0) > 1 and not of_languages
+        return absent
 
 
 def _token_types(config: Any) -> int:

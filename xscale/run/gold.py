@@ -16,7 +16,12 @@ TOKENS = "tokens.npz"
 
 def gold_of(job: Job, out: Path) -> dict[str, Gold]:
     """By the names of the run's dictionaries. Rank 0 only."""
-    heldout, lexicons = job.recipe.data.lexicon_heldout, job.lexicons + job.measured
+    heldout, lexicons = job.unseen, job.lexicons + job.measured
+    if heldout < job.recipe.data.lexicon_heldout:
+        LOG.warning(
+            f"data.lexicon_heldout: {job.recipe.data.lexicon_heldout:g}, but model.init withheld {heldout:g} alone; "
+            f"alignment/* asks for those"
+        )
     tokens = language_tokens(job, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_gold(lexicons, job.lexicons, heldout, tokens)
     for lexicon in job.measured:
@@ -24,7 +29,10 @@ def gold_of(job: Job, out: Path) -> dict[str, Gold]:
     for name, gold in found.items():
         words = len(gold.withheld.queries)
         if heldout and words < FEWEST:
-            LOG.info(f"alignment/{name} is left out: {words} words of one token are withheld, {FEWEST} would do")
+            LOG.warning(
+                f"alignment/{name} is left out: {words} words of one token are withheld, {FEWEST} would do; give a "
+                f"larger dictionary or data.lexicon_heldout"
+            )
     return found
 
 

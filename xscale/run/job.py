@@ -20,7 +20,7 @@ from xscale.data.row import Shape
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.models.build import build_encoder, has_segments
+from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
@@ -60,6 +60,8 @@ class Job:
     """Of `lexicons`, what each stream whose objective reads them has, without the withheld words."""
     segments: bool
     """Whether the two sentences of a pair have token types of their own."""
+    unseen: float
+    """Share of the dictionaries' entries that neither this run nor the one of model.init trains."""
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
@@ -172,7 +174,7 @@ class Job:
             seed=self.recipe.train.seed,
             load=load,
         )
-        encoder.lm.config.xscale["lexicon_heldout"] = self.recipe.data.lexicon_heldout  # for eval/alignment_score.py
+        encoder.lm.config.xscale["lexicon_heldout"] = self.unseen  # for eval/alignment_score.py
         return encoder
 
     def any_stream(self, option: str) -> bool:
@@ -258,8 +260,19 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
-    segments = uses_segments(recipe, tokenizer)
-    return Job(recipe, sources, tokenizer, specs, languages, lexicons, measured, dictionaries, segments)
+    before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
+    return Job(
+        recipe,
+        sources,
+        tokenizer,
+        specs,
+        languages,
+        lexicons,
+        measured,
+        dictionaries,
+        uses_segments(recipe, tokenizer),
+        min(before, recipe.data.lexicon_heldout),
+    )
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
@@ -293,5 +306,10 @@ def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
     """Whether recipe, tokenizer and model have token types for the two sentences of a pair."""
     if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
         return False
+    return has_segments(initial_directory(recipe), recipe.model.preset)
+
+
+def initial_directory(recipe: Recipe) -> str | Path | None:
+    """model.init, or the Hugging Face folder in it where it is a run."""
     init = recipe.model.init
-    return has_segments(init and (own_tokenizer(init) or init), recipe.model.preset)
+    return init and (own_tokenizer(init) or init)
