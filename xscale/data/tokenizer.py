@@ -70,7 +70,7 @@ class Tokenizer:
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         self.pair = self._pair_template()
-        self.keeps_space = self.encode(["a"]) != self.encode_inside(["a"])
+        self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
         self._space: int | None = self.backend.token_to_id("▁")
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
