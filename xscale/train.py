@@ -10,6 +10,11 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from xscale.run.stop import hold
+
+if __name__ == "__main__":
+    hold()  # before the imports, which take seconds
+
 import argparse
 import os
 import subprocess
@@ -23,8 +28,8 @@ from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
 from xscale.run.start import train_run
+from xscale.run.status import USER_ERROR, Status
 
-USER_ERROR = 2
 DEMO = Path("data/demo")
 
 
@@ -52,9 +57,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    process = ranks.find_process()
+    process = Process(0, 1, 0, 1)  # until it is found
     try:
-        return train(args, process)
+        process = ranks.find_process()
+        if args.dry_run:
+            return plan(args, process)
+        ranks.check_launch(process)
+        status = Status(args.out, process)
+        with status.of_failures():
+            return train(args, process, status)
     except UserError as error:
         # Most mistakes are seen by every rank: one message a node is enough.
         if process.local_rank == 0 or isinstance(error, RankError):
@@ -65,21 +76,29 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def train(args: argparse.Namespace, process: Process) -> int:
-    if args.dry_run and not process.is_main:
-        return 0
+def plan(args: argparse.Namespace, process: Process) -> int:
+    """A dry run, of rank 0."""
+    if process.is_main:
+        bring(args, process)
+        dry_run(args, process)
+    return 0
+
+
+def bring(args: argparse.Namespace, process: Process) -> None:
+    """Plugins, and the data where none is named."""
     load_plugins(args.plugin)
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
             subprocess.run([sys.executable, "-m", "data_tools.demo_corpus", "--out", str(DEMO)], check=True)
-    if args.dry_run:
-        dry_run(args, process)
-        return 0
+
+
+def train(args: argparse.Namespace, process: Process, status: Status) -> int:
+    bring(args, process)
     ranks.start(process)
     control = Control()
-    code = train_run(args, process, control)
+    code = train_run(args, process, control, status)
     control.barrier()
     dist.destroy_process_group()
     return code

@@ -1,0 +1,70 @@
+"""OUT/status.json: how a run stands, for whoever does not see its exit code, as launchers lose it.
+
+    {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
+
+`status` is running, done, stopped or failed. One that says running while no process is was killed.
+"""
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from xscale import files
+from xscale.errors import UserError
+from xscale.ranks import Process
+from xscale.run import folder
+from xscale.run.metrics import log_to_files
+
+DONE, USER_ERROR, STOPPED = 0, 2, 75
+"""Exit codes. STOPPED: saved, and ended early; another start goes on."""
+NAMES = {DONE: "done", STOPPED: "stopped"}
+"""Of exit codes; all others are failures."""
+
+
+class Status:
+    """What a rank tells of its run. Rank 0 tells all; of failures, the first rank that has one."""
+
+    def __init__(self, out: Path, process: Process):
+        self.out, self.process = out, process
+        self.ours: bool | None = None
+        """Whether this run has the directory; None: it has not asked for it yet."""
+        self.step: Callable[[], int | None] = lambda: None
+        """Steps done."""
+
+    def running(self) -> None:
+        if self.process.is_main:
+            self._write("running", None, "")
+
+    def ended(self, code: int, why: str) -> None:
+        if self.process.is_main if code in NAMES or not self.ours else self._read() == "running":
+            self._write(NAMES.get(code, "failed"), code, why)
+
+    @contextmanager
+    def of_failures(self) -> Iterator[None]:
+        """Tells what goes wrong within, and raises it further."""
+        try:
+            yield
+        except Exception as error:
+            log_to_files(traceback.format_exc())
+            ours = isinstance(error, UserError)
+            if self.ours or (self.ours is None and self.process.is_main and folder.is_idle(self.out)):
+                with suppress(OSError):  # a full disk keeps nobody from the error itself
+                    self.ended(USER_ERROR if ours else 1, str(error) if ours else f"{type(error).__name__}: {error}")
+            raise
+
+    def _read(self) -> str:
+        try:
+            return json.loads((self.out / folder.STATUS).read_text(encoding="utf-8"))["status"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    def _write(self, status: str, code: int | None, why: str) -> None:
+        entry = {"status": status, "code": code, "why": why, "step": self.step(), "rank": self.process.rank}
+        entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        own = self.out / f"{folder.STATUS}.{self.process.rank}"  # two ranks may fail at once
+        files.write_text(own, folder.dump(entry))
+        os.replace(own, self.out / folder.STATUS)
