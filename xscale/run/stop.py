@@ -6,7 +6,10 @@ from typing import Any
 
 
 def hold() -> None:
-    """Keep a SIGUSR2 until a StopRequest is there to note it: it would kill a process that is still importing."""
+    """Keep SIGUSR2 pending, where StopRequest sees it, for this process and all that it starts.
+
+    SLURM sends it to every process of a job: it would end one that is still importing, and helpers such as compilers.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 
 
@@ -17,8 +20,8 @@ class StopRequest:
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-            signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})  # what came since `hold`
+            signal.signal(number, self._note)  # of SIGUSR2 for threads from before `hold`
+        hold()
 
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
@@ -28,6 +31,8 @@ class StopRequest:
         return self.reason or "another rank was told to"
 
     def __bool__(self) -> bool:
+        if not self.reason and signal.SIGUSR2 in signal.sigpending():
+            self.reason = signal.SIGUSR2.name
         if not self.reason and self.deadline is not None and time.monotonic() >= self.deadline:
             self.reason = "time limit"
         return bool(self.reason)
