@@ -91,9 +91,11 @@ def cluster() -> Iterator[Cluster]:
             )
         made = Cluster(folder)
         wait_for(lambda: ready(made), 60, made.logs)
-        yield made
-        made.run("scancel", "--user=root")
-        wait_for(lambda: not made.run("squeue", "-h"), 30, made.logs)
+        try:
+            yield made
+        finally:
+            made.run("scancel", "--user=root")
+            wait_for(lambda: not made.run("squeue", "-h"), 30, made.logs)
     finally:
         for process in reversed(started):
             process.terminate()
