@@ -72,15 +72,16 @@ def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
     assert len(set(ports)) == 5 and all(1024 < port < 32768 for port in ports)
 
 
-def test_one_process_where_several_were_meant(started) -> None:
+def test_one_process_where_several_were_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch script that forgot srun is told so; a lone task of srun, and a job of one task, are as they should be."""
+    lone = LAST | {"SLURM_STEP_NUM_TASKS": "1"}
+    torchrun = BATCH | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for right in (LAST, lone, torchrun, BATCH | {"SLURM_NTASKS": "1"}):
+        monkeypatch.setattr(os, "environ", right)
+        ranks.check_launch()
+    monkeypatch.setattr(os, "environ", BATCH)
     with pytest.raises(UserError, match="job of 7 tasks; start it with srun"):
-        ranks.check_launch(started(BATCH))
-    ranks.check_launch(started(LAST))
-    ranks.check_launch(started(BATCH | {"SLURM_NTASKS": "1"}))
-    ranks.check_launch(
-        started(LAST | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0"})
-    )
+        ranks.check_launch()
 
 
 def read(out: Path) -> tuple[str, int, str, int]:

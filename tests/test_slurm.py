@@ -62,6 +62,7 @@ def wait_for_step(out: Path, step: int, slurm: Cluster, output: Path) -> None:
 def wait_for_state(slurm: Cluster, job: int, state: str, output: Path, restarts: int = 0) -> dict[str, str]:
     def there() -> bool:
         found = slurm.job(job)
+        assert found["JobState"] not in {"COMPLETED", "FAILED"} - {state}, output.read_text()
         return found["JobState"] == state and int(found["Restarts"]) >= restarts
 
     wait_for(there, 300, lambda: f"{slurm.job(job)}\n{output.read_text()}")
@@ -141,7 +142,7 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Pa
     """By pretrain.sbatch's own --signal, shortened; a job that its user cancels saves, and is not requeued."""
     out, output = tmp_path / "run", tmp_path / "job.out"
     flags = ["--parsable", f"--output={output}", "--nodes=1", "--ntasks-per-node=1", "--time=1", "--signal=USR2@20"]
-    long = arguments(demo, out, "--set", "train.steps=100000")
+    long = arguments(demo, out, "--steps", "100000")
     job = int(slurm.run("sbatch", *flags, "slurm/pretrain.sbatch", *long))
     wait_for_state(slurm, job, "PENDING", output, restarts=1)
     first = status(out)

@@ -50,12 +50,10 @@ class Process:
 def find_process() -> Process:
     """Reads the launcher's environment (deepspeed, torchrun, mpirun, srun) and completes torch's variables from it."""
     env = os.environ
-    for rank, world, local_rank, local_world in _LAUNCHERS.values():
-        if rank in env and world in env and _is_launcher(rank):
-            process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
-            break
-    else:
-        process = Process(0, 1, 0, 1)
+    process = Process(0, 1, 0, 1)
+    if names := _launcher():
+        rank, world, local_rank, local_world = names
+        process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if "MASTER_ADDR" not in env:
@@ -65,10 +63,10 @@ def find_process() -> Process:
     return process
 
 
-def check_launch(process: Process) -> None:
-    """Raises UserError for one process in a SLURM job of several tasks: srun was forgotten."""
+def check_launch() -> None:
+    """Raises UserError for a process without a launcher in a SLURM job of several tasks: srun was forgotten."""
     tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("SLURM_NNODES") or "1"
-    if process.world == 1 and tasks.isdigit() and int(tasks) > 1 and "SLURM_STEP_ID" not in os.environ:
+    if int(tasks) > 1 and not _launcher():
         raise UserError(
             f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
             f"(srun --ntasks=1 for a lone one)"
@@ -86,9 +84,15 @@ def _port(process: Process) -> int:
     return PORTS[(int(job) + 1009 * int(step or 0)) % len(PORTS)]  # jobs follow one another, steps of a job too
 
 
-def _is_launcher(rank_variable: str) -> bool:
-    """srun --mpi=pmi2 sets PMI_RANK too, but does not say there which rank of the node it is."""
-    return rank_variable != "PMI_RANK" or "MPI_LOCALRANKID" in os.environ or "SLURM_STEP_ID" not in os.environ
+def _launcher() -> tuple[str, str, str, str] | None:
+    """The variables of the launcher that started this process."""
+    env = os.environ
+    for names in _LAUNCHERS.values():
+        # srun --mpi=pmi2 sets PMI_RANK too, but does not say there which rank of the node it is.
+        by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
+        if names[0] in env and names[1] in env and not by_srun:
+            return names
+    return None
 
 
 def _local_world(variable: str) -> int:

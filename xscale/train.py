@@ -59,10 +59,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     process = Process(0, 1, 0, 1)  # until it is found
     try:
+        if not args.dry_run:
+            ranks.check_launch()
         process = ranks.find_process()
         if args.dry_run:
             return plan(args, process)
-        ranks.check_launch(process)
         status = Status(args.out, process)
         with status.of_failures():
             return train(args, process, status)

@@ -71,8 +71,10 @@ def lock_out(out: Path) -> Any:
 
 def is_idle(out: Path) -> bool:
     """Whether a start that failed before it had the directory may say so there: in a new one, or a run's at rest."""
-    if not (out / IDENTITY).exists():
-        return not out.exists() or (out.is_dir() and {path.name for path in out.iterdir()} <= {STATUS})
+    if not out.exists():
+        return True
+    if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
+        return False
     try:
         with (out / "lock").open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,7 +9,7 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from xscale import files
 from xscale.errors import UserError
 from xscale.ranks import Process
 from xscale.run import folder
-from xscale.run.metrics import log_to_files
+from xscale.run.metrics import LOG, log_to_files
 
 DONE, USER_ERROR, STOPPED = 0, 2, 75
 """Exit codes. STOPPED: saved, and ended early; another start goes on."""
@@ -41,7 +41,10 @@ class Status:
 
     def ended(self, code: int, why: str) -> None:
         if self.process.is_main if code in NAMES or not self.ours else self._read() == "running":
-            self._write(NAMES.get(code, "failed"), code, why)
+            try:
+                self._write(NAMES.get(code, "failed"), code, why)
+            except OSError as error:  # such as a full disk: the run has ended all the same
+                LOG.warning(f"{self.out / folder.STATUS} cannot be written ({error.strerror})")
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
@@ -52,8 +55,7 @@ class Status:
             log_to_files(traceback.format_exc())
             ours = isinstance(error, UserError)
             if self.ours or (self.ours is None and self.process.is_main and folder.is_idle(self.out)):
-                with suppress(OSError):  # a full disk keeps nobody from the error itself
-                    self.ended(USER_ERROR if ours else 1, str(error) if ours else f"{type(error).__name__}: {error}")
+                self.ended(USER_ERROR if ours else 1, str(error) if ours else f"{type(error).__name__}: {error}")
             raise
 
     def _read(self) -> str:
