@@ -139,7 +139,9 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
     module.Trainer.save = lambda *arguments, **more: None
     process = ranks.find_process() if hasattr(ranks, "find_process") else ranks.find_place()
     ranks.start(process)
-    module.train_run(parse_arguments(words), process, ranks.Control())
+    args = parse_arguments(words)
+    told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
+    module.train_run(args, process, ranks.Control(), *told)
 
 
 def main(vocab_size: int, threads: int, words: list[str]) -> None:

@@ -33,8 +33,8 @@ from xscale import ranks
 from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Control
-from xscale.run.loop import STOPPED
 from xscale.run.start import train_run
+from xscale.run.status import STOPPED, Status
 from xscale.step.ds_config import Hardware
 from xscale.train import parse_arguments
 
@@ -143,7 +143,7 @@ def main() -> None:
         control = Control()
 
         def train(words: argparse.Namespace) -> None:
-            if train_run(words, process, control) == STOPPED:  # a signal ends one run only
+            if train_run(words, process, control, Status(words.out, process)) == STOPPED:  # a signal ends one run only
                 sys.exit("stopped")
 
         for name in [EXACT, *args.recipes, *LAST]:

@@ -1,32 +1,65 @@
-"""The tools under `mpirun -n N`: what each rank does, and how all of them stop on one rank's error."""
+"""The tools under `mpirun -n N` or `srun -n N`: what each rank does, and how all of them stop on one rank's error."""
 
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from xscale.errors import UserError
+
+TIMEOUT = timedelta(days=7)
+"""Of ranks that wait while one works alone."""
 
 
 class Ranks:
     """This process among those that mpirun or srun started; a single one where none did."""
 
     def __init__(self) -> None:
-        self.rank, self.size, self._comm = 0, 1, None
-        world = os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("PMI_SIZE") or "1"
-        if int(world) > 1:
-            try:
-                from mpi4py import MPI
-            except ImportError:
-                raise UserError(
-                    "mpirun needs mpi4py: `pip install 'xscale[mpi]'`, or run the tool without mpirun"
-                ) from None
-            self._comm = MPI.COMM_WORLD
-            self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self.rank, self.size = 0, 1
+        self._gather: Callable[[Any], list[Any]] = lambda value: [value]
+        if self._started_by("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"):
+            self._join_mpi()
+        elif self._started_by("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") and "MPI_LOCALRANKID" not in os.environ:
+            self._join_slurm()
+        elif self._started_by("PMI_SIZE", "PMI_RANK"):
+            self._join_mpi()
+
+    @staticmethod
+    def _started_by(size: str, rank: str) -> bool:
+        return rank in os.environ and int(os.environ.get(size) or 1) > 1
+
+    def _join_mpi(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError:
+            raise UserError(
+                "mpirun needs mpi4py: `pip install 'xscale[mpi]'`, or run the tool without mpirun"
+            ) from None
+        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        self._gather = MPI.COMM_WORLD.allgather
+
+    def _join_slurm(self) -> None:
+        """By torch's sockets, as training does: srun and an MPI library need not know each other."""
+        import torch.distributed as dist
+
+        from xscale.ranks import find_process
+
+        process = find_process()
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+        self.rank, self.size = process.rank, process.world
+        self._gather = _gather_objects
 
     def gather(self, value: Any) -> list[Any]:
         """`value` of every rank, on every rank."""
-        return self._comm.allgather(value) if self._comm else [value]
+        return self._gather(value)
+
+    def close(self) -> None:
+        """At the end: threads of an open process group abort an interpreter that ends."""
+        if self._gather is _gather_objects:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
         """Every rank's `work()`, on every rank. A UserError of any rank is raised on all."""
@@ -45,12 +78,22 @@ class Ranks:
         return self.rank == 0
 
 
+def _gather_objects(value: Any) -> list[Any]:
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def run(main: Callable[[Ranks], None]) -> None:
     """Run a tool; a UserError is printed once and ends with exit code 2."""
-    ranks = Ranks()
+    ranks, code = Ranks(), 0
     try:
         main(ranks)
     except UserError as error:
         if ranks.is_main:
             print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = 2
+    ranks.close()
+    sys.exit(code)

@@ -13,6 +13,7 @@ from pathlib import Path
 from xscale import ranks
 from xscale.ranks import Control
 from xscale.run.start import train_run
+from xscale.run.status import Status
 from xscale.train import parse_arguments
 
 process = ranks.find_process()
@@ -20,7 +21,8 @@ ranks.start(process)
 control = Control()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
-        code = train_run(parse_arguments(arguments), process, control)
+        args = parse_arguments(arguments)
+        code = train_run(args, process, control, Status(args.out, process))
         assert code == 0, arguments
         gc.collect()  # engines are cycles
     control.barrier()

@@ -103,6 +103,8 @@ def test_signal_saves_and_stops(demo: Path, reference: Path, tmp_path: Path, num
     assert process.returncode == 75, output[-3000:]
     step = steps_of(out)
     assert 0 < step < 20, output[-3000:]
+    told = json.loads((out / "status.json").read_text())
+    assert (told["status"], told["code"], told["step"]) == ("stopped", 75, step)
     launch.run(2, arguments(demo, out, "--steps", "20", "--trace"))
     same_checkpoint(out / "checkpoints/step_00000020", reference / "checkpoints/step_00000020")
     assert launch.without_times(out) == launch.without_times(reference)
@@ -328,6 +330,9 @@ def test_damaged_shard_stops_the_run(demo: Path, tmp_path: Path) -> None:
     code, output = launch.try_run(2, arguments(data, tmp_path / "out", "--steps", "5"), "deepspeed", timeout=90)
     assert code == 2, output[-3000:]
     assert tar.name in output and "record" in output and "--verify" in output
+    told = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (told["status"], told["code"]) == ("failed", 2) and tar.name in told["why"]
+    assert tar.name in (tmp_path / "out" / "logs" / f"rank{told['rank']}.log").read_text()
 
 
 def test_launchers(demo: Path, reference: Path, tmp_path: Path) -> None:

@@ -28,8 +28,11 @@ _LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    # Those of a step: a batch script has SLURM_PROCID and SLURM_NTASKS too, and is no rank.
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+PORTS = range(20000, 32768)
+"""Where ranks of SLURM meet: below the ports that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -47,47 +50,85 @@ class Process:
 def find_process() -> Process:
     """Reads the launcher's environment (deepspeed, torchrun, mpirun, srun) and completes torch's variables from it."""
     env = os.environ
-    for rank, world, local_rank, local_world in _LAUNCHERS.values():
-        if rank in env and world in env and _is_step(rank):
-            process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
-            break
-    else:
-        process = Process(0, 1, 0, 1)
+    process = Process(0, 1, 0, 1)
+    if names := _launcher():
+        rank, world, local_rank, local_world = names
+        process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
-        env["MASTER_PORT"] = str(_port(process, env.get("SLURM_JOB_ID", "")))
+        env["MASTER_PORT"] = str(_port(process))
     return process
 
 
-def _port(process: Process, job: str) -> int:
+def check_launch() -> None:
+    """Raises UserError for a process without a launcher in a SLURM job of several tasks: srun was forgotten."""
+    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("SLURM_NNODES") or "1"
+    if int(tasks) > 1 and not _launcher():
+        raise UserError(
+            f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
+            f"(srun --ntasks=1 for a lone one)"
+        )
+
+
+def _port(process: Process) -> int:
     """Of several ranks one that all of them come to; of a lone one any that is free, so that two runs do not meet."""
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]
-    return 20000 + int(job) % 20000 if job.isdigit() else 29500
+    job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
+    if not job.isdigit():
+        return 29500
+    return PORTS[(int(job) + 1009 * int(step or 0)) % len(PORTS)]  # jobs follow one another, steps of a job too
 
 
-def _is_step(rank_variable: str) -> bool:
-    """SLURM sets SLURM_PROCID in a batch script too; only a task that srun started belongs to a world."""
-    return rank_variable != "SLURM_PROCID" or "SLURM_STEP_ID" in os.environ
+def _launcher() -> tuple[str, str, str, str] | None:
+    """The variables of the launcher that started this process."""
+    env = os.environ
+    for names in _LAUNCHERS.values():
+        # srun --mpi=pmi2 sets PMI_RANK too, but does not say there which rank of the node it is.
+        by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
+        if names[0] in env and names[1] in env and not by_srun:
+            return names
+    return None
 
 
 def _local_world(variable: str) -> int:
+    """Ranks on this node. SLURM tells those of each node: "2(x3),1" is 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
-    return int(text.split("(")[0].split(",")[0])  # SLURM may write "2(x3),1"
+    counts = []
+    for part in text.split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        counts += [int(count)] * int(times or 1)
+    node = int(os.environ.get("SLURM_NODEID", 0)) if variable.startswith("SLURM") else 0
+    return counts[node]
 
 
 def _first_host(process: Process) -> str:
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST")
-    if nodes and process.world > process.local_world:
-        hosts = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True)
-        return hosts.stdout.split()[0]
-    if process.world > process.local_world:
-        raise UserError("MASTER_ADDR is not set and this launcher does not tell the first host; export MASTER_ADDR")
-    return "127.0.0.1"
+    if process.world <= process.local_world:
+        return "127.0.0.1"
+    try:
+        host = _scontrol("hostnames", nodes or "").split()[0]
+        return host if _resolves(host) else _scontrol("node", host).split("NodeAddr=")[1].split()[0]
+    except (OSError, LookupError, subprocess.CalledProcessError):
+        raise UserError(
+            "MASTER_ADDR is not set and this launcher does not tell the first host; export MASTER_ADDR"
+        ) from None
+
+
+def _scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True).stdout
+
+
+def _resolves(host: str) -> bool:
+    """A node may go by another name in SLURM than in the network."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def start(process: Process) -> torch.device:

@@ -11,8 +11,12 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from xscale.run.stop import hold
+
+if __name__ == "__main__":
+    hold()  # before the imports, which take seconds
+
 import argparse
-import errno
 import os
 import subprocess
 import traceback
@@ -20,19 +24,13 @@ import traceback
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.errors import NotFinite, RankError, UserError
+from xscale.errors import RankError
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
-from xscale.run.metrics import LOG
 from xscale.run.start import train_run
+from xscale.run.status import FAULT, MACHINE, Status, code_of, message_of
 
-USER_ERROR, NOT_FINITE, MACHINE = 2, 3, 4
-OF_MACHINE = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
-}
-"""What a file system or a network may answer to a program that does nothing wrong."""
 DEMO = Path("data/demo")
 
 
@@ -60,52 +58,52 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    process = ranks.find_process()
+    process = Process(0, 1, 0, 1)  # until it is found
     try:
-        return train(args, process)
-    except UserError as error:
-        # Most mistakes are seen by every rank: one message a node is enough.
-        if process.local_rank == 0 or isinstance(error, RankError):
-            where = f"[rank {process.rank}] " if process.world > 1 else ""
-            print(f"{where}error: {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
-    except NotFinite as error:
-        if process.is_main:
-            LOG.error(f"error: {error}")
-        return NOT_FINITE
-    except dist.DistNetworkError as error:
-        print(f"[rank {process.rank}] error: the ranks cannot meet: {error}", file=sys.stderr, flush=True)
-        return MACHINE
-    except OSError as error:
-        if error.errno not in OF_MACHINE:
-            raise
-        where = error.filename or args.out
-        print(
-            f"[rank {process.rank}] error: {where}: {error.strerror}; mend that and start again: the run goes on from "
-            f"its newest checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        return MACHINE
+        if not args.dry_run:
+            ranks.check_launch()
+        process = ranks.find_process()
+        if args.dry_run:
+            return plan(args, process)
+        status = Status(args.out, process)
+        with status.of_failures():
+            return train(args, process, status)
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        code = code_of(error)
+        if code == FAULT:
+            raise
+        # Most mistakes are seen by every rank: one message a node is enough.
+        if process.local_rank == 0 or code == MACHINE or isinstance(error, RankError):
+            where = f"[rank {process.rank}] " if process.world > 1 else ""
+            print(f"{where}error: {message_of(error)}", file=sys.stderr, flush=True)
+        return code
 
 
-def train(args: argparse.Namespace, process: Process) -> int:
-    if args.dry_run and not process.is_main:
-        return 0
+def plan(args: argparse.Namespace, process: Process) -> int:
+    """A dry run, of rank 0."""
+    if process.is_main:
+        bring(args, process)
+        dry_run(args, process)
+    return 0
+
+
+def bring(args: argparse.Namespace, process: Process) -> None:
+    """Plugins, and the data where none is named."""
     load_plugins(args.plugin)
     if args.data is None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
             subprocess.run([sys.executable, "-m", "data_tools.demo_corpus", "--out", str(DEMO)], check=True)
-    if args.dry_run:
-        dry_run(args, process)
-        return 0
+
+
+def train(args: argparse.Namespace, process: Process, status: Status) -> int:
+    bring(args, process)
     ranks.start(process)
     control = Control()
-    code = train_run(args, process, control)
+    code = train_run(args, process, control, status)
     control.barrier()
     dist.destroy_process_group()
     return code

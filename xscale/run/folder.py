@@ -3,8 +3,12 @@
 import fcntl
 import json
 import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from xscale.run.checkpoint import Checkpoint
 from xscale.run.metrics import LOG
 
 IDENTITY = "identity.json"
+STARTS, STATUS = "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
 """Of other trainers' runs, shards, models and tokenizers."""
 LOCK_SECONDS = 20
@@ -69,6 +74,46 @@ def lock_out(out: Path) -> Any:
     file.write(f"host {os.uname().nodename}, process {os.getpid()}")
     file.flush()
     return file
+
+
+def is_idle(out: Path) -> bool:
+    """Whether a start that failed before it had the directory may say so there: in a new one, or a run's at rest."""
+    if not out.exists():
+        return True
+    if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
+        return False
+    try:
+        with (out / "lock").open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
+
+
+def note_start(out: Path, step: int, ranks: int) -> None:
+    """A line of starts.jsonl: from which step, by which code, where. Rank 0 only."""
+    entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
+    entry |= {"host": os.uname().nodename, "job": os.environ.get("SLURM_JOB_ID"), "command": sys.argv}
+    entry |= code_revision()
+    entry["versions"] = {name: version(name) for name in ("torch", "deepspeed", "transformers")}
+    with (out / STARTS).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+
+
+def code_revision() -> dict[str, Any]:
+    """The checkout's commit and the files that differ from it; null of code that is not in git."""
+    root = Path(__file__).resolve().parents[2]
+    asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
+    try:
+        commit, changed = (
+            subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout
+            for words in asked
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return {"revision": None, "changed": None}
+    return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
 def compare(saved: Any, current: Any, where: str = "") -> list[str]:

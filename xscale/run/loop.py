@@ -20,14 +20,13 @@ from xscale.run import checkpoint as checkpoints
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
+from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
-STOPPED = 75
-"""Exit code of a run that has saved and stopped early."""
 MOST_SKIPPED = 100
 """Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
 FLUSH_SECONDS = 1.0
@@ -235,8 +234,7 @@ class Trainer:
     def stop_early(self) -> int:
         self.flush()
         self.save(must=True)
-        reason = self.stop.reason or "another rank was told to"
-        LOG.info(f"stopped at step {self.step} ({reason}); start again to go on")
+        LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")
         return STOPPED
 
     def save(self, must: bool) -> None:

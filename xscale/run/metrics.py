@@ -3,6 +3,7 @@
 Each file has every step once: a resume first cuts what lies past its checkpoint.
 """
 
+import faulthandler
 import json
 import logging
 import math
@@ -25,16 +26,30 @@ LINE_SECONDS = 5.0
 """Least time between progress lines where the console is not a terminal."""
 
 
-def start_logging(out: Path | None) -> None:
-    """Console lines, and the same in run.log. Rank 0 only; other ranks log errors."""
+def start_logging(out: Path, rank: int) -> None:
+    """Console lines, of other ranks than 0 warnings alone; all of them in logs/rankN.log, and rank 0's in run.log."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
     console: logging.Handler = _TqdmHandler() if sys.stderr.isatty() else logging.StreamHandler(sys.stdout)
-    handlers = [console] + ([logging.FileHandler(out / "run.log", encoding="utf-8")] if out else [])
+    console.setLevel(logging.WARNING if rank else logging.INFO)
+    (out / "logs").mkdir(exist_ok=True)
+    path = out / "logs" / f"rank{rank}.log"
+    own = logging.FileHandler(path, encoding="utf-8")
+    handlers = [own, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")])
     for handler in handlers:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+        date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
+    faulthandler.enable(path.open("a"))  # the stacks of a crash
+    LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
+
+
+def log_to_files(line: str) -> None:
+    """What the console shows by another way."""
+    for handler in LOG.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
 
 
 class _TqdmHandler(logging.Handler):
@@ -143,9 +158,7 @@ class Reporter:
             if self.bar is None:
                 LOG.info(self.line(entry))
             else:
-                for handler in LOG.handlers:
-                    if isinstance(handler, logging.FileHandler):
-                        handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, self.line(entry), (), None))
+                log_to_files(self.line(entry))
 
     def line(self, entry: dict[str, Any]) -> str:
         """Such as `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""

@@ -21,19 +21,22 @@ from xscale.run.job import Job, prepare
 from xscale.run.loop import Trainer
 from xscale.run.metrics import LOG, start_logging
 from xscale.run.prefill import prefill
+from xscale.run.status import DONE, STOPPED, Status
 from xscale.run.stop import StopRequest
 from xscale.step import engine as engines
 from xscale.step import zero
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 
 
-def train_run(args: argparse.Namespace, process: Process, control: Control) -> int:
+def train_run(args: argparse.Namespace, process: Process, control: Control, status: Status) -> int:
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
     job = prepare(args.recipe, args.set, args.data)
     ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     locks: list[Any] = []  # held until this returns
-    control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume)))
+    control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
+    status.ours = True
+    start_logging(args.out, process.rank)
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
     for note in [*config.notes, *job.notes()]:
@@ -43,12 +46,14 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
     first = checkpoint.step if checkpoint else 0
     if first >= job.recipe.train.steps:
         LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
-        return 0
+        status.ended(DONE, f"{first} of {job.recipe.train.steps} steps")
+        return DONE
     job = job.calibrated(calibration(job, checkpoint, control))
     if process.is_main:
         write_config(args.out, job, config)
         for line in job.dropped().values():
             LOG.warning(line)
+        folder.note_start(args.out, first, process.world)
     state = checkpoint.state if checkpoint else initial_state(job.specs)
     # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
     fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
@@ -63,11 +68,14 @@ def train_run(args: argparse.Namespace, process: Process, control: Control) -> i
     trainer = Trainer(
         job, config, engine, state, args.out, process, control, stop, resumed=checkpoint is not None, trace=args.trace
     )
+    status.step = lambda: trainer.step
     with closing(trainer):
         if not checkpoint:
             prefill(engine.module, job, process, engine.device)
             trainer.save(must=True)  # a run that cannot save fails now, not after a day
-        return trainer.loop(batches)
+        code = trainer.loop(batches)
+    status.ended(code, stop.why if code == STOPPED else f"{trainer.step} of {job.recipe.train.steps} steps")
+    return code
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int) -> None:
@@ -86,15 +94,16 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int
         zero.check_rescaled(config.stage, f"{checkpoint.path}", checkpoint.ranks, world)
 
 
-def take_folder(out: Path, job: Job, resume: str) -> Any:
-    """Claim and lock the run's directory, and log there. Rank 0 only."""
+def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
+    """Claim and lock the run's directory. Rank 0 only."""
+    status.ours = False
     folder.claim_out(out, job.identity(), resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
     lock = folder.lock_out(out)
-    start_logging(out)
+    status.running()
     return lock
 
 

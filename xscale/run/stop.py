@@ -12,6 +12,14 @@ SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.laun
 PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 
 
+def hold() -> None:
+    """Keep SIGUSR2 pending, where StopRequest sees it, for this process and all that it starts.
+
+    SLURM sends it to every process of a job: it would end one that is still importing, and helpers such as compilers.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+
+
 class StopRequest:
     """Set by a signal or the time limit; read at step boundaries."""
 
@@ -21,12 +29,19 @@ class StopRequest:
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """Killed, some of them leave their ranks alone."""
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-            signal.signal(number, self._note)
+            signal.signal(number, self._note)  # of SIGUSR2 for threads from before `hold`
+        hold()
 
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
 
+    @property
+    def why(self) -> str:
+        return self.reason or "another rank was told to"
+
     def __bool__(self) -> bool:
+        if not self.reason and signal.SIGUSR2 in signal.sigpending():
+            self.reason = signal.SIGUSR2.name
         if not self.reason and self.deadline is not None and time.monotonic() >= self.deadline:
             self.reason = "time limit"
         if not self.reason and not all(map(_lives, self.launchers)):

@@ -1,0 +1,164 @@
+"""What ranks read from their launcher, what they leave for those who do not see its exit code, and a signal that comes
+early."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xscale import ranks
+from xscale.errors import UserError
+from xscale.ranks import Process
+from xscale.run.folder import IDENTITY
+from xscale.run.status import STOPPED, Status
+
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_LOCALID": "0"}
+LAST = BATCH | STEP | {"SLURM_PROCID": "6", "SLURM_NODEID": "3"}
+"""The rank of the fourth node."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch):
+    """started(environment): the process that a launcher with these variables started."""
+
+    def start(environment: dict[str, str]) -> Process:
+        monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
+        process = ranks.find_process()
+        written = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        assert written == [str(process.rank), str(process.world), str(process.local_rank), str(process.local_world)]
+        assert os.environ["LOCAL_SIZE"] == str(process.local_world)
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        (LAST, Process(6, 7, 0, 1)),
+        (LAST | {"SLURM_PROCID": "5", "SLURM_NODEID": "2", "SLURM_LOCALID": "1"}, Process(5, 7, 1, 2)),
+        (LAST | {"PMI_RANK": "6", "PMI_SIZE": "7"}, Process(6, 7, 0, 1)),  # srun --mpi=pmi2
+        (
+            LAST | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "PMI_RANK": "1", "PMI_SIZE": "7"},
+            Process(1, 7, 1, 2),
+        ),
+        # Hydra starts its own ranks, several below a task of srun.
+        (
+            LAST | {"PMI_RANK": "9", "PMI_SIZE": "14", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+            Process(9, 14, 1, 4),
+        ),
+        (
+            LAST | {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},  # torchrun below srun
+            Process(3, 8, 1, 2),
+        ),
+        (BATCH, Process(0, 1, 0, 1)),
+    ],
+)
+def test_ranks_of_launchers(started, environment: dict[str, str], expected: Process) -> None:
+    assert started(environment) == expected
+
+
+def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
+    ports = []
+    for job, step in [(7, 0), (7, 1), (8, 0), (8, 1), (12_768 * 90 + 9, 0)]:
+        started(LAST | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)})
+        ports.append(int(os.environ["MASTER_PORT"]))
+    assert len(set(ports)) == 5 and all(1024 < port < 32768 for port in ports)
+
+
+def test_one_process_where_several_were_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script that forgot srun is told so; a lone task of srun, and a job of one task, are as they should be."""
+    lone = LAST | {"SLURM_STEP_NUM_TASKS": "1"}
+    torchrun = BATCH | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for right in (LAST, lone, torchrun, BATCH | {"SLURM_NTASKS": "1"}):
+        monkeypatch.setattr(os, "environ", right)
+        ranks.check_launch()
+    monkeypatch.setattr(os, "environ", BATCH)
+    with pytest.raises(UserError, match="job of 7 tasks; start it with srun"):
+        ranks.check_launch()
+
+
+def read(out: Path) -> tuple[str, int, str, int]:
+    entry = json.loads((out / "status.json").read_text())
+    return entry["status"], entry["code"], entry["why"], entry["rank"]
+
+
+def run(out: Path, rank: int, ours: bool | None) -> Status:
+    status = Status(out, Process(rank, 2, rank, 2))
+    status.ours = ours
+    return status
+
+
+def test_the_first_rank_that_fails_says_why(tmp_path: Path) -> None:
+    first, second = run(tmp_path, 0, True), run(tmp_path, 1, True)
+    first.running()
+    second.running()
+    assert read(tmp_path)[0] == "running"
+    with pytest.raises(UserError), second.of_failures():
+        raise UserError("record 7 is damaged")
+    with pytest.raises(RuntimeError), first.of_failures():
+        raise RuntimeError("connection closed by peer")
+    assert read(tmp_path) == ("failed", 2, "record 7 is damaged", 1)
+    first.running()  # the next start
+    second.ended(STOPPED, "told")
+    assert read(tmp_path)[0] == "running"
+    first.ended(STOPPED, "SIGUSR2")
+    assert read(tmp_path) == ("stopped", STOPPED, "SIGUSR2", 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def fail(out: Path, rank: int = 0, ours: bool | None = None) -> None:
+    with pytest.raises(UserError), run(out, rank, ours).of_failures():
+        raise UserError("no such field")
+
+
+def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Path) -> None:
+    new, other, shards = tmp_path / "new", tmp_path / "other", tmp_path / "shards"
+    fail(new, rank=1)
+    assert not new.exists()
+    for _ in range(2):
+        fail(new)
+        assert read(new) == ("failed", 2, "no such field", 0)
+    for folder, name in ((other, IDENTITY), (shards, "index.json")):
+        folder.mkdir()
+        (folder / name).write_text("{}")
+    fail(shards)
+    fail(other, ours=False)  # refused
+    assert not (shards / "status.json").exists() and not (other / "status.json").exists()
+    with (other / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        fail(other)  # in use
+        assert not (other / "status.json").exists()
+    fail(other)
+    assert read(other)[0] == "failed"
+
+
+EARLY = """
+import os, signal, subprocess
+from xscale.run.stop import StopRequest, hold
+hold()
+os.kill(os.getpid(), signal.SIGUSR2)
+import torch  # as long as that takes
+child = subprocess.Popen(["sleep", "30"])
+stop = StopRequest(None)
+print(bool(stop), stop.why)
+child.send_signal(signal.SIGUSR2)
+try:
+    child.wait(1)
+except subprocess.TimeoutExpired:
+    print("lives")
+child.kill()
+"""
+
+
+def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
+    """And one to all processes of a job, as SLURM sends it, ends none that a run has started."""
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["True SIGUSR2", "lives"]), done.stderr
+    assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -1,0 +1,181 @@
+"""The shipped batch scripts in a real SLURM of two nodes: signalled, requeued, gone on, ended; killed; told wrongly."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import launch
+from tests.slurm_cluster import Cluster, cluster, wait_for
+from tests.test_training import same_checkpoint, steps_of
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+SMALL = ["streams.mlm.samples=6", "streams.tlm.samples=8", "train.lr=0.002"]
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    with cluster() as made:
+        made.environment |= {"VENV": str(launch.BIN.parent), "PATH": launch.environment()["PATH"]}
+        made.environment |= {"OMP_NUM_THREADS": "1"}
+        yield made
+
+
+def arguments(demo: Path, out: Path, *more: str) -> list[str]:
+    args = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "xlm", "--data", str(demo), "--out", str(out)]
+    return [*args, "--steps", str(STEPS), "--trace", "--set", *SMALL, *more]
+
+
+def submit(slurm: Cluster, output: Path, script: str, *words: str) -> int:
+    flags = ["--parsable", f"--output={output}", *(["--ntasks-per-node=1"] if script == "pretrain" else [])]
+    return int(slurm.run("sbatch", *flags, f"slurm/{script}.sbatch", *words))
+
+
+@pytest.fixture(scope="module")
+def reference(slurm: Cluster, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run by srun alone, on one node."""
+    out = tmp_path_factory.mktemp("slurm") / "reference"
+    slurm.run("srun", "--ntasks=2", "--nodes=1", "python", "xscale/train.py", *arguments(demo, out))
+    assert status(out) == {"status": "done", "code": 0, "why": f"{STEPS} of {STEPS} steps", "step": STEPS, "rank": 0}
+    return out
+
+
+def status(out: Path) -> dict:
+    return {name: value for name, value in json.loads((out / "status.json").read_text()).items() if name != "time"}
+
+
+def wait_for_step(out: Path, step: int, slurm: Cluster, output: Path) -> None:
+    path = out / "metrics.jsonl"
+
+    def told() -> str:
+        return slurm.logs() + (output.read_text() if output.exists() else "no output")
+
+    wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) >= step, 300, told)
+
+
+def wait_for_state(slurm: Cluster, job: int, state: str, output: Path, restarts: int = 0) -> dict[str, str]:
+    def there() -> bool:
+        found = slurm.job(job)
+        assert found["JobState"] not in {"COMPLETED", "FAILED"} - {state}, output.read_text()
+        return found["JobState"] == state and int(found["Restarts"]) >= restarts
+
+    wait_for(there, 300, lambda: f"{slurm.job(job)}\n{output.read_text()}")
+    return slurm.job(job)
+
+
+def same_run(ours: Path, theirs: Path) -> None:
+    last = f"checkpoints/step_{STEPS:08d}"
+    assert [entry["step"] for entry in launch.metrics(ours)] == list(range(1, STEPS + 1))
+    assert launch.without_times(ours) == launch.without_times(theirs)
+    assert launch.trace(ours) == launch.trace(theirs)
+    same_checkpoint(ours / last, theirs / last)
+
+
+def test_three_preemptions_leave_no_trace(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Of a run on two nodes: while it imports, and twice while it trains. One requeue a signal, and the end of an
+    undisturbed run bit for bit."""
+    out, output = tmp_path / "run", tmp_path / "job.out"
+    job = submit(slurm, output, "pretrain", *arguments(demo, out))
+    stops = [0]
+    for start, step in enumerate((0, 8, 30)):
+        wait_for(lambda: f"{job}.{0}" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
+        if step:
+            wait_for_step(out, step, slurm, output)
+        slurm.run("scancel", "--full", "--signal=USR2", job)
+        found = wait_for_state(slurm, job, "PENDING", output, start + 1)
+        assert found["Restarts"] == str(start + 1)
+        if step:  # the first has at times ended Python before it had imported anything
+            told = status(out)
+            assert told == {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": steps_of(out), "rank": 0}
+            assert step <= told["step"] < STEPS
+            stops.append(told["step"])
+        release(slurm, job)
+    found = wait_for_state(slurm, job, "COMPLETED", output)
+    assert found["Restarts"] == "3" and found["ExitCode"] == "0:0"
+    assert {"status": "done", "code": 0, "step": STEPS}.items() <= status(out).items()
+    same_run(out, reference)
+    starts = [json.loads(line) for line in (out / "starts.jsonl").read_text().splitlines()]
+    assert {start["job"] for start in starts} == {str(job)} and [start["step"] for start in starts[-3:]] == stops
+    assert all(start["revision"] for start in starts) == (launch.ROOT / ".git").exists()
+    for rank in (0, 1):
+        log = (out / "logs" / f"rank{rank}.log").read_text()
+        assert log.count("stopped at step") >= 2 and log.count(f"done: {STEPS} steps") == 1
+    assert output.read_text().count("start 1, on") == output.read_text().count("start 4, on") == 1  # appended to
+
+
+def release(slurm: Cluster, job: int) -> None:
+    """A requeued job waits for two minutes; here it does not. In the second of its end nodes would refuse it."""
+    time.sleep(2)
+    slurm.run("scontrol", "update", f"jobid={job}", "starttime=now")
+    wait_for(lambda: slurm.job(job)["JobState"] == "RUNNING", 60, slurm.logs)
+
+
+def test_a_rank_that_is_killed_ends_the_job(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
+    """Kill -9 of a node's rank: the job fails, is not requeued, and status.json says so. Then a start with an unknown
+    field, whose job ends with 2. A last start goes on to the end of an undisturbed run."""
+    out, output = tmp_path / "run", tmp_path / "job.out"
+    job = submit(slurm, output, "pretrain", *arguments(demo, out, "checkpoint.every=5"))
+    wait_for_step(out, 12, slurm, output)
+    log = (out / "logs" / "rank1.log").read_text()
+    psutil.Process(int(log.split("process ")[1].split()[0])).send_signal(signal.SIGKILL)
+    found = wait_for_state(slurm, job, "FAILED", output)
+    assert found["Restarts"] == "0" and found["ExitCode"] != "0:0"
+    told = status(out)
+    assert (told["status"], told["code"], told["rank"]) == ("failed", 1, 0) and told["step"] >= 12
+    assert "Traceback" in (out / "logs" / "rank0.log").read_text()
+    job = submit(slurm, output, "pretrain", *arguments(demo, out, "train.lrr=1"))
+    found = wait_for_state(slurm, job, "FAILED", output)
+    assert found["Restarts"] == "0" and found["ExitCode"] == "2:0"
+    assert status(out)["code"] == 2 and "train.lrr" in status(out)["why"]
+    job = submit(slurm, output, "pretrain", *arguments(demo, out, "checkpoint.every=5"))
+    wait_for_state(slurm, job, "COMPLETED", output)
+    same_run(out, reference)
+
+
+def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
+    """By pretrain.sbatch's own --signal, shortened; a job that its user cancels saves, and is not requeued."""
+    out, output = tmp_path / "run", tmp_path / "job.out"
+    flags = ["--parsable", f"--output={output}", "--nodes=1", "--ntasks-per-node=1", "--time=1", "--signal=USR2@20"]
+    long = arguments(demo, out, "--steps", "100000")
+    job = int(slurm.run("sbatch", *flags, "slurm/pretrain.sbatch", *long))
+    wait_for_state(slurm, job, "PENDING", output, restarts=1)
+    first = status(out)
+    assert (first["status"], first["why"]) == ("stopped", "SIGUSR2")
+    release(slurm, job)
+    wait_for(lambda: status(out)["status"] == "running", 60, output.read_text)
+    wait_for_step(out, first["step"] + 1, slurm, output)
+    slurm.run("scancel", job)
+    found = wait_for_state(slurm, job, "CANCELLED", output)
+    wait_for(lambda: status(out)["status"] == "stopped", 20, output.read_text)
+    assert status(out)["why"] == "SIGTERM" and found["Restarts"] == "1" == slurm.job(job)["Restarts"]
+
+
+def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
+    """The demo corpus by two processes without MPI is that of one, byte for byte; scores of a task each."""
+    made, output = tmp_path / "demo", tmp_path / "prepare.out"
+    words = ["demo_corpus", "--out", str(made), "--pairs", "600", "--mono", "600"]
+    job = submit(slurm, output, "prepare", *words)
+    wait_for_state(slurm, job, "COMPLETED", output)
+    assert contents(made) == contents(demo)
+    job = submit(slurm, output, "prepare", "pairs", "--src", "none.en")
+    assert wait_for_state(slurm, job, "FAILED", output)["ExitCode"] == "2:0"
+    model = tmp_path / "hf"
+    slurm.run("python", "-m", "xscale.export", reference, model)
+    flags = ["--model", str(model), "--data", str(demo / "heldout"), "--limit", "50"]
+    flags += ["--lexicons", str(next((demo / "lexicon").glob("*.txt"))), "--out", str(tmp_path / "scores.json")]
+    job = submit(slurm, tmp_path / "evaluate-%a.out", "evaluate", *flags)
+    names = {task: tmp_path / f"scores.{task}.json" for task in ("heldout", "retrieval", "alignment")}
+    wait_for(lambda: not slurm.run("squeue", "-h"), 120, slurm.logs)
+    for task, path in names.items():
+        found = json.loads(path.read_text())
+        assert list(found["results"]) == [task] and not found["failed"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,0 +1,98 @@
+"""OUT/status.json: how a run stands, for whoever does not see its exit code, as launchers lose it.
+
+    {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
+
+`status` is running, done, stopped or failed. One that says running while no process is was killed.
+"""
+
+import errno
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch.distributed as dist
+
+from xscale import files
+from xscale.errors import NotFinite, UserError
+from xscale.ranks import Process
+from xscale.run import folder
+from xscale.run.metrics import LOG, log_to_files
+
+DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STOPPED = 0, 1, 2, 3, 4, 75
+"""Exit codes. STOPPED: saved, and ended early; another start goes on."""
+OF_MACHINE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
+}
+"""What a file system or a network may answer to a program that does nothing wrong."""
+NAMES = {DONE: "done", STOPPED: "stopped"}
+"""Of exit codes; all others are failures."""
+
+
+def code_of(error: Exception) -> int:
+    if isinstance(error, UserError):
+        return USER_ERROR
+    if isinstance(error, NotFinite):
+        return NOT_FINITE
+    of_machine = isinstance(error, OSError) and error.errno in OF_MACHINE
+    return MACHINE if of_machine or isinstance(error, dist.DistNetworkError) else FAULT
+
+
+def message_of(error: Exception) -> str:
+    """A line; of what users and the machine cause with the remedy."""
+    code = code_of(error)
+    if code == MACHINE and isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}; mend that and start again: the run goes on"
+    if code == MACHINE:
+        return f"the ranks cannot meet: {error}"
+    return str(error) if code != FAULT else f"{type(error).__name__}: {error}"
+
+
+class Status:
+    """What a rank tells of its run. Rank 0 tells all; of failures, the first rank that has one."""
+
+    def __init__(self, out: Path, process: Process):
+        self.out, self.process = out, process
+        self.ours: bool | None = None
+        """Whether this run has the directory; None: it has not asked for it yet."""
+        self.step: Callable[[], int | None] = lambda: None
+        """Steps done."""
+
+    def running(self) -> None:
+        if self.process.is_main:
+            self._write("running", None, "")
+
+    def ended(self, code: int, why: str) -> None:
+        if self.process.is_main if code in NAMES or not self.ours else self._read() == "running":
+            try:
+                self._write(NAMES.get(code, "failed"), code, why)
+            except OSError as error:  # such as a full disk: the run has ended all the same
+                LOG.warning(f"{self.out / folder.STATUS} cannot be written ({error.strerror})")
+
+    @contextmanager
+    def of_failures(self) -> Iterator[None]:
+        """Tells what goes wrong within, and raises it further."""
+        try:
+            yield
+        except Exception as error:
+            log_to_files(traceback.format_exc())
+            if self.ours or (self.ours is None and self.process.is_main and folder.is_idle(self.out)):
+                self.ended(code_of(error), message_of(error))
+            raise
+
+    def _read(self) -> str:
+        try:
+            return json.loads((self.out / folder.STATUS).read_text(encoding="utf-8"))["status"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    def _write(self, status: str, code: int | None, why: str) -> None:
+        entry = {"status": status, "code": code, "why": why, "step": self.step(), "rank": self.process.rank}
+        entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        own = self.out / f"{folder.STATUS}.{self.process.rank}"  # two ranks may fail at once
+        files.write_text(own, folder.dump(entry))
+        os.replace(own, self.out / folder.STATUS)
