@@ -406,6 +406,31 @@ def test_presets_have_their_shape(preset: str) -> None:
     assert {getattr(config, name) for name in dropout_fields(config.model_type, 0.2)} == {0.2}
 
 
+@pytest.mark.parametrize("preset", ["tiny", "mini", "small", "modern-small"])
+def test_a_gain_of_attention_tells_sentences_apart(preset: str) -> None:
+    """By transformers' own pass: mean cosine of [CLS] over sentences. Values and outputs have the deviation asked for,
+    all other weights are those without a gain."""
+
+    def cosine(model: Any) -> float:
+        torch.manual_seed(0)
+        sentences = [torch.cat([torch.tensor([2]), torch.randint(5, 97, (1, n))[0]]) for n in range(5, 35)]
+        with torch.no_grad():
+            cls = torch.stack([model(ids[None]).last_hidden_state[0, 0] for ids in sentences])
+        return F.cosine_similarity(cls[:, None], cls, dim=-1).fill_diagonal_(0).sum().item() / (30 * 29)
+
+    plain, wide = (build(preset=preset, dropout=0.0, attention_gain=gain).eval().lm.base_model for gain in (None, 1.0))
+    assert cosine(wide) < 0.98 and 1 - cosine(plain) < (1 - cosine(wide)) / 5
+    H, drawn = plain.config.hidden_size, 0
+    for (name, before), (_, after) in zip(plain.named_parameters(), wide.named_parameters(), strict=True):
+        first = 0 if name.endswith((".value.weight", "attention.output.dense.weight", "attn.Wo.weight")) else None
+        first = 2 * H if name.endswith("Wqkv.weight") else first
+        assert torch.equal(before[:first], after[:first]), name
+        if first is not None:
+            drawn += 1
+            assert after[first:].std().item() == pytest.approx(H**-0.5, rel=0.03)
+    assert drawn == 2 * plain.config.num_hidden_layers
+
+
 def test_models_without_token_types_have_no_language_embeddings() -> None:
     with pytest.raises(UserError, match="a modernbert model has no token types"):
         build(preset="modern-small", language_embeddings=True)

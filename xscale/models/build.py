@@ -81,6 +81,7 @@ def build_encoder(
     reset_positions: bool,
     seed: int,
     segments: bool = False,
+    attention_gain: float | None = None,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
@@ -101,7 +102,10 @@ def build_encoder(
         if language_embeddings:
             config.type_vocab_size = max(_token_types(config), len(languages))
         config.xscale = trained
-        return Encoder(AutoModelForMaskedLM.from_config(config))
+        fresh = AutoModelForMaskedLM.from_config(config)
+        if attention_gain is not None:
+            draw_attention(fresh.base_model, attention_gain)
+        return Encoder(fresh)
     lm = load(init, dropout)
     rows = lm.config.vocab_size
     if vocab_size > rows:
@@ -114,6 +118,25 @@ def build_encoder(
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
     lm.config.xscale = trained | {"languages": _take_languages(lm, languages, language_embeddings)}
     return Encoder(lm)
+
+
+def draw_attention(base: PreTrainedModel, gain: float) -> None:
+    """Draws the weights of attention's values and outputs anew, with a deviation of gain / sqrt(width): a map of gain 1
+    keeps the size of what it reads."""
+    width = base.config.hidden_size
+    for name, weight in base.named_parameters():
+        for end, first in _VALUES_AND_OUTPUTS.items():
+            if name.endswith(end):
+                nn.init.normal_(weight.detach()[first * width :], std=gain * width**-0.5)
+
+
+_VALUES_AND_OUTPUTS = {
+    "attention.self.value.weight": 0,
+    "attention.output.dense.weight": 0,
+    "attn.Wqkv.weight": 2,
+    "attn.Wo.weight": 0,
+}
+"""End of a weight's name, in layers of BERT and XLM-R and of ModernBERT -> at how many widths the rows meant begin."""
 
 
 def positions(config: Any) -> int:

@@ -17,7 +17,8 @@ skipped step go into the queue all the same, since the forward pass that made th
 finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
 
 While the weights move fast, a pair's key is told from the queue's by being younger, and `contrastive_accuracy` is
-higher than among keys of one age; at the end of a `momentum_ramp` it is not.
+higher than among keys of one age; at the end of a `momentum_ramp` it is not. Random weights learn nothing else where
+z hardly depends on the sentence: from these, start with `model.attention_gain: 1.0`.
 
 Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
 """

@@ -164,6 +164,7 @@ class Job:
             init=model.init,
             preset=model.preset,
             dropout=model.dropout,
+            attention_gain=model.attention_gain,
             max_length=self.recipe.data.max_length,
             vocab_size=self.tokenizer.vocab_size,
             pad_id=self.tokenizer.pad_id,
