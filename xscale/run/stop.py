@@ -15,7 +15,7 @@ PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 def hold() -> None:
     """Keep SIGUSR2 pending, where StopRequest sees it, for this process and all that it starts.
 
-    SLURM sends it to every process of a job: it would end one that is still importing, and helpers such as compilers.
+    SLURM sends it to every process of a job: it would end one that is still importing, or a compiler at work for it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
 
