@@ -233,7 +233,16 @@ def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
     steps = index["records"] // samples
     assert steps * samples == index["records"]
     out = tmp_path / "epoch"
-    args = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--out", str(out)]
+    args = [
+        "--ds_config",
+        "ds_configs/zero2_cpu.json",
+        "--recipe",
+        "tlm",
+        "--data",
+        str(demo / "pairs"),
+        "--out",
+        str(out),
+    ]
     launch.run(2, [*args, "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"])
     keys = [key for keys in launch.trace(out).values() for key in keys]
     assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]

@@ -1,5 +1,6 @@
 """The DeepSpeed engine of a run."""
 
+import copyreg
 from typing import Any
 
 import pydantic
@@ -15,7 +16,10 @@ from xscale.step.zero import check_companions, gather_for_every_pass, stage_of
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime.zero.config import ZeroStageEnum
 
+    # Python 3.12 pickles a member of an enum by builtins.getattr, which no checkpoint may hold (run/checkpoint.py).
+    copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw") and not optimizer["params"].get("torch_adam"):
