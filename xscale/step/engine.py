@@ -18,7 +18,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     from deepspeed.runtime.config import DeepSpeedConfigError
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
-    # Python 3.12 pickles a member of an enum by builtins.getattr, which no checkpoint may hold (run/checkpoint.py).
+    # Python 3.11.2 pickles a member of an enum by builtins.getattr, which no checkpoint may hold (run/checkpoint.py).
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
