@@ -655,11 +655,11 @@ def test_recipes_are_the_papers() -> None:
     options = {name: o.options for name, o in OBJECTIVES.items()}
     recipes = {p.stem: load_recipe(p.stem, [], options) for p in RECIPES.glob("ppa*.yaml")}
     full = recipes["ppa"]
-    short = ppa.Options(momentum=0.99)  # the paper trains for longer
+    short = ppa.Options(momentum=0.99, momentum_ramp=0.999)  # the paper trains for longer
     assert full.streams["ppa"].options == short and full.streams["ppa"].samples == 128
     assert (full.train.warmup, full.train.weight_decay, full.data.max_length) == (0.1, 0.01, 128)
     changes = {
-        "ppa_no_moco": {"moco_weight": 0.0, "momentum": 0.999},
+        "ppa_no_moco": {"moco_weight": 0.0, "momentum": 0.999, "momentum_ramp": None},
         "ppa_no_tlm": {"tlm_weight": 0.0},
         "ppa_mlm": {"replace_tlm_with_mlm": True},
     }
