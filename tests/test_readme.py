@@ -63,5 +63,5 @@ def write_texts(folder: Path) -> None:
             (folder / f"{name}.{language}.xz").write_bytes(lzma.compress(text.encode()))
     for language, of_world in (("en", "en"), ("de", "xx")):
         (folder / f"wiki_{language}").mkdir()
-        sentences = [world.sentence(of_world, n) for n in range(1, 200)]
-        (folder / f"wiki_{language}" / "wiki_00").write_text("\n".join(sentences) + "\n", encoding="utf-8")
+        documents = ["\n".join(world.document(of_world, n)) for n in range(1, 40)]
+        (folder / f"wiki_{language}" / "wiki_00").write_text("\n\n".join(documents) + "\n", encoding="utf-8")
