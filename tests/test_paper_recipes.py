@@ -194,7 +194,7 @@ def test_each_trains_on_the_demo_corpus(demo: Path, tmp_path: Path) -> None:
         sets += [f"streams.{stream}.{field}" for stream in recipe.streams for field in ("samples=8", "tokens=null")]
         sets += ["streams.ppa.queue_size=64"] * ("ppa" in recipe.streams)
         sets += ["train.steps=3" if recipe.train.epochs is None else "train.epochs=0.12"]
-        out = ["--out", str(tmp_path / name), "--data", str(demo)]
+        out = ["--out", str(tmp_path / name), "--data", *(str(demo / d) for d in ("mono_en", "mono_xx", "pairs"))]
         listed.append(["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", name, *out, "--set", *sets])
     (tmp_path / "list.json").write_text(json.dumps(listed))
     launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=600)
