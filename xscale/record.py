@@ -34,12 +34,13 @@ class Record(NamedTuple):
             raise ValueError(f"record {key!r}: langs and texts are lists of strings")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
-        if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError(f"record {key!r}: a text is empty or not a string")
+        for text in texts:
+            if not isinstance(text, str) or not text or text.isspace():
+                raise ValueError(f"record {key!r}: a text is empty or not a string")
         links = fields.get("links")
         if links is not None and not isinstance(links, str):
             raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
         doc = fields.get("doc")
         if doc is not None and not isinstance(doc, str | int):
             raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")
-        return cls(str(key), tuple(str(lang) for lang in langs), texts, links, doc)
+        return cls(str(key), tuple(map(str, langs)), texts, links, doc)

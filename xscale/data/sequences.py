@@ -91,7 +91,7 @@ def join_segments(
     """
     flat: list[int] = []
     words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
-    segment_starts, segment_lengths, segment_languages, segments = [], [], [], []
+    segment_starts, segment_lengths, segment_languages, segments, first_words = [], [], [], [], []
     sep = [tokenizer.sep_id]
     for sequence in sequences:
         start, first_word = len(flat), 0
@@ -106,9 +106,8 @@ def join_segments(
             flat += after
             if words is not None:
                 assert example.words is not None
-                of_token = example.words[side].of_token
-                words += [_NO_WORD[: len(before)], np.where(of_token < 0, -1, of_token + first_word)]
-                words.append(_NO_WORD[: len(after)])
+                words += [_NO_WORD[: len(before)], example.words[side].of_token, _NO_WORD[: len(after)]]
+                first_words.append(first_word)
                 first_word += len(example.words[side].is_word)
             segment_lengths.append(len(flat) - start)
             segment_languages.append(language_ids[example.langs[side]])
@@ -124,13 +123,19 @@ def join_segments(
         positions=offsets(per_segment if reset_positions else lengths),
         languages=np.repeat(np.array(segment_languages, dtype=np.int64), per_segment),
         segments=np.repeat(offsets(of_sequence), per_segment),
-        words=None if words is None else np.concatenate([_NO_WORD[:0], *words]),
+        words=None if words is None else _numbered_through(words, np.repeat(first_words, per_segment)),
         identities=np.array([sequence[0][0].identity for sequence in sequences], dtype=np.uint64),
         segment_starts=np.array(segment_starts, dtype=np.int64),
     )
 
 
 _NO_WORD = np.full(8, -1)
+
+
+def _numbered_through(words: list[np.ndarray], before: np.ndarray) -> np.ndarray:
+    """words: of each segment's tokens, -1 for none; before: words of the sequence before each token's segment [N]."""
+    flat = np.concatenate([_NO_WORD[:0], *words])
+    return np.where(flat < 0, -1, flat + before)
 
 
 def behind(first: Sequences, second: Sequences) -> Sequences:

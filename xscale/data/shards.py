@@ -196,8 +196,8 @@ class Source:
     def _idx(self, shard: int) -> np.ndarray:
         idx = self._indices.get(shard)
         if idx is None:
-            idx = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
-            idx = idx[: self.counts[shard]]
+            mapped = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
+            idx = np.asarray(mapped)[: self.counts[shard]]  # a memmap looks a record up at a third of the speed
             self._indices[shard] = idx
             if len(self._indices) > OPEN_SHARDS * self.streams:
                 self._indices.popitem(last=False)
@@ -306,7 +306,7 @@ def parse_line(line: bytes) -> Record:
 
 def parse_json(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        return json.loads(data.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
     except json.JSONDecodeError as error:
