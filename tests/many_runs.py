@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 from xscale import ranks
+from xscale.plugins import load_plugins
 from xscale.ranks import Control
 from xscale.run.start import train_run
 from xscale.run.status import Status
@@ -22,6 +23,7 @@ control = Control()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         args = parse_arguments(arguments)
+        load_plugins(args.plugin)
         code = train_run(args, process, control, Status(args.out, process))
         assert code == 0, arguments
         gc.collect()  # engines are cycles

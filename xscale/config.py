@@ -129,6 +129,12 @@ class TrainConfig:
     and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
+    stall_limit: PositiveFloat | None = 15.0
+    """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
+    the rank that the others wait for; null: none."""
+    rollbacks: Annotated[int, Field(ge=0)] = 0
+    """How often a run that is not finite goes back to its newest good checkpoint, by itself, and leaves out the update
+    of the step that was bad; after that it ends with exit code 3."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -210,6 +216,8 @@ NOT_IDENTITY = {
         "deterministic",
         "measure_every",
         "time_limit",
+        "stall_limit",
+        "rollbacks",
     },
 }
 """Fields a resumed run may change. The tokenizer and the dictionaries that an objective reads are compared by content

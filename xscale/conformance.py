@@ -76,7 +76,9 @@ def take_step(module: StepModule, job: Job, ranks: list[list[Row]]) -> Step:
     for companion in module.companions.values():
         companion.update(applied=True)
     gradient = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()])
-    return Step(loss, gradient, StepSums(module.reported, reported).shares(reported.tolist(), job.recipe, totals))
+    return Step(
+        loss, gradient, StepSums(module.reported, reported, lambda: 0.0).shares(reported.tolist(), job.recipe, totals)
+    )
 
 
 def check_cuts(module: StepModule, job: Job) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Train one encoder on a recipe: `deepspeed xscale/train.py --ds_config ds_configs/zero2_fp16.json --recipe xlm`.
 
-Exit codes: 0 done, 2 user error, 3 the run is not finite, 4 the machine (disk, file system, port), 75 saved and stopped
-early on a signal or time limit (start again to go on).
+Exit codes: 0 done, 2 user error, 3 the run is not finite, 4 the machine (disk, file system, port, a rank that is gone),
+5 no progress (a rank that hangs), 75 saved and stopped early on a signal or time limit (start again to go on).
 """
 
 import sys
@@ -29,7 +29,7 @@ from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
 from xscale.run.start import train_run
-from xscale.run.status import FAULT, MACHINE, Status, code_of, message_of
+from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of
 
 DEMO = Path("data/demo")
 
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         if code == FAULT:
             raise
         # Most mistakes are seen by every rank: one message a node is enough.
-        if process.local_rank == 0 or code == MACHINE or isinstance(error, RankError):
+        if process.local_rank == 0 or (code == MACHINE and not lost_rank(error)) or isinstance(error, RankError):
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             print(f"{where}error: {message_of(error)}", file=sys.stderr, flush=True)
         return code

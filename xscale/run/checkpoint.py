@@ -6,6 +6,7 @@ manifest.json (files, sizes, hashes, the run's identity, the stream's state), th
 """
 
 import json
+import math
 import os
 import re
 import shutil
@@ -68,6 +69,11 @@ class Checkpoint:
         return self.manifest["state"]
 
     @property
+    def condemned(self) -> list[int]:
+        """Steps that have changed nothing, since the run was not finite with them."""
+        return self.manifest.get("condemned", [])
+
+    @property
     def calibration(self) -> dict[str, Any] | None:
         """Estimates of the run (data/calibration.py); None in checkpoints from before there were any."""
         return self.manifest.get("calibration")
@@ -102,9 +108,10 @@ def find(path: Path) -> Path:
     return steps[-1]
 
 
-def newest_valid(folder: Path, control: Control, say: Any) -> Checkpoint | None:
-    """The newest checkpoint whose files are all there with the right hashes, agreed by all ranks."""
-    for path in reversed(complete_steps(folder)):
+def newest_valid(folder: Path, control: Control, say: Any, upto: float = math.inf) -> Checkpoint | None:
+    """The newest checkpoint, of no later step than `upto`, whose files are all there with the right hashes, agreed by
+    all ranks."""
+    for path in reversed([path for path in complete_steps(folder) if int(path.name[len("step_") :]) <= upto]):
         problem = verify(path, control)
         if problem is None:
             return read(path)
@@ -206,11 +213,12 @@ def _seal(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
-def clean(folder: Path, keep: int) -> None:
-    """Remove what a kill left behind and all but the newest `keep` checkpoints."""
+def clean(folder: Path, keep: int, good: int | None) -> None:
+    """Remove what a kill left behind and all but the newest `keep` checkpoints and that of step `good`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    for path in complete_steps(folder)[:-keep]:
+    kept = None if good is None else f"step_{good:08d}"
+    for path in (path for path in complete_steps(folder)[:-keep] if path.name != kept):
         # Unmake it first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         path.rename(gone)
@@ -233,6 +241,7 @@ def load(engine: Any, checkpoint: Checkpoint, control: Control) -> None:
         if control.is_main:
             _to_universal(path, universal)
         control.barrier()
+    engine._config.load_universal_checkpoint = universal is not None  # a run that goes back loads again
     loaded, _ = engine.load_checkpoint(str(path.parent), tag=(universal or path).name)
     if loaded is None:
         raise UserError(f"{path}: DeepSpeed found nothing to load there")

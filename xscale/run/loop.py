@@ -1,11 +1,12 @@
 """The training loop, and what it keeps between steps."""
 
+import json
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,22 +18,46 @@ from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
+from xscale.run.checkpoint import Checkpoint
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
+from xscale.run.pace import Pace, Skips
 from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
+from xscale.run.watch import Watch
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
-from xscale.step.zero import keeps_whole_weights, whole_weight
+from xscale.step.zero import keeps_whole_weights, leave_out_step, whole_weight
 
+NOT_FINITE = "not_finite.jsonl"
+"""The records of every step that was not finite, a line for each rank."""
 MOST_SKIPPED = 100
 """Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
 FLUSH_SECONDS = 1.0
 """Metrics are read from the device this often at most, since reading waits for it."""
 FEW_SAMPLES = 1000
 """Of fewer, a share of dropped pairs says little: it is taken of so many."""
+
+
+class Surroundings(NamedTuple):
+    """What a trainer works with, and the next one where the run goes back."""
+
+    config: EngineConfig
+    engine: Any
+    out: Path
+    process: Process
+    control: Control
+    stop: StopRequest
+    watch: Watch
+
+
+class Pending(NamedTuple):
+    """A step whose numbers nobody has looked at yet."""
+
+    record: StepRecord
+    batch: StepBatch
 
 
 class Agreed(NamedTuple):
@@ -66,52 +91,55 @@ class Trainer:
     def __init__(
         self,
         job: Job,
-        config: EngineConfig,
-        engine: Any,
+        here: Surroundings,
         state: dict[str, Any],
-        out: Path,
-        process: Process,
-        control: Control,
-        stop: StopRequest,
-        *,
-        resumed: bool,
+        checkpoint: Checkpoint | None,
+        condemned: list[int],
         trace: bool = False,
     ):
-        """state: what the streams have consumed. resumed: from a checkpoint of this step."""
-        self.job, self.recipe, self.state, self.out = job, job.recipe, state, out
-        self.config, self.engine = config, engine
-        self.process, self.control, self.stop = process, control, stop
+        """state: what the streams have consumed. checkpoint: that the engine was loaded from. condemned: steps that
+        read their records and change nothing, since the run was not finite with them; 1 for the first."""
+        self.job, self.recipe, self.state, self.condemned = job, job.recipe, state, condemned
+        self.config, self.engine, self.out, self.process, self.control, self.stop, self.watch = here
         self.step: int = state["step"]
         """Steps done."""
-        self.saved = self.step if resumed else None
-        self.first, self.too_long, self.skipped = self.step, Counter[str](), 0
-        """The step that it began with; of each stream since then, how many pairs were over data.max_length; steps in a
-        row that fp16 has skipped."""
+        self.saved: int | None = checkpoint.step if checkpoint else None
+        self.good: int | None = self.saved
+        """The newest checkpoint that was saved while no step was skipped."""
+        self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
+        """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
         self.warned = set(job.dropped())
-        self.pending: list[StepRecord] = []
+        self.pending: list[Pending] = []
+        self.pace = Pace(here.watch.names)
         self.last_flush = time.monotonic()
-        self.flops = StepFlops(engine.module.encoder)
+        self.flops = StepFlops(here.engine.module.encoder)
         steps, streams = self.recipe.train.steps, list(self.recipe.streams)
-        self.reporter = Reporter(out, self.step, steps, streams) if process.is_main else None
-        self.trace = JsonLines(out / "trace" / f"rank{process.rank}.jsonl" if trace else None, self.step)
+        self.reporter = Reporter(here.out, self.step, steps, streams) if here.process.is_main else None
+        self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
         if (job.lexicons or job.measured) and self.recipe.train.measure_every:
-            control.from_main(lambda: self.gold.update(gold_of(job, out)))
+            here.control.from_main(lambda: self.gold.update(gold_of(job, here.out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
         recipe = self.recipe
         while self.step < recipe.train.steps:
             started = time.monotonic()
+            self.watch.note(f"reading the records of step {self.step + 1}")
             batch = next(batches)
             waited = time.monotonic() - started
             assert batch.step == self.step, (batch.step, self.step)
+            self.watch.note(f"at the beginning of step {self.step + 1}")
             agreed = self.agree(batch, flush=started - self.last_flush >= FLUSH_SECONDS)
             if agreed.stop:
                 return self.stop_early()
             check_targets(agreed, self.step + 1, recipe)
-            self.pending.append(self.train_step(batch, agreed, started, waited))
+            self.watch.note(f"in step {self.step + 1}")
+            if self.step + 1 in self.condemned:
+                leave_out_step(self.engine)
+            else:
+                self.pending.append(Pending(self.train_step(batch, agreed, started, waited), batch))
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
             self.count_dropped(agreed.too_long)
@@ -154,16 +182,21 @@ class Trainer:
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
         # Also in the first step: what a measurement takes of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
-        sums, norms = optimizer_step(
-            engine,
-            self.recipe,
-            batch.rows,
-            agreed.targets,
-            step=self.step,
-            rank=self.process.rank,
-            world=self.process.world,
-            measure=measure and keeps_whole_weights(engine),
-        )
+        try:
+            sums, norms = optimizer_step(
+                engine,
+                self.recipe,
+                batch.rows,
+                agreed.targets,
+                step=self.step,
+                rank=self.process.rank,
+                world=self.process.world,
+                measure=measure and keeps_whole_weights(engine),
+            )
+        except NotFinite as error:  # fp16, on all ranks
+            self.flush()
+            self.skips.count(True, None)
+            self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         measured = norms | (self.alignment_scores() if measure else {})
         seconds = time.monotonic() - started
         return StepRecord(
@@ -195,35 +228,58 @@ class Trainer:
         self.last_flush = time.monotonic()
         if not self.pending:
             return
-        table = torch.stack([record.sums.values_K for record in self.pending])
+        done, self.pending = self.pending, []
+        sums = torch.stack([record.sums.values_K for record, _ in done])
+        own_R = sums.new_zeros(self.process.world)
+        own_R[self.process.rank] = sum(record.data_wait_s + record.sums.own_s() for record, _ in done) / len(done)
+        table = torch.cat([sums.flatten(), own_R])
         dist.all_reduce(table)
-        entries = [
-            record.entry(totals, self.recipe) for record, totals in zip(self.pending, table.tolist(), strict=True)
-        ]
-        self.pending.clear()
+        pace = self.pace.metrics(table[sums.numel() :].tolist())
+        totals = table[: sums.numel()].view_as(sums).tolist()
+        entries = [record.entry(of_step, self.recipe) | pace for (record, _), of_step in zip(done, totals, strict=True)]
         if self.reporter:
             for entry in entries:
                 self.reporter.report(entry)
             self.reporter.flush()
-        for entry in entries:
-            self.check_finite(entry)
+            for line in self.pace.warnings():
+                LOG.warning(line)
+        for entry, pending in zip(entries, done, strict=True):
+            self.check_finite(entry, pending)
 
-    def check_finite(self, entry: dict[str, Any]) -> None:
+    def check_finite(self, entry: dict[str, Any], pending: Pending) -> None:
         """Raises NotFinite on all ranks, before anything of it is saved. In fp16 a skipped step is none of it."""
-        self.skipped = self.skipped + 1 if entry["skipped"] else 0
-        if self.engine.fp16_enabled() and 0 < self.skipped < MOST_SKIPPED:
+        fp16 = self.engine.fp16_enabled()
+        warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
+        if warning and fp16 and self.process.is_main:
+            LOG.warning(warning)
+        in_a_row = self.skips.in_a_row
+        if fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
         streams = [name for name in self.recipe.streams if not math.isfinite(entry[f"loss/{name}"])]
         norm = entry["grad_norm"] or 0.0
-        if not streams and math.isfinite(norm) and not self.skipped:
+        if not streams and math.isfinite(norm) and not in_a_row:
             return
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
-            what = f"fp16's gradient for {self.skipped} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        good = f"the newest good checkpoint is of step {self.saved}" if self.saved is not None else "none was saved"
+            what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
+        self.not_finite(entry["step"], what, pending.batch, bool(pending.record.sums.values_K.isfinite().all()))
+
+    def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
+        """Raises NotFinite, when the records of the step are written down. finite: this rank's own losses."""
+        path = self.out / NOT_FINITE
+        ranks = self.control.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
+        if self.process.is_main:
+            lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
+            with path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        good = f"the newest good checkpoint is of step {self.good}" if self.good is not None else "none was saved"
         raise NotFinite(
-            f"step {entry['step']}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. Go on from there into "
-            f"another --out (--resume DIR) with a lower train.lr or weight, or look at the step's records (--trace)"
+            f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
+            f"on from there into another --out (--resume DIR) with a lower train.lr or weight, or let the run go back "
+            f"by itself (train.rollbacks)",
+            # What fp16 skips has changed nothing: of steps skipped in a row the update before them is the bad one.
+            step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
+            self.good,
         )
 
     def trace_step(self, batch: StepBatch) -> None:
@@ -245,6 +301,7 @@ class Trainer:
         if self.step == self.saved:
             return
         started, folder = time.monotonic(), self.out / "checkpoints"
+        self.watch.note(f"saving step {self.step}")
         path = checkpoints.save(self.engine, folder, self.step, self.manifest(), self.write_more, self.control)
         if path is None:
             message = f"no disk space for a checkpoint in {folder}; free some"
@@ -252,9 +309,10 @@ class Trainer:
                 raise UserError(message + " and start again from the newest one")
             LOG.error(message + "; training goes on, older checkpoints are untouched")
             return
-        if self.process.is_main:
-            checkpoints.clean(folder, self.recipe.checkpoint.keep)
         self.saved = self.step
+        self.good = self.good if self.skips.in_a_row else self.step
+        if self.process.is_main:
+            checkpoints.clean(folder, self.recipe.checkpoint.keep, self.good)
         LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
 
     def manifest(self) -> dict[str, Any]:
@@ -262,7 +320,13 @@ class Trainer:
         assert self.job.calibration is not None
         engine = {"stage": self.config.stage, "precision": self.config.precision}
         calibration = self.job.calibration.to_dict()
-        return {"identity": self.job.identity(), "state": self.state, "calibration": calibration, "engine": engine}
+        return {
+            "identity": self.job.identity(),
+            "state": self.state,
+            "condemned": self.condemned,
+            "calibration": calibration,
+            "engine": engine,
+        }
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""

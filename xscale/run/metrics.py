@@ -26,8 +26,9 @@ LINE_SECONDS = 5.0
 """Least time between progress lines where the console is not a terminal."""
 
 
-def start_logging(out: Path, rank: int) -> None:
-    """Console lines, of other ranks than 0 warnings alone; all of them in logs/rankN.log, and rank 0's in run.log."""
+def start_logging(out: Path, rank: int) -> Path:
+    """Console lines, of other ranks than 0 warnings alone; all of them in logs/rankN.log, and rank 0's in run.log.
+    Returns the rank's own file."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
@@ -43,6 +44,7 @@ def start_logging(out: Path, rank: int) -> None:
         LOG.addHandler(handler)
     faulthandler.enable(path.open("a"))  # the stacks of a crash
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
+    return path
 
 
 def log_to_files(line: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,19 @@ from xscale import files, ranks
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.row import Shape
-from xscale.errors import UserError
+from xscale.errors import NotFinite, UserError
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import folder
 from xscale.run.checkpoint import Checkpoint
 from xscale.run.folder import dump
 from xscale.run.job import Job, prepare
-from xscale.run.loop import Trainer
+from xscale.run.loop import Surroundings, Trainer
 from xscale.run.metrics import LOG, start_logging
 from xscale.run.prefill import prefill
-from xscale.run.status import DONE, STOPPED, Status
+from xscale.run.status import DONE, STOPPED, STUCK, Status
 from xscale.run.stop import StopRequest
+from xscale.run.watch import Watch, names_of_ranks
 from xscale.step import engine as engines
 from xscale.step import zero
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
@@ -36,46 +38,92 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
     locks: list[Any] = []  # held until this returns
     control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
     status.ours = True
-    start_logging(args.out, process.rank)
-    hardware = Hardware.here()
-    config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
-    for note in [*config.notes, *job.notes()]:
-        LOG.info(note)
-    checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
-    check_engine(checkpoint, config, process.world)
-    first = checkpoint.step if checkpoint else 0
-    if first >= job.recipe.train.steps:
-        LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
-        status.ended(DONE, f"{first} of {job.recipe.train.steps} steps")
-        return DONE
-    job = job.calibrated(calibration(job, checkpoint, control))
-    if process.is_main:
-        write_config(args.out, job, config)
-        for line in job.dropped().values():
-            LOG.warning(line)
-        folder.note_start(args.out, first, process.world)
-    state = checkpoint.state if checkpoint else initial_state(job.specs)
-    # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
-    fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
-    batches = job.batches(process, hardware.device, state, job.recipe.train.steps - first, fitted=fitted)
-    engine = make_engine(job, config, checkpoint, fitted, control)
-    LOG.info(
-        f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
-        f"{process.world} rank(s) of {hardware.device}, ZeRO stage {config.stage}, steps {first} to "
-        f"{job.recipe.train.steps}"
-        + ("; the first step compiles the encoder, which may take minutes" if job.recipe.train.compile else "")
-    )
-    trainer = Trainer(
-        job, config, engine, state, args.out, process, control, stop, resumed=checkpoint is not None, trace=args.trace
-    )
-    status.step = lambda: trainer.step
-    with closing(trainer):
+    log = start_logging(args.out, process.rank)
+    watch = Watch(process, names_of_ranks(control), log, lambda why: status.ended(STUCK, why), STUCK)
+    watch.begin(job.recipe.train.stall_limit)
+    with closing(watch):
+        hardware = Hardware.here()
+        config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+        for note in [*config.notes, *job.notes()]:
+            LOG.info(note)
+        checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
+        check_engine(checkpoint, config, process.world)
+        first = checkpoint.step if checkpoint else 0
+        if first >= job.recipe.train.steps:
+            LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
+            status.ended(DONE, f"{first} of {job.recipe.train.steps} steps")
+            return DONE
+        watch.note("measuring the data")
+        job = job.calibrated(calibration(job, checkpoint, control))
+        if process.is_main:
+            write_config(args.out, job, config)
+            for line in job.dropped().values():
+                LOG.warning(line)
+            folder.note_start(args.out, first, process.world)
+        # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
+        fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
+        watch.note("building the engine")
+        engine = make_engine(job, config, checkpoint, fitted, control)
+        LOG.info(
+            f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
+            f"{process.world} rank(s) of {hardware.device}, ZeRO stage {config.stage}, steps {first} to "
+            f"{job.recipe.train.steps}"
+            + ("; the first step compiles the encoder, which may take minutes" if job.recipe.train.compile else "")
+        )
         if not checkpoint:
             prefill(engine.module, job, process, engine.device)
-            trainer.save(must=True)  # a run that cannot save fails now, not after a day
-        code = trainer.loop(batches)
-    status.ended(code, stop.why if code == STOPPED else f"{trainer.step} of {job.recipe.train.steps} steps")
+        surroundings = Surroundings(config, engine, args.out, process, control, stop, watch)
+        code, step = train_on(job, surroundings, checkpoint, fitted, status, args.trace)
+        status.ended(code, stop.why if code == STOPPED else f"{step} of {job.recipe.train.steps} steps")
     return code
+
+
+def train_on(
+    job: Job,
+    here: Surroundings,
+    checkpoint: Checkpoint | None,
+    fitted: tuple[int, Shape] | None,
+    status: Status,
+    trace: bool,
+) -> tuple[int, int]:
+    """The loop, from the checkpoint that the engine has, and again from another where the run goes back. Returns the
+    exit code and the steps done."""
+    condemned = list(checkpoint.condemned) if checkpoint else []
+    while True:
+        state = checkpoint.state if checkpoint else initial_state(job.specs)
+        trainer = Trainer(job, here, state, checkpoint, condemned, trace)
+        status.step = partial(getattr, trainer, "step")
+        left = job.recipe.train.steps - trainer.step
+        batches = job.batches(here.process, here.engine.device, state, left, fitted=fitted)
+        try:
+            with closing(trainer):
+                if not checkpoint:
+                    trainer.save(must=True)  # a run that cannot save fails now, not after a day
+                return trainer.loop(batches), trainer.step
+        except NotFinite as error:
+            checkpoint = go_back(error, condemned, trainer)
+
+
+def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpoint:
+    """Load the newest good checkpoint into the engine, and condemn the step that was bad. Raises the error again where
+    the recipe's rollbacks are used up, or there is nothing to go back to."""
+    recipe, control, folder = trainer.recipe, trainer.control, trainer.out / "checkpoints"
+    if len(condemned) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
+        raise error
+    tell = LOG.warning if control.is_main else LOG.info
+    tell(f"{error}")
+    found = checkpoints.newest_valid(folder, control, tell, error.good)
+    if found is None:
+        raise error
+    condemned.append(error.step)
+    trainer.watch.note(f"loading {found.path}")
+    checkpoints.load(trainer.engine, found, control)
+    engines.follow_schedule(trainer.engine)
+    tell(
+        f"went back to step {found.step}; step {error.step} will read its records and change nothing "
+        f"({len(condemned)} of {recipe.train.rollbacks} rollbacks)"
+    )
+    return found
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int) -> None:

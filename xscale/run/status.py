@@ -22,13 +22,14 @@ from xscale.ranks import Process
 from xscale.run import folder
 from xscale.run.metrics import LOG, log_to_files
 
-DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STOPPED = 0, 1, 2, 3, 4, 75
+DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
 """Exit codes. STOPPED: saved, and ended early; another start goes on."""
 OF_MACHINE = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
 }
 """What a file system or a network may answer to a program that does nothing wrong."""
+OF_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """Of exit codes; all others are failures."""
 
@@ -39,12 +40,20 @@ def code_of(error: Exception) -> int:
     if isinstance(error, NotFinite):
         return NOT_FINITE
     of_machine = isinstance(error, OSError) and error.errno in OF_MACHINE
-    return MACHINE if of_machine or isinstance(error, dist.DistNetworkError) else FAULT
+    return MACHINE if of_machine or isinstance(error, dist.DistNetworkError) or lost_rank(error) else FAULT
+
+
+def lost_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank ended: NCCL has a class for it, gloo has not."""
+    return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in OF_LOST_RANK)
 
 
 def message_of(error: Exception) -> str:
     """A line; of what users and the machine cause with the remedy."""
     code = code_of(error)
+    if lost_rank(error):
+        first = str(error).splitlines()[0]
+        return f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
     if code == MACHINE and isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; mend that and start again: the run goes on"
     if code == MACHINE:

@@ -3,7 +3,8 @@
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
 from xscale.objectives import OBJECTIVES
 from xscale.step.module import Reported, StepModule, Weights
-from xscale.step.zero import one_reduction
+from xscale.step.zero import one_reduction, take_step
 
 
 @dataclass
@@ -27,6 +28,8 @@ class StepSums:
 
     reported: list[Reported]
     values_K: Tensor
+    own_s: Callable[[], float]
+    """Seconds of this rank's own passes, until gradients are reduced; to be asked once the device has done them."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Metrics by name, of the sums over all ranks and the targets of all ranks."""
@@ -93,7 +96,6 @@ def optimizer_step(
     norm.
     """
     weights = step_weights(recipe, totals, step)
-    skipped = engine.skipped_steps
     passes = [
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
         for number, row in enumerate(rows)
@@ -103,6 +105,7 @@ def optimizer_step(
     undo_mean = {term: world * weight for term, weight in weights.items()}
     values_K: Tensor | None = None
     reported: list[Reported] = []
+    stop = stopwatch(engine.device)
     with one_reduction(engine):
         for row_pass in passes:
             loss, reported_K = row_pass(engine, undo_mean)
@@ -111,11 +114,33 @@ def optimizer_step(
             reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
             values_K = reported_K if values_K is None else values_K + reported_K
             engine.backward(loss)
-    engine.step()
+        own_s = stop()
+    applied = take_step(engine)
     for companion in engine.module.companions.values():
-        companion.update(applied=engine.skipped_steps == skipped)
+        companion.update(applied=applied)
     assert values_K is not None
-    return StepSums(engine.module.reported, values_K), norms
+    return StepSums(engine.module.reported, values_K, own_s), norms
+
+
+def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Starts it; the first call stops it, the second reads it. On CUDA it runs in the device's time, waiting for
+    nothing."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+
+        def stop() -> Callable[[], float]:
+            seconds = time.perf_counter() - started
+            return lambda: seconds
+
+        return stop
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+
+    def record() -> Callable[[], float]:
+        last.record()
+        return lambda: first.elapsed_time(last) / 1000
+
+    return record
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:

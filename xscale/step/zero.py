@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xscale.errors import UserError
+from xscale.errors import NotFinite, UserError
 
 # What a stage refuses
 
@@ -125,6 +125,35 @@ def one_reduction(engine: Any) -> Iterator[None]:
             raise
     if when_told:
         engine.allreduce_gradients()
+
+
+def take_step(engine: Any) -> bool:
+    """The update, unless the reduced gradient is not finite. Returns whether weights have changed.
+
+    DeepSpeed looks before it updates at stages 1 to 3; at stage 0 it does not. Raises NotFinite where fp16 has no
+    smaller loss scale left.
+    """
+    if engine.zero_optimization_stage() == 0:
+        gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
+        norm = engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if not norm.isfinite():  # the same on every rank: it is of the reduced gradient
+            leave_out_step(engine)
+            return False
+    skipped = engine.skipped_steps
+    try:
+        engine.step()
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise NotFinite(str(error)) from None
+    return engine.skipped_steps == skipped
+
+
+def leave_out_step(engine: Any) -> None:
+    """Count a step as DeepSpeed counts one that it skips."""
+    engine.zero_grad()
+    engine.global_steps += 1
+    engine.skipped_steps += 1
 
 
 def reduces_when_told(engine: Any) -> bool:

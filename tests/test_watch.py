@@ -1,0 +1,126 @@
+"""What a run watches: numbers that are none, ranks that hang, ranks that are slow, steps that are skipped."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import launch
+from xscale.run import checkpoint as checkpoints
+from xscale.run.pace import LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Pace, Skips
+
+CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
+BAD = 7
+
+
+def arguments(config: str, demo: Path, out: Path, *fields: str) -> list[str]:
+    head = ["--ds_config", f"ds_configs/{config}.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
+    return [*head, "--plugin", "tests.poison", "--set", "streams.mlm.samples=4", "train.warmup=0", *fields]
+
+
+def test_a_slow_rank_is_named_once() -> None:
+    pace = Pace(["rank 0", "rank 1", "rank 2"])
+    said = []
+    for _ in range(3 * SLOW_FLUSHES):
+        found = pace.metrics([1.0, 2.0, 1.1])
+        said += pace.warnings()
+    assert found["slowest_rank"] == 1 and found["slowest_ratio"] == pytest.approx(2 / 1.1)
+    assert len(said) == 1 and said[0].startswith("rank 1 is slow")
+    for i in range(3 * SLOW_FLUSHES):  # another one each time: no rank's fault
+        pace.metrics([1.0, 2.0, 1.1] if i % 2 else [2.0, 1.0, 1.1])
+        assert not pace.warnings()
+    assert Pace(["rank 0"]).metrics([1.0]) == {}
+
+
+def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
+    skips = Skips()
+    said = [skips.count(i % 5 == 0, 2.0**10) for i in range(300)]
+    assert [line for line in said if line] == [f"fp16 has skipped {MOST_SKIPS + 1} of the last 101 steps; lower "
+                                              "train.lr, or take bf16"]  # fmt: skip
+    said = [skips.count(False, scale) for scale in (2.0, LOW_SCALE, LOW_SCALE, 2.0, LOW_SCALE)]
+    assert [bool(line) for line in said] == [False, True, False, False, True]
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_and_leaves_out_the_bad_step(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A NaN in one rank's batch, at ZeRO stages 0 to 3: step 7 reads its records and changes nothing, no checkpoint has
+    a NaN, and a run that is cut off behind it and resumed has the same bits."""
+    monkeypatch.setenv("POISON", f"batch:{BAD}")
+    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
+    fields = ["train.steps=9", "checkpoint.every=1", "checkpoint.keep=99", "train.rollbacks=1"]
+
+    def run(folder: Path) -> None:
+        lists = [arguments(config, demo, folder / config, *fields) for config in CONFIGS]
+        (folder / "list.json").write_text(json.dumps(lists))
+        launch.run(2, [str(folder / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    whole.mkdir()
+    run(whole)
+    shutil.copytree(whole, again)
+    for config in CONFIGS:
+        for step in (8, 9):
+            shutil.rmtree(again / config / f"checkpoints/step_{step:08d}")
+    run(again)
+    for config in CONFIGS:
+        steps = {c.step: c for c in map(checkpoints.read, checkpoints.complete_steps(whole / config / "checkpoints"))}
+        assert list(steps) == list(range(10)) and steps[6].condemned == [] and steps[9].condemned == [BAD]
+        tensors = {step: launch.checkpoint_tensors(found.path) for step, found in steps.items()}
+        assert all(
+            t.isfinite().all() for of_step in tensors.values() for t in of_step.values() if t.is_floating_point()
+        )
+        weights = [
+            name for name in tensors[6] if "fp32_flat" in name or "single_partition" in name or "exp_avg" in name
+        ]
+        same = {step: all(tensors[step][n].equal(tensors[step + 1][n]) for n in weights) for step in (5, 6, 7)}
+        assert weights and same == {5: False, 6: True, 7: False}, config
+        assert steps[7].state["positions"] != steps[6].state["positions"], config
+        lines = [json.loads(line) for line in (whole / config / "not_finite.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
+        assert all(line["keys"]["mlm"] for line in lines)
+        assert [entry["step"] for entry in launch.metrics(whole / config)] == [1, 2, 3, 4, 5, 6, 8, 9]
+        assert launch.without_times(again / config) == launch.without_times(whole / config), config
+        last = launch.checkpoint_tensors(again / config / "checkpoints/step_00000009")
+        assert all(last[name].equal(tensors[9][name]) for name in last), config
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_ends_the_run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, which neither a collective nor a launcher notices."""
+    monkeypatch.setenv("POISON", "none:0")
+    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
+    out, limit = tmp_path / "out", 30
+    process = launch.start(
+        2, arguments("zero2_cpu", demo, out, "train.steps=100000", f"train.stall_limit={limit / 60}"), "deepspeed"
+    )
+    try:
+        end = time.monotonic() + 180
+        while not ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 2):
+            assert time.monotonic() < end and process.poll() is None, process.communicate()[0][-3000:]
+            time.sleep(0.2)
+        (stopped,) = (pid for pid in launch.rank_pids(process) if f"process {pid}" in _log(out, 1))
+        os.kill(stopped, signal.SIGSTOP)
+        started = time.monotonic()
+        while (named := json.loads((out / "status.json").read_text()))["status"] == "running":
+            assert time.monotonic() < started + limit + 10
+            time.sleep(0.5)
+        assert (
+            named["code"] == 5
+            and f"rank 1 (host {os.uname().nodename}, process {stopped}) has not answered" in named["why"]
+        )
+        process.communicate(timeout=60)
+        assert process.returncode == 5 and not psutil.pid_exists(stopped)
+        assert "stacks of this rank" in _log(out, 0) and "in train_step" in _log(out, 0)
+    finally:
+        launch.kill(process)
+
+
+def _log(out: Path, rank: int) -> str:
+    return (out / "logs" / f"rank{rank}.log").read_text()

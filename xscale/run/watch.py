@@ -1,0 +1,158 @@
+"""A thread of every rank that looks whether the run still moves, and ends it where it does not.
+
+Each tells the others, through the store by which they met, what its rank is doing. A rank that has come no further for
+`train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and ends with exit code 5:
+of a process that is stopped, of one that hangs in a file system, in a collective or in a lock.
+"""
+
+import faulthandler
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from xscale.ranks import Control, Process
+from xscale.run.metrics import LOG
+
+LOOK_SECONDS = 5.0
+"""Between looks, at most."""
+FIRST_WARNING_SECONDS = 60.0
+ANSWER = timedelta(seconds=3)
+"""How long the store is waited for; it lives in rank 0, which may be the one that is stopped."""
+END_SECONDS = 8.0
+"""From a rank's last words to its end: others, which look at other moments, must have said theirs. It ends then also
+where its log is on the file system that hangs."""
+LISTEN = (0, 1)
+"""Ranks that ask who is missing; a thousand would be too many at once, and one may be missing itself."""
+
+
+class Beat(NamedTuple):
+    """What a rank's thread tells."""
+
+    number: int
+    """Of its look; one that stands still belongs to a process that is stopped."""
+    marks: int
+    """How far the rank has come."""
+    doing: str
+
+
+class Watch:
+    """What this rank is doing, and the thread that looks after it."""
+
+    def __init__(self, process: Process, names: list[str], stacks: Path, ended: Callable[[str], None], code: int):
+        """names: host and process of each rank; stacks: the file that they are written to; ended: told why the run
+        ends, before it does with `code`."""
+        self.process, self.names, self.stacks, self.ended, self.code = process, names, stacks, ended, code
+        self.doing, self.marks, self.since = "starting", 0, time.monotonic()
+        self.limit: float | None = None
+        """Seconds."""
+        self.heard: dict[int, tuple[Beat, float]] = {}
+        """The last new beat of each rank, and when it came."""
+        self.closed = threading.Event()
+
+    def note(self, doing: str) -> None:
+        """The rank has come so far: called from its main thread, many times a step."""
+        self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
+
+    def begin(self, minutes: float | None) -> None:
+        """minutes: train.stall_limit."""
+        self.note("starting")
+        if minutes is not None:
+            self.limit = 60 * minutes
+            threading.Thread(target=self._look, name="xscale-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def _look(self) -> None:
+        assert self.limit is not None
+        store = self._join()
+        pause = min(LOOK_SECONDS, self.limit / 8)
+        warned, number = FIRST_WARNING_SECONDS, 0
+        while not self.closed.wait(pause):
+            number += 1
+            still = time.monotonic() - self.since
+            if store:
+                with suppress(Exception):  # without an answer nobody is named
+                    store.set(self._key(self.process.rank), json.dumps(Beat(number, self.marks, self.doing)))
+            if still < min(self.limit / 2, warned):
+                warned = FIRST_WARNING_SECONDS
+                continue
+            others = self._listen(store)
+            if still >= self.limit:
+                self._end(f"no progress for {still:.0f} s, {self.doing}; {others}")
+            if still >= warned and self.process.is_main:
+                LOG.warning(f"no progress for {still:.0f} s, {self.doing}; {others}")
+                warned = 2 * still
+
+    def _join(self) -> dist.Store | None:
+        """A connection of the thread's own: the main thread's may be waiting for an answer."""
+        if self.process.world == 1:
+            return None
+        with suppress(Exception):
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return dist.TCPStore(host, port, is_master=False, timeout=ANSWER, wait_for_workers=False)
+        return None
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"xscale/beat/{rank}"
+
+    def _listen(self, store: dist.Store | None) -> str:
+        """For whom this rank waits, as far as it can tell."""
+        if self.process.world == 1:
+            return "it is the only rank"
+        if self.process.rank not in LISTEN:
+            return "logs/rank0.log may say for whom it waits"
+        if store is None:
+            return "the other ranks cannot be asked"
+        now = time.monotonic()
+        with suppress(Exception):
+            for rank in range(self.process.world):
+                if not store.check([self._key(rank)]):
+                    continue
+                beat = Beat(*json.loads(store.get(self._key(rank))))
+                if rank not in self.heard or self.heard[rank][0].number != beat.number:
+                    self.heard[rank] = beat, now
+            return self._missing(now)
+        return f"{self.names[0]} does not answer"
+
+    def _missing(self, now: float) -> str:
+        assert self.limit is not None
+        absent = [name for rank, name in enumerate(self.names) if rank not in self.heard]
+        silent = 3 * min(LOOK_SECONDS, self.limit / 8)
+        stopped = [
+            f"{self.names[rank]} has not answered for {now - at:.0f} s (stopped, or its machine is gone)"
+            for rank, (_, at) in sorted(self.heard.items())
+            if now - at > silent
+        ]
+        found = [f"nothing was heard of {name}" for name in absent] + stopped
+        if not found:
+            least = min(beat.marks for beat, _ in self.heard.values())
+            behind = [rank for rank, (beat, _) in sorted(self.heard.items()) if beat.marks == least]
+            if len(behind) == self.process.world:
+                return "all ranks have come as far"
+            found = [f"{self.names[rank]} is behind, {self.heard[rank][0].doing}" for rank in behind]
+        return "waiting for others: " + "; ".join(found[:8])
+
+    def _end(self, why: str) -> None:
+        threading.Timer(END_SECONDS, os._exit, [self.code]).start()
+        with suppress(OSError), self.stacks.open("a") as file:
+            file.write("stacks of this rank, which has come no further:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
+        self.ended(why)
+        threading.Event().wait()
+
+
+def names_of_ranks(control: Control) -> list[str]:
+    """Such as "rank 3 (host node7, process 4711)"."""
+    return control.gather(f"rank {control.rank} (host {os.uname().nodename}, process {os.getpid()})")
