@@ -1,0 +1,349 @@
+"""Many random faults in one run, which must end as an undisturbed one ends: `python -m tests.fault_trial`.
+
+Each life of the run is started, let train for a while, and struck; or its files are, between two lives. What is struck
+by hand of a user (a deleted shard, a damaged checkpoint, two starts on one directory) must be told with its remedy. At
+the end every step has read the same records and written the same metrics as in the undisturbed run, and the last
+checkpoint is the same bit for bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests import launch
+from xscale.run import checkpoint as checkpoints
+
+RANKS, EVERY, STEPS_OF_A_LIFE, STALL_MINUTES = 2, 4, 14, 0.5
+LAUNCHERS = ("torchrun", "deepspeed")
+WORKERS = 1
+
+
+class Trial:
+    """A run that is struck, beside one that is not."""
+
+    def __init__(self, folder: Path, demo: Path, faults: int, seed: int):
+        self.folder, self.random, self.faults = folder, random.Random(seed), faults
+        self.data, self.out, self.whole = folder / "data", folder / "struck", folder / "whole"
+        shutil.copytree(demo, self.data)
+        self.steps = STEPS_OF_A_LIFE * (faults + 1)
+        self.done: Counter[str] = Counter()
+        self.lives: list[str] = []
+        """How each ended."""
+
+    def arguments(self, out: Path) -> list[str]:
+        head = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(out), "--trace"]
+        fields = {
+            "streams.tlm.samples": 8,
+            "train.steps": self.steps,
+            "train.warmup": 0,
+            "train.stall_limit": STALL_MINUTES,
+            "checkpoint.every": EVERY,
+            "checkpoint.keep": 3,
+            "data.workers": WORKERS,
+        }
+        sets = [f"{name}={value}" for name, value in fields.items()]
+        return [*head, "--data", str(self.data / "pairs"), "--set", f"model.tokenizer={self.data / 'tokenizer'}", *sets]
+
+    def step(self) -> int:
+        """Of the newest line of metrics."""
+        with suppress(OSError, IndexError, ValueError, KeyError):
+            return json.loads((self.out / "metrics.jsonl").read_bytes().splitlines()[-1])["step"]
+        return 0
+
+    def start(self, launcher: str) -> subprocess.Popen:
+        log = (self.folder / "lives.log").open("a")
+        print(f"--- life {len(self.lives)}, {launcher}, from step {self.step()}", file=log, flush=True)
+        words = launch.command(RANKS, self.arguments(self.out), launcher)
+        return subprocess.Popen(
+            words, cwd=launch.ROOT, env=launch.environment(), stdout=log, stderr=log, start_new_session=True
+        )
+
+    def live(self, strike: Callable[[subprocess.Popen], None] | None) -> int:
+        """Start, train on a little, be struck, end. Returns the launcher's exit code."""
+        before = len(self.tail())
+        process = self.start(self.random.choice(LAUNCHERS))
+        begun = self.step()
+        goal = begun + self.random.randint(1, 2 * STEPS_OF_A_LIFE - 1)
+        tree: list[psutil.Process] = []
+        try:
+            limit = time.monotonic() + 300
+            while process.poll() is None and self.step() < goal and time.monotonic() < limit:
+                time.sleep(0.05)
+            tree = tree_of(process)
+            if process.poll() is None and strike:
+                strike(process)
+            process.wait(timeout=60 * STALL_MINUTES + 120)
+            _, alive = psutil.wait_procs(tree, timeout=60)
+            assert not alive, f"still alive: {alive}\n{self.tail()[before:]}"
+        finally:
+            for left in [*tree, *tree_of(process)]:
+                with suppress(psutil.Error):
+                    left.kill()
+            process.wait()
+        self.lives.append(f"{process.returncode}")
+        return process.returncode
+
+    def tail(self) -> str:
+        path = self.folder / "lives.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def refused(self, *words: str) -> None:
+        """A life that must end at once, with one line that has the words."""
+        before, step = len(self.tail()), self.step()
+        process = self.start("torchrun")
+        try:
+            process.wait(timeout=180)
+        finally:
+            for left in tree_of(process):
+                with suppress(psutil.Error):
+                    left.kill()
+        said = self.tail()[before:]
+        assert process.returncode, f"it did not end with an error:\n{said}"
+        assert "Traceback (most recent call last)" not in said.split("torch/distributed")[0], said
+        assert all(word in said for word in words), f"nothing of {words} in:\n{said}"
+        assert self.step() == step
+
+    # Faults
+
+    def ranks(self, process: subprocess.Popen) -> list[int]:
+        return sorted(launch.rank_pids(process)) or [process.pid]
+
+    def kill_rank(self) -> None:
+        self.live(lambda process: os.kill(self.random.choice(self.ranks(process)), signal.SIGKILL))
+
+    def kill_launcher(self) -> None:
+        self.live(lambda process: os.kill(process.pid, signal.SIGKILL))
+
+    def kill_worker(self) -> None:
+        def strike(process: subprocess.Popen) -> None:
+            ranks = self.ranks(process)
+            children = [child.pid for rank in ranks for child in psutil.Process(rank).children()]
+            os.kill(self.random.choice(children or ranks), signal.SIGKILL)
+
+        self.live(strike)
+
+    def kill_all(self) -> None:
+        self.live(launch.kill)
+
+    def stop_rank(self) -> None:
+        """SIGSTOP for good: the others end the run."""
+        self.live(lambda process: os.kill(self.random.choice(self.ranks(process)), signal.SIGSTOP))
+        said = json.loads((self.out / "status.json").read_text())
+        assert said["code"] == 5 and "has not answered" in said["why"], said
+
+    def pause_rank(self) -> None:
+        """SIGSTOP for a moment, of which nothing must be seen; then an end by SIGTERM."""
+
+        def strike(process: subprocess.Popen) -> None:
+            chosen = self.random.choice(self.ranks(process))
+            os.kill(chosen, signal.SIGSTOP)
+            time.sleep(2)
+            os.kill(chosen, signal.SIGCONT)
+            os.kill(chosen, signal.SIGTERM)
+
+        self.live(strike)
+        assert json.loads((self.out / "status.json").read_text())["status"] in ("stopped", "done")
+
+    def terminate(self) -> None:
+        self.live(lambda process: os.kill(process.pid, signal.SIGTERM))
+
+    def preempt(self) -> None:
+        self.live(lambda process: os.kill(self.random.choice(self.ranks(process)), signal.SIGUSR2))
+        assert json.loads((self.out / "status.json").read_text())["status"] in ("stopped", "done")
+
+    def full_disk(self) -> None:
+        """Nothing more can be written for a while; the run goes on, or ends and goes on."""
+        filler = self.out / "filler"
+
+        def strike(process: subprocess.Popen) -> None:
+            with suppress(OSError), filler.open("wb") as file:
+                while True:
+                    file.write(b"0" * (1 << 20))
+                    file.flush()
+            time.sleep(3)
+            filler.unlink()
+            time.sleep(1)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+
+        try:
+            self.live(strike)
+        finally:
+            filler.unlink(missing_ok=True)
+
+    def two_starts(self) -> None:
+        def strike(process: subprocess.Popen) -> None:
+            second = subprocess.run(
+                launch.command(1, self.arguments(self.out)), cwd=launch.ROOT, env=launch.environment(),
+                capture_output=True, text=True, timeout=200,
+            )  # fmt: skip
+            ended = process.poll() is not None  # meanwhile
+            assert ended or (
+                second.returncode and "is being trained by another process" in second.stdout + second.stderr
+            )
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+
+        self.live(strike)
+
+    def flipped_byte(self) -> None:
+        found = checkpoints.complete_steps(self.out / "checkpoints")
+        if len(found) < 2:
+            return self.kill_all()
+        files = sorted(path for path in found[-1].iterdir() if path.suffix == ".pt")
+        path = self.random.choice(files)
+        data = bytearray(path.read_bytes())
+        data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+        path.write_bytes(data)
+        before = len(self.tail())
+        self.kill_all()
+        assert "is not usable" in self.tail()[before:]
+
+    def broken_manifest(self) -> None:
+        found = checkpoints.complete_steps(self.out / "checkpoints")
+        if len(found) < 2:
+            return self.kill_all()
+        path = found[-1] / checkpoints.MANIFEST
+        path.write_bytes(path.read_bytes()[: self.random.randrange(200)])
+        self.kill_all()
+
+    def garbage_latest(self) -> None:
+        (self.out / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (self.out / "checkpoints/latest").write_bytes(self.random.randbytes(20))
+        self.kill_all()
+
+    def torn_metrics(self) -> None:
+        if (self.out / "metrics.jsonl").exists():
+            with (self.out / "metrics.jsonl").open("ab") as file:
+                file.write(b'{"step": 99999')
+        self.kill_rank()
+
+    def deleted_shard(self) -> None:
+        self.damaged_data(lambda path: path.unlink(), "is missing")
+
+    def cut_shard(self) -> None:
+        self.damaged_data(lambda path: os.truncate(path, path.stat().st_size // 2), "bytes")
+
+    def damaged_data(self, damage: Callable[[Path], None], *words: str) -> None:
+        path = self.random.choice(sorted((self.data / "pairs").glob("*.tar")))
+        kept = path.read_bytes()
+        damage(path)
+        try:
+            self.refused(path.name, *words)
+        finally:
+            path.write_bytes(kept)
+
+    def read_error(self) -> None:
+        """A record's bytes change under the run: it ends and names shard and record, or has not come by."""
+        path = self.random.choice(sorted((self.data / "pairs").glob("*.tar")))
+        kept = path.read_bytes()
+        before = len(self.tail())
+
+        def strike(process: subprocess.Popen) -> None:
+            with path.open("r+b") as file:
+                file.write(bytes(len(kept)))
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=60)
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
+
+        try:
+            self.live(strike)
+        finally:
+            with path.open("r+b") as file:
+                file.write(kept)
+        said = self.tail()[before:]
+        assert "is damaged, its checksum differs" in said or "done:" in said, said
+
+    KINDS = (
+        (kill_rank, 8), (kill_launcher, 6), (kill_worker, 8), (kill_all, 6), (stop_rank, 3), (pause_rank, 4),
+        (terminate, 6), (preempt, 8), (full_disk, 5), (two_starts, 3), (flipped_byte, 6), (broken_manifest, 4),
+        (garbage_latest, 3), (torn_metrics, 4), (deleted_shard, 3), (cut_shard, 2), (read_error, 4),
+    )  # fmt: skip
+    """And how often."""
+
+    def strike(self, only: str | None) -> None:
+        kinds, weights = zip(*self.KINDS, strict=True)
+        if only:
+            kinds, weights = tuple(kind for kind in kinds if kind.__name__ == only), (1,)
+        (kind,) = self.random.choices(kinds, weights)
+        started = time.monotonic()
+        kind(self)
+        self.done[kind.__name__] += 1
+        print(
+            f"{self.done.total()}/{self.faults} {kind.__name__}: step {self.step()} of {self.steps}, "
+            f"{time.monotonic() - started:.0f} s",
+            flush=True,
+        )
+
+    def compare(self) -> None:
+        """Raises AssertionError where the struck run differs from the whole one."""
+        assert launch.trace(self.out) == launch.trace(self.whole), "other records"
+        assert launch.without_times(self.out) == launch.without_times(self.whole), "other metrics"
+        struck, whole = (launch.checkpoint_tensors(checkpoints.find(out)) for out in (self.out, self.whole))
+        assert struck.keys() == whole.keys()
+        assert all(struck[name].equal(whole[name]) for name in whole), "other weights"
+
+
+def tree_of(process: subprocess.Popen) -> list[psutil.Process]:
+    with suppress(psutil.Error):
+        return psutil.Process(process.pid).children(recursive=True)
+    return []
+
+
+def on_small_disk(out: Path, megabytes: int) -> bool:
+    """A file system of its own for the run, that can be filled without harm; takes root."""
+    out.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(out)]
+    return subprocess.run(mount, capture_output=True).returncode == 0
+
+
+def trial(folder: Path, demo: Path, faults: int, seed: int, only: str | None = None) -> Counter[str]:
+    """Raises AssertionError where something ended otherwise than it should."""
+    found = Trial(folder, demo, faults, seed)
+    mounted = on_small_disk(found.out, 700)
+    try:
+        if not mounted:
+            print("no root: the disk is not filled")
+            found.KINDS = tuple(pair for pair in found.KINDS if pair[0].__name__ != "full_disk")
+        while found.done.total() < faults and found.step() < found.steps:
+            found.strike(only)
+        for _ in range(3):  # what is left, undisturbed
+            if found.live(None) == 0 and found.step() == found.steps:
+                break
+        print(f"{found.done.total()} faults in {len(found.lives)} lives; the undisturbed run", flush=True)
+        launch.run(RANKS, found.arguments(found.whole), timeout=3600)
+        found.compare()
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(found.out)])
+    return found.done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--demo", type=Path, default=launch.ROOT / "data" / "demo", help="the demo corpus")
+    parser.add_argument("--only", help="one kind of fault")
+    parser.add_argument("--keep", type=Path, help="a folder for everything, which stays")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        done = trial(args.keep or Path(temporary), args.demo, args.faults, args.seed, args.only)
+    print(f"{done.total()} faults, nothing lost, nothing twice, the same bits: {dict(done)}")
+
+
+if __name__ == "__main__":
+    main()
