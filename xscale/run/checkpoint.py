@@ -259,7 +259,7 @@ def move_counters(optimizer: torch.optim.Optimizer) -> None:
     """Counters of steps come from a universal checkpoint on the CPU; torch's fused optimizers want them beside the
     weights."""
     for group in optimizer.param_groups:
-        for state in (optimizer.state[p] for p in group["params"] if group.get("fused")):
+        for state in (optimizer.state[p] for p in group["params"] if group.get("fused") and "step" in optimizer.state[p]):
             state["step"] = state["step"].to(state["exp_avg"].device)
 
 
