@@ -88,7 +88,7 @@ def _check_key(key: str, value: Any) -> str:
     if key in NOT_HERE:
         return "" if off and key != "bfloat16" else f"{key}: {NOT_HERE[key]}"
     if key not in KEYS:
-        meant = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.7)
+        meant = difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.7)
         advice = f"; did you mean {meant[0]}?" if meant else "; leave it out"
         return "" if off and not meant else f"{key} is nothing that a run of xscale reads{advice}"
     kinds = KEYS[key]
