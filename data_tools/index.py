@@ -15,8 +15,10 @@ from typing import Any
 from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.scan import scan_shard
-from xscale.data.shards import FORMAT_VERSION, SEGMENTATIONS, fingerprint, idx_path, read_index
+from xscale.data.shards import FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
 from xscale.errors import UserError
+
+TOOL = "data_tools.index"
 
 
 def build(
@@ -29,16 +31,19 @@ def build(
     """Scan all tars (split over the ranks), write an .idx beside each and index.json last. Raises UserError.
 
     links_count: a name of SEGMENTATIONS, whose words the links count; None: as the index that is there says, or white
-    space where others wrote the tars.
+    space where others wrote the tars. These links are checked, where they are written here they have been.
     """
     tars = sorted(directory.glob("*.tar"))
     if not tars:
         raise UserError(f"no .tar in {directory}")
+    counted = {layout: _segmentation(directory, layout, links_count)["name"] for layout in LAYOUTS}
+    if made_by["tool"] != TOOL:
+        counted = {}
 
     def scan() -> list[tuple[dict[str, Any], str, tuple[str, ...], int]]:
         found = []
         for path in tars[ranks.rank :: ranks.size]:
-            scanned = scan_shard(path, langs)
+            scanned = scan_shard(path, langs, counted)
             with files.publish(idx_path(path)) as partial:
                 scanned.idx.tofile(partial)
             found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs, scanned.documents))
@@ -108,7 +113,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     )  # fmt: skip
     args = parser.parse_args(argv)
     langs = tuple(args.langs) if args.langs else None
-    index = build(args.directory, langs, ranks, {"tool": "data_tools.index"}, args.links_count)
+    if len(langs or ()) > 2 or len(set(langs or ())) < len(langs or ()):
+        raise UserError(f"--langs {' '.join(args.langs)}: needs one language, or two different ones")
+    index = build(args.directory, langs, ranks, {"tool": TOOL}, args.links_count)
     if ranks.is_main:
         print(summary(args.directory, index))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from xscale.errors import UserError
+from xscale.errors import OF_MACHINE, UserError, number_of
 
 TIMEOUT = timedelta(days=7)
 """Of ranks that wait while one works alone."""
@@ -27,7 +27,7 @@ class Ranks:
 
     @staticmethod
     def _started_by(size: str, rank: str) -> bool:
-        return rank in os.environ and int(os.environ.get(size) or 1) > 1
+        return rank in os.environ and number_of(size, 1) > 1
 
     def _join_mpi(self) -> None:
         try:
@@ -62,15 +62,18 @@ class Ranks:
             dist.destroy_process_group()
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's `work()`, on every rank. A UserError of any rank is raised on all."""
-        error, result = None, None
+        """Every rank's `work()`, on every rank. A UserError of any rank, or an OSError, is raised on all."""
+        error: Exception | None = None
+        result = None
         try:
             result = work()
         except UserError as problem:
-            error = str(problem)
+            error = UserError(str(problem))
+        except OSError as problem:
+            error = OSError(problem.errno, problem.strerror or str(problem), problem.filename)
         errors = [problem for problem in self.gather(error) if problem]
         if errors:
-            raise UserError(errors[0])
+            raise errors[0]
         return self.gather(result)
 
     @property
@@ -87,13 +90,19 @@ def _gather_objects(value: Any) -> list[Any]:
 
 
 def run(main: Callable[[Ranks], None]) -> None:
-    """Run a tool; a UserError is printed once and ends with exit code 2."""
-    ranks, code = Ranks(), 0
+    """Run a tool; a UserError is printed once and ends with exit code 2, the machine's refusal with 4."""
+    ranks, code = None, 0
     try:
+        ranks = Ranks()
         main(ranks)
-    except UserError as error:
-        if ranks.is_main:
+    except (UserError, OSError) as error:
+        code = 4 if isinstance(error, OSError) and error.errno in OF_MACHINE else 2
+        if isinstance(error, OSError):
+            error = UserError(f"{error.filename or 'a file'}: {error.strerror or error}")
+        if ranks is None or ranks.is_main:
             print(f"error: {error}", file=sys.stderr)
-        code = 2
-    ranks.close()
+    except KeyboardInterrupt:
+        code = 130
+    if ranks:
+        ranks.close()
     sys.exit(code)

@@ -11,6 +11,7 @@ directory appears when it is complete, not before.
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import sys
 from collections import Counter
@@ -35,6 +36,7 @@ from xscale.record import Record
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
 _PROGRESS_LINES = 200_000
+LANGUAGE, NAME = re.compile(r"\w+"), re.compile(r"\w[\w.-]*")
 
 
 class Line(NamedTuple):
@@ -126,6 +128,9 @@ def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> I
 
 
 def check_free(out: Path) -> None:
+    """Raises UserError unless `out` can become a directory."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty; choose another --out or remove it")
 
@@ -322,6 +327,11 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
         raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
+    for language in args.langs if args.kind == "pairs" else [args.lang]:
+        if not LANGUAGE.fullmatch(language):
+            raise UserError(f"language {language!r}: its name has letters, digits and _ alone, such as en or zh_Hant")
+    if args.name is not None and not NAME.fullmatch(args.name):
+        raise UserError(f"--name {args.name!r}: letters, digits, _, - and . alone, and a letter or digit first")
     if args.shard_lines < 1:
         raise UserError(f"--shard_lines {args.shard_lines} must be positive")
     made_by = {

@@ -10,6 +10,8 @@ import pytest
 from xscale.config import RECIPES, Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
+from xscale.run.checkpoint import Checkpoint
+from xscale.run.start import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
@@ -307,18 +309,107 @@ def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) 
 
 
 def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
-    keys = ["tensorboard", "aio", "sparse_gradients", "seq_parallel_communication_data_type", "amp", "data_types"]
+    keys = ["tensorboard", "aio", "flops_profiler", "comms_logger", "amp", "data_types"]
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({key: {} for key in keys}))
     assert list(read_ds_config(path)) == keys
     config = {
         "optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}},
         "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}},
+        "amp": {"enabled": False},
     }
     path.write_text(json.dumps(config))
     assert read_ds_config(path) == config
     path.write_text(json.dumps({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}))
     read_ds_config(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"bfloat16": {"enabled": True}}, "bfloat16: .*write bf16"),
+        ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is not true, false or"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast: .*leave it out"),
+        ({"checkpoint": {"load_universal": True}}, "checkpoint: .*leave it out"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: .*leave it out"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is nothing that a run of xscale reads"),
+        ({"gradient_clipping": True}, "gradient_clipping: True is not a number"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: 0 must be positive"),
+        ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is no parameter"),
+        ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is no parameter; did you mean params"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "betas: '0.9' is not a list of 2 numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "betas: .0.9. is not a list of 2 numbers"),
+        ({"optimizer": {"type": "Adam", "params": {"torch_adam": "true"}}}, "torch_adam: 'true' is not true or false"),
+        ({"optimizer": {"type": "Optimizer"}}, "optimizer.type: Optimizer is none of"),
+        ({"scheduler": {"type": "math"}}, "scheduler.type: math is none of"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' is neither log nor"),
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "x"}}},
+            "cos_min_ratio: 'x' is not a num",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
+            "last_batch_iteration is no param",
+        ),
+    ],
+)
+def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: str) -> None:
+    """DeepSpeed ignores, reads otherwise, or meets too late, what these say."""
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"mine.json:\n  .*{message}"):
+        read_ds_config(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer: 'cpu': .*dictionary"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}, "reduce_bucket_size: '5e8'"),
+        ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater: True"),
+        ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: 'fp8'"),
+        ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params: .*1.5"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params: .*cycle_min_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.params: .*step_size"),
+        ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
+    ],
+)
+def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"ds_config X\.json: .*{message}"):
+        resolve(config)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "lion", "RMSprop"])
+def test_an_optimizer_gets_no_parameter_that_it_does_not_take(kind: str) -> None:
+    resolved, *_ = resolve({"optimizer": {"type": kind}})
+    assert set(resolved["optimizer"]["params"]) <= {"lr", "weight_decay", "eps", "betas"}
+    assert ("betas" in resolved["optimizer"]["params"]) == (kind == "lion")
+
+
+def test_a_resume_with_another_optimizer_is_refused() -> None:
+    """DeepSpeed takes betas, eps and the loss scaler from the checkpoint, whatever its ds_config says."""
+
+    def engine(params: dict[str, Any], **more: Any) -> Any:
+        config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": params}} | more
+        return resolve_ds_config(config, Path("X.json"), recipe(), 2, GPU)
+
+    fp16 = {"enabled": True, "loss_scale_window": 500}
+    saved = json.loads(json.dumps({"step": 5, "world_size": 2, "engine": engine({"torch_adam": True}).saved()}))
+    checkpoint = Checkpoint(Path("step_5"), saved)
+    check_engine(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}), 2)
+    with pytest.raises(UserError, match=r"optimizer.params.betas: was \[0.9, 0.999\], is now \[0.9, 0.98\]"):
+        check_engine(checkpoint, engine({"torch_adam": True, "betas": [0.9, 0.98]}), 2)
+    before = {"step": 5, "world_size": 2, "engine": {"stage": 2, "precision": "fp32"}}
+    check_engine(Checkpoint(Path("step_5"), before), engine({"betas": [0.9, 0.98]}), 2)  # of an earlier version
+    checkpoint = Checkpoint(Path("step_5"), saved | {"engine": engine({}, fp16=fp16).saved()})
+    check_engine(checkpoint, engine({}, fp16=fp16), 2)
+    with pytest.raises(UserError, match=r"fp16.loss_scale_window: was 500, is now 100"):
+        check_engine(checkpoint, engine({}, fp16=fp16 | {"loss_scale_window": 100}), 2)
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -71,10 +71,21 @@ def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, wr
         index.main(Ranks(), [str(tmp_path)])
 
 
+def without_crc32(directory: Path) -> None:
+    """index.json as earlier versions wrote it."""
+    index = json.loads((directory / "index.json").read_text())
+    for shard in index["shards"]:
+        del shard["idx_crc32"]
+    (directory / "index.json").write_text(json.dumps(index))
+
+
 def test_a_zeroed_index_is_no_record(tmp_path: Path, demo: Path) -> None:
     shutil.copytree(demo / "pairs", tmp_path / "pairs")
     idx = next((tmp_path / "pairs").glob("*.idx"))
     idx.write_bytes(bytes(idx.stat().st_size))
+    with pytest.raises(UserError, match=r"pairs-000000\.idx is damaged, or another shard's: .*data_tools\.index"):
+        Source(tmp_path / "pairs").read(0, 3)
+    without_crc32(tmp_path / "pairs")
     with pytest.raises(UserError, match=r"pairs-000000\.idx is damaged: record 3 has no bytes.*data_tools\.index"):
         Source(tmp_path / "pairs").read(0, 3)
     assert idx.stat().st_size % IDX_DTYPE.itemsize == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
@@ -21,6 +21,9 @@ RECIPES = Path(__file__).parent / "recipes"
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """Of a section of the recipe, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
+MOST = 1 << 40
+"""Of steps, samples and the like: far above all that is meant, and exact as a float."""
+Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -47,12 +50,12 @@ class ModelConfig:
 class StreamConfig:
     objective: str
     """A name of objectives.OBJECTIVES."""
-    samples: PositiveInt | None = None
+    samples: Count | None = None
     """Samples per optimizer step over all ranks. Of pairs, each is one pair. Of monolingual text, each is running text
     of about data.max_length tokens, and reads several records: sentences that follow one another in a document, or
     several short documents and ends of documents, each a sequence of its own. What exceeds data.max_length after all
     goes on in a further sequence: nothing is dropped or cut off."""
-    tokens: PositiveInt | None = None
+    tokens: Count | None = None
     """Instead of `samples`: as many samples as have about so many tokens, by the samples measured before step 1."""
     weight: PositiveFloat = 1.0
     """Factor of the stream's loss in the step's loss."""
@@ -67,7 +70,7 @@ class StreamConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
-    max_length: Annotated[int, Field(ge=8)] = 128
+    max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """Tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
     """What happens to a pair that does not fit max_length; either way it is counted. Monolingual text always goes on in
@@ -75,12 +78,12 @@ class DataConfig:
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
     has language embeddings; false: both 0, so that neither is the first."""
-    first: PositiveInt | None = None
+    first: Count | None = None
     """Of each language, and of each pair of languages, only so many records are read: the first, in the order of
     --data and of a directory's shards; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Languages are drawn with p proportional to records^alpha; 1: in the proportions that the data have."""
-    workers: Annotated[int, Field(ge=0)] = 2
+    workers: Annotated[int, Field(ge=0, le=1024)] = 2
     """Loader processes per rank; 0 loads in the training process."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, whose names say the pair: en-de.txt; none: `lexicon/*.txt` in the first --data directory or its
@@ -92,7 +95,7 @@ class DataConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class TrainConfig:
-    steps: PositiveInt = 1000
+    steps: Count = 1000
     """Optimizer steps of the run."""
     epochs: PositiveFloat | None = None
     """Instead of `steps`: so many times as many samples as there are pairs, by the recipe's first stream of pairs. With
@@ -109,7 +112,7 @@ class TrainConfig:
     """Fraction of a predicted token's target that is spread over the whole vocabulary."""
     z_loss: NotNegative = 0.0
     """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU. Does not
     change the result, but for the masks that dropout draws."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
@@ -123,8 +126,8 @@ class TrainConfig:
     deterministic: bool = False
     """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
     is slower then. CPUs need none of this."""
-    seed: int = 0
-    measure_every: Annotated[int, Field(ge=0)] = 100
+    seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
+    measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
     and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
@@ -145,9 +148,9 @@ class TrainConfig:
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
-    every: PositiveInt = 500
+    every: Count = 500
     """Optimizer steps between checkpoints; the last step always saves."""
-    keep: Annotated[int, Field(ge=2)] = 2
+    keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """Newest complete checkpoints that stay on disk, at least 2."""
 
 
@@ -184,7 +187,7 @@ class Recipe:
         return fields
 
 
-BY_EPOCHS = 1 << 40
+BY_EPOCHS = MOST
 """train.steps of a recipe that says `epochs` instead, until the data are known."""
 
 
@@ -233,12 +236,12 @@ RENAMED = {
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice: the last one would win."""
+    """Refuses a key that stands twice, also as 1 and "1": the last one would win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
         for key in keys:
-            if keys.count(key) > 1:
+            if list(map(str, keys)).count(str(key)) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
@@ -254,15 +257,15 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     objectives: options class of each objective. Raises UserError naming every problem.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
-    if not path.is_file():
-        raise UserError(
-            f"recipe {name!r} not found ({path}). Shipped recipes: {', '.join(shipped_recipes())}; or give a path "
-            f"ending in .yaml"
-        )
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), UniqueKeys) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = read_yaml(path.read_text(encoding="utf-8")) or {}
+    except ValueError as error:
         raise UserError(f"{path} is not YAML: {error}") from None
+    except OSError as error:
+        raise UserError(
+            f"recipe {name!r} not found ({path}: {error.strerror}). Shipped recipes: {', '.join(shipped_recipes())}; "
+            f"or give a path ending in .yaml"
+        ) from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: a recipe is a mapping with model, streams, data, train, checkpoint")
     problems: list[str] = []
@@ -276,15 +279,24 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     return recipe
 
 
+def read_yaml(text: str) -> Any:
+    """Raises ValueError."""
+    try:
+        return yaml.load(text, UniqueKeys)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
 def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     dotted, equals, text = assignment.partition("=")
     if not equals:
         problems.append(f"--set {assignment}: needs the form key.sub=value")
         return
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        problems.append(f"--set {assignment}: {text!r} is not YAML")
+        value = read_yaml(text)
+    except ValueError as error:
+        twice, stands, _ = str(error).partition(" stands twice")
+        problems.append(f"--set {assignment[:80]}: {twice + stands if stands else f'{text[:80]!r} is not YAML'}")
         return
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -305,7 +317,7 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
 
 def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
     sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}
-    for unknown in set(tree) - set(sections) - {"streams"}:
+    for unknown in [name for name in tree if name not in (*sections, "streams")]:
         problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:

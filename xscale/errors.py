@@ -1,8 +1,18 @@
 """What a user can cause, told to the user."""
 
+import errno
+import os
+
 
 class UserError(ValueError):
     """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""
+
+
+OF_MACHINE = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
+}
+"""What a file system or a network may answer to a program that does nothing wrong."""
 
 
 class NotFinite(Exception):
@@ -17,3 +27,11 @@ class NotFinite(Exception):
 
 class RankError(UserError):
     """A UserError that this rank alone has seen, such as a damaged record of its share."""
+
+
+def number_of(variable: str, default: int) -> int:
+    """A launcher's variable. Raises UserError."""
+    value = os.environ.get(variable) or str(default)
+    if not value.strip().isdecimal():
+        raise UserError(f"{variable}={value!r} in the environment is no number; unset it, or let the launcher set it")
+    return int(value)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xscale.errors import UserError
+from xscale.errors import UserError, number_of
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective; generous, since one rank may hash a large checkpoint while others wait."""
@@ -53,20 +53,24 @@ def find_process() -> Process:
     process = Process(0, 1, 0, 1)
     if names := _launcher():
         rank, world, local_rank, local_world = names
-        process = Process(int(env[rank]), int(env[world]), int(env.get(local_rank, 0)), _local_world(local_world))
+        process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
+        if process.rank >= process.world:
+            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or mend the launcher's")
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if "MASTER_ADDR" not in env:
         env["MASTER_ADDR"] = _first_host(process)
     if "MASTER_PORT" not in env:
         env["MASTER_PORT"] = str(_port(process))
+    if not 0 < number_of("MASTER_PORT", 0) < 1 << 16:
+        raise UserError(f"MASTER_PORT={env['MASTER_PORT']} is no port; unset it, or choose one from 1024 to 65535")
     return process
 
 
 def check_launch() -> None:
     """Raises UserError for a process without a launcher in a SLURM job of several tasks: srun was forgotten."""
-    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("SLURM_NNODES") or "1"
-    if int(tasks) > 1 and not _launcher():
+    tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
+    if tasks > 1 and not _launcher():
         raise UserError(
             f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
             f"(srun --ntasks=1 for a lone one)"
@@ -99,11 +103,16 @@ def _local_world(variable: str) -> int:
     """Ranks on this node. SLURM tells those of each node: "2(x3),1" is 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
     counts = []
-    for part in text.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
-    node = int(os.environ.get("SLURM_NODEID", 0)) if variable.startswith("SLURM") else 0
-    return counts[node]
+    try:
+        for part in text.split(","):
+            count, _, times = part.rstrip(")").partition("(x")
+            counts += [int(count)] * int(times or 1)
+        return counts[number_of("SLURM_NODEID", 0) if variable.startswith("SLURM") else 0]
+    except (ValueError, IndexError):
+        raise UserError(
+            f"{variable}={text!r} in the environment does not say how many ranks this node has; unset it, or let the "
+            f"launcher set it"
+        ) from None
 
 
 def _first_host(process: Process) -> str:

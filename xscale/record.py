@@ -30,8 +30,10 @@ class Record(NamedTuple):
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a record: needs key, langs and texts ({error})") from None
-        if isinstance(fields["langs"], str) or isinstance(fields["texts"], str):
-            raise ValueError(f"record {key!r}: langs and texts are lists of strings")
+        if isinstance(fields["langs"], str) or isinstance(fields["texts"], str) or not isinstance(key, str | int):
+            raise ValueError(f"record {key!r}: langs and texts are lists of strings, and key is a string")
+        if not all(isinstance(lang, str) for lang in langs):
+            raise ValueError(f"record {key!r}: langs {list(langs)} are not names of languages")
         if len(langs) != len(texts) or len(texts) not in (1, 2):
             raise ValueError(f"record {key!r}: {len(langs)} langs and {len(texts)} texts; needs 1 or 2 of each")
         for text in texts:

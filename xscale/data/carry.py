@@ -9,7 +9,7 @@ from itertools import product
 
 from xscale.data.words import segment
 
-LINK = re.compile(r"(\d{1,9})-(\d{1,9})")
+LINK = re.compile(r"([0-9]{1,9})-([0-9]{1,9})")
 _WORD = re.compile(r"\S+")
 
 

@@ -3,12 +3,24 @@
 import os
 import tarfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, parse_line, parse_sample, sample_key
+from xscale.data.carry import carry_over
+from xscale.data.shards import (
+    BLOCK,
+    FOLLOWS,
+    IDX_DTYPE,
+    PART_BYTES,
+    Shard,
+    check_languages,
+    parse_line,
+    parse_sample,
+    sample_key,
+)
 from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
@@ -28,8 +40,13 @@ class ScannedShard:
         return int((self.idx["length"] < FOLLOWS).sum())
 
 
-def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard:
-    """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record."""
+def scan_shard(
+    path: Path, langs: tuple[str, ...] | None = None, links_count: dict[str, str] | None = None
+) -> ScannedShard:
+    """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record.
+
+    links_count: of either layout, whose words its links count (a name of SEGMENTATIONS), to check that they fit.
+    """
     ranges: list[tuple[int, int, int]] = []
     layouts: set[str] = set()
     found_langs: tuple[str, ...] | None = langs
@@ -39,33 +56,28 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
     def add(record: Record, offset: int, data: bytes) -> None:
         nonlocal found_langs, doc
         if found_langs is None:
+            check_languages(record.langs)
             found_langs = record.langs
         elif record.langs != found_langs:
             raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
+        if links_count and record.links is not None and len(record.langs) == 2:
+            carry_over(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
         doc = record.doc
 
     def add_sample() -> None:
         if not sample:
             return
-        last = sample[-1]
-        start, end = sample[0].offset, last.offset_data + -(-last.size // BLOCK) * BLOCK
+        start, end = sample[0].offset, sample[-1].offset_data + -(-sample[-1].size // BLOCK) * BLOCK
         data = os.pread(file.fileno(), end - start, start)
-        add(parse_sample(data, found_langs), start, data)
+        add(parse_sample(data, found_langs, whole=langs is None), start, data)
         sample.clear()
 
     size = path.stat().st_size
     with path.open("rb") as file:
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if member.offset_data + member.size > size:
-                        raise ValueError("the file ends inside a member")
-                    if not member.isfile():
-                        continue
-                    layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
-                    if len(layouts) == 2:
-                        raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
+                for member in _files_of(tar, size, layouts):
                     if member.name.endswith(".jsonl"):
                         offset = member.offset_data
                         for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
@@ -76,17 +88,38 @@ def scan_shard(path: Path, langs: tuple[str, ...] | None = None) -> ScannedShard
                         if sample and sample_key(sample[-1].name) != sample_key(member.name):
                             add_sample()
                         sample.append(member)
-                # tarfile takes a damaged header, or the file's end, for the end of the archive.
-                rest = os.pread(file.fileno(), 1 << 20, tar.offset)
-                if len(rest) < BLOCK or rest.strip(b"\0"):
-                    raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
+                _check_end(file.fileno(), tar.offset)
                 add_sample()
         except (ValueError, tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: record {len(ranges)}: {error}") from None
     if not ranges or found_langs is None:
         raise UserError(f"{path} holds no record (an empty or cut-off tar)")
-    shard = Shard(path.name, len(ranges), size, sha256_file(path))
-    return ScannedShard(shard, layouts.pop(), found_langs, np.array(ranges, dtype=IDX_DTYPE))
+    idx = np.array(ranges, dtype=IDX_DTYPE)
+    shard = Shard(path.name, len(ranges), size, sha256_file(path), zlib.crc32(idx.tobytes()))
+    return ScannedShard(shard, layouts.pop(), found_langs, idx)
+
+
+def _check_end(fd: int, offset: int) -> None:
+    """tarfile takes a damaged header, or the file's end, for the end of the archive."""
+    rest = os.pread(fd, 1 << 20, offset)
+    if len(rest) < BLOCK or rest.strip(b"\0"):
+        raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
+
+
+def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
+    """Members of a tar of so many bytes, without directories. layouts: gets theirs. Raises ValueError for what is no
+    file, is cut off, or is of a second layout."""
+    for member in tar:
+        if member.offset_data + member.size > size:
+            raise ValueError("the file ends inside a member")
+        if not member.isfile() and not member.isdir():
+            raise ValueError(f"member {member.name} is a link or a device; archive the file itself: --dereference")
+        if not member.isfile():
+            continue
+        layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
+        if len(layouts) == 2:
+            raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
+        yield member
 
 
 def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:

@@ -33,6 +33,7 @@ from xscale.record import Record
 FORMAT_VERSION = 2
 """Version 1, which knows neither documents nor parts, is read as it is."""
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
+LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
 """Whose words a record's links count: those of data/words.py, or of the text as others split it."""
 FOLLOWS = 1 << 31
@@ -51,6 +52,8 @@ class Shard:
     records: int
     bytes: int
     sha256: str
+    idx_crc32: int | None = None
+    """Of its .idx; None in indices from before it was noted."""
 
 
 class Source:
@@ -180,6 +183,11 @@ class Source:
                     f"`python -m data_tools.inspect {self.directory} --verify` names every damaged shard"
                 )
         whole = self.parse(data)
+        if whole.langs != self.langs:
+            raise UserError(
+                f"{self.directory}: record {whole.key!r} is of {', '.join(whole.langs)}, index.json says "
+                f"{', '.join(self.langs)}; run `python -m data_tools.index {self.directory}`"
+            )
         if length <= PART_BYTES or len(whole.texts) == 2:
             return whole
         most = length // PART_BYTES
@@ -196,7 +204,13 @@ class Source:
     def _idx(self, shard: int) -> np.ndarray:
         idx = self._indices.get(shard)
         if idx is None:
-            mapped = np.memmap(idx_path(self.directory / self.shards[shard].name), dtype=IDX_DTYPE, mode="r")
+            path, crc = idx_path(self.directory / self.shards[shard].name), self.shards[shard].idx_crc32
+            mapped = np.memmap(path, dtype=IDX_DTYPE, mode="r")
+            if crc is not None and zlib.crc32(mapped.tobytes()) != crc:
+                raise UserError(
+                    f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
+                    f"run `python -m data_tools.index {self.directory}`"
+                )
             idx = np.asarray(mapped)[: self.counts[shard]]  # a memmap looks a record up at a third of the speed
             self._indices[shard] = idx
             if len(self._indices) > OPEN_SHARDS * self.streams:
@@ -241,16 +255,51 @@ def read_index(directory: Path) -> dict[str, Any]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        if type(version) is int and version in (1, FORMAT_VERSION):
+            check_index(index)
+            return index
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
         ) from None
-    if version not in (1, FORMAT_VERSION):
-        raise UserError(
-            f"{path} has format version {version}, this xscale reads 1 and {FORMAT_VERSION}. Rebuild the index: "
-            f"`python -m data_tools.index {directory}`"
-        )
-    return index
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    raise UserError(
+        f"{path} has format version {version!r}, this xscale reads 1 and {FORMAT_VERSION}. Rebuild the index: "
+        f"`python -m data_tools.index {directory}`"
+    )
+
+
+def check_index(index: dict[str, Any]) -> None:
+    """Raises ValueError, or what Python raises, where a field is absent, of another type, or at odds with others."""
+    kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
+    for name, kind in kinds.items():
+        if type(index[name]) is not kind:
+            raise ValueError(f"{name} {index[name]!r} is no {kind.__name__}")
+    check_languages(index["langs"])
+    if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono") or index["layout"] not in LAYOUTS:
+        raise ValueError(f"kind {index['kind']!r} and layout {index['layout']!r} do not fit")
+    if not isinstance(index.get("segmentation", {}), dict):
+        raise ValueError(f"segmentation {index['segmentation']!r} is no object")
+    shards = [Shard(**shard) for shard in index["shards"]]
+    for shard in shards:
+        numbers = (shard.records, shard.bytes, 0 if shard.idx_crc32 is None else shard.idx_crc32)
+        if any(type(number) is not int or number < 0 for number in numbers) or not shard.records:
+            raise ValueError(f"shard {shard.name!r}: {numbers} are no numbers of records and bytes")
+        if Path(shard.name).name != shard.name or not shard.name.endswith(".tar") or type(shard.sha256) is not str:
+            raise ValueError(f"shard {shard.name!r} is no file name, or has no hash")
+    if len({shard.name for shard in shards}) < len(shards):
+        raise ValueError("a shard stands twice")
+    if not shards or index["records"] != sum(shard.records for shard in shards):
+        raise ValueError(f"records {index['records']} are not those of its shards")
+
+
+def check_languages(langs: list[str] | tuple[str, ...]) -> None:
+    """Raises ValueError unless they are one name or two."""
+    if not all(isinstance(lang, str) and lang and not set(lang) & set("/\\ \t\n\0") for lang in langs):
+        raise ValueError(f"langs {list(langs)} are not names of languages")
+    if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
+        raise ValueError(f"langs {list(langs)}: needs one language, or two different ones")
 
 
 def fingerprint(index: dict[str, Any]) -> str:
@@ -309,14 +358,17 @@ def parse_json(data: bytes) -> Any:
         return json.loads(data.decode().removeprefix("\ufeff"))
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
 
 
-def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
-    """A record of a run of tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt."""
+def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
+    """A record of a run of tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt.
+
+    langs: which texts, in this order; whole: there may be no others.
+    """
     texts: dict[str, str] = {}
-    links, key = None, ""
+    links, key, seen, fields = None, "", set[str](), None
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
         for member in tar:
             content = tar.extractfile(member)
@@ -324,21 +376,30 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None) -> Record:
                 continue
             key = sample_key(member.name)
             extension = member.name[len(key) + 1 :]
+            if extension in seen:
+                raise ValueError(f"{member.name} stands twice in a row; give each sample a key of its own")
+            seen.add(extension)
             text = content.read()
             if extension == "json":
                 fields = parse_json(text)
                 if not isinstance(fields, dict):
                     raise ValueError(f"{member.name} is not a JSON object")
-                return Record.from_dict({"key": key} | fields)
-            if extension == "links.txt":
+            elif extension == "links.txt":
                 links = text.decode().strip()
             elif extension == "txt" and langs and len(langs) == 1:
                 texts[langs[0]] = text.decode().rstrip("\n")
             elif extension.endswith(".txt") and extension.count(".") == 1:
                 texts[extension.removesuffix(".txt")] = text.decode().rstrip("\n")
+    if fields is not None:
+        return Record.from_dict({"key": key} | fields)
     if not texts:
         raise ValueError(f"sample {key!r}: needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
+    if whole and len(order) < len(texts):
+        raise ValueError(
+            f"sample {key!r} has {', '.join(texts)}, the ones before {', '.join(order) or 'others'}: say which to read "
+            f"by --langs, or keep one directory for each"
+        )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 
 

@@ -1,28 +1,43 @@
-"""Text files, read as streams: plain, .gz or .xz, one line at a time, errors with file and line."""
+"""Text files, read as streams to their last byte: plain, .gz or .xz, one line at a time, errors with file and line."""
 
 import gzip
 import lzma
+import os
 import re
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from xscale.errors import UserError
 
-_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
+_BLOCK = 1 << 15
+_FORMS = {
+    b"\x1f\x8b": "is compressed by gzip; name it .gz",
+    b"\xfd7zXZ": "is compressed by xz; name it .xz",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; decompress it first: `zstd -d`",
+    b"BZh": "is compressed by bzip2; decompress it first: `bunzip2`",
+    b"PK\x03\x04": "is a zip archive; extract it first",
+    b"7z\xbc\xaf": "is a 7z archive; extract it first",
+    b"\x04\x22\x4d\x18": "is compressed by lz4; decompress it first: `lz4 -d`",
+    b"\xff\xfe": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
+    b"\xfe\xff": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
+}
+"""First bytes of what is no plain text."""
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])|(?<=[。！？])")
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """(line number from 1, line without its end) of a UTF-8 file. Raises UserError."""
-    opener = _OPENERS.get(path.suffix, open)
     number = 0
     try:
-        with opener(path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
+        with path.open("rb") as file:
+            for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
+                if number == 1:
+                    _check_form(path, raw)
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
@@ -37,12 +52,57 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{path}: cannot be read after line {number} ({error.strerror})") from None
 
 
+def _check_form(path: Path, line: bytes) -> None:
+    form = next((form for start, form in _FORMS.items() if line.startswith(start)), None)
+    if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
+        form = _FORMS[b"\xff\xfe"]
+    if form:
+        raise UserError(f"{path} {form}")
+
+
+def _plain(file: BinaryIO) -> Iterable[bytes]:
+    return file
+
+
+def _gunzip(file: BinaryIO) -> Iterable[bytes]:
+    with gzip.GzipFile(fileobj=file) as lines:
+        yield from lines
+    if not file.tell():
+        raise EOFError("it has no byte")
+
+
+def _unxz(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of all streams of an .xz file. lzma.open passes over whatever follows a stream and is none."""
+    decoder, form, data, rest = None, lzma.FORMAT_AUTO, b"", b""
+    while data := data or file.read(_BLOCK):
+        if decoder is None:
+            data = data.lstrip(b"\0") if form == lzma.FORMAT_XZ else data  # padding between streams
+            decoder, form = lzma.LZMADecompressor(form) if data else None, lzma.FORMAT_XZ
+            continue
+        *lines, rest = (rest + decoder.decompress(data)).split(b"\n")
+        yield from lines
+        data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    if decoder or not file.tell():
+        raise EOFError("it ends inside a stream" if decoder else "it has no byte")
+    if rest:
+        yield rest
+
+
+_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".xz": _unxz}
+
+
 def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or all files below it, sorted."""
+    """Each path itself, or all files below it, sorted. Raises UserError."""
     found = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     files = [path for path in found if not path.is_dir()]
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
+    for path in files:
+        if path.exists() and not path.is_file() and path not in paths:  # a pipe would be waited for
+            raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
+    twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
+    if twice:
+        raise UserError(f"{twice[0]} is given twice; its lines would be too")
     return files
 
 

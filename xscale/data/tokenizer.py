@@ -63,6 +63,12 @@ class Tokenizer:
                 f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
                 f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
             )
+        same = [name for name, token in [*special.items(), ("unk", tokenizer.unk_token_id)] if token == special["mask"]]
+        if len(same) > 1:
+            raise UserError(
+                f"tokenizer {path} has one token for {' and '.join(same)}, {tokenizer.mask_token!r}; a masked language "
+                f"model needs a mask token of its own: add it to the tokenizer's special tokens"
+            )
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
         self.vocab_size = len(tokenizer)

@@ -18,12 +18,11 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.config import STRICT, NotNegative
+from xscale.config import STRICT, Count, NotNegative
 from xscale.data.lexicon import entries
 from xscale.data.piece import Context, Piece
 from xscale.data.sequences import Example
@@ -38,7 +37,7 @@ class Options(mlm.MaskedOptions):
     """Factor of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
     """mean: a word of several tokens is the mean of their rows; single: entries with one are left out."""
-    pairs_per_step: PositiveInt | None = None
+    pairs_per_step: Count | None = None
     """Entries of a step, drawn anew without replacement; null: all."""
 
 

@@ -30,12 +30,12 @@ from typing import Annotated, Any, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from xscale import rng
-from xscale.config import STRICT, Fraction, NotNegative
+from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
 from xscale.data.row import Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
@@ -49,14 +49,14 @@ from xscale.objectives.base import Losses, Objective, Parts, Prediction
 class Options:
     temperature: PositiveFloat = 0.05
     """tau."""
-    queue_size: PositiveInt = 32000
+    queue_size: Count = 32000
     """K, at least the stream's samples."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """m of the key encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
     """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill
     et al. 2020): a key encoder that must start fast ends slow; null: it stays."""
-    projection: PositiveInt = 300
+    projection: Count = 300
     """Width of z."""
     normalize_z: bool = True
     """L2-normalise z, as MoCo does."""

@@ -5,6 +5,7 @@ manifest.json (files, sizes, hashes, the run's identity, the stream's state), th
 `latest`. A kill at any moment leaves the older checkpoints and at most a directory that the next start removes.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,8 @@ from xscale.files import PARTIAL
 from xscale.ranks import Control
 
 MANIFEST = "manifest.json"
+OWN_HASH = "sha256"
+"""Of the manifest but for itself; not in checkpoints from before it was noted."""
 HF = "hf"
 """Folder of a checkpoint that holds the model's Hugging Face config and the tokenizer."""
 COMPANIONS = "companions.pt"
@@ -156,6 +159,8 @@ def read(path: Path) -> Checkpoint:
         kinds = {"step": int, "world_size": int, "identity": dict, "state": dict, "files": dict}
         wrong = [key for key, kind in kinds.items() if type(manifest.get(key)) is not kind or manifest[key] == {}]
         wrong += [name for name, file in manifest["files"].items() if not {"bytes", "sha256"} <= set(file)]
+        if OWN_HASH in manifest and sealed_manifest(manifest) != sealed_manifest(manifest, manifest[OWN_HASH]):
+            raise ValueError("it differs from its own hash")
         if wrong or manifest["state"].get("step") != manifest["step"]:
             raise ValueError(f"without a sound {', '.join(wrong) or 'step'}")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -198,13 +203,20 @@ def save(
     if control.is_main:
         sealed = {name: sealed[name] for name in names}
         manifest = {"step": step, "world_size": control.size, **kept, "files": sealed}
-        files.write_text(partial / MANIFEST, json.dumps(manifest, indent=1))
+        files.write_text(partial / MANIFEST, sealed_manifest(manifest))
         files.remove(final)
         partial.rename(final)
         files.sync(folder)
         files.write_text(folder / "latest", final.name)
     control.barrier()
     return final
+
+
+def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
+    """Its text, with a hash of all else that it says."""
+    content = {key: value for key, value in manifest.items() if key != OWN_HASH}
+    digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({**content, OWN_HASH: digest}, indent=1)
 
 
 def _seal(path: Path) -> dict[str, Any]:
@@ -259,7 +271,8 @@ def move_counters(optimizer: torch.optim.Optimizer) -> None:
     """Counters of steps come from a universal checkpoint on the CPU; torch's fused optimizers want them beside the
     weights."""
     for group in optimizer.param_groups:
-        for state in (optimizer.state[p] for p in group["params"] if group.get("fused") and "step" in optimizer.state[p]):
+        states = [optimizer.state[p] for p in group["params"]] if group.get("fused") else []
+        for state in (state for state in states if "step" in state):  # not before step 1
             state["step"] = state["step"].to(state["exp_avg"].device)
 
 

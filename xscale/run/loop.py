@@ -318,15 +318,8 @@ class Trainer:
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
         assert self.job.calibration is not None
-        engine = {"stage": self.config.stage, "precision": self.config.precision}
-        calibration = self.job.calibration.to_dict()
-        return {
-            "identity": self.job.identity(),
-            "state": self.state,
-            "condemned": self.condemned,
-            "calibration": calibration,
-            "engine": engine,
-        }
+        kept = {"calibration": self.job.calibration.to_dict(), "engine": self.config.saved()}
+        return {"identity": self.job.identity(), "state": self.state, "condemned": self.condemned, **kept}
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""

@@ -138,6 +138,13 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int
             f"for stage {config.stage} in {config.precision}; go on with the former, or start a new run from it: "
             f"model.init={checkpoint.path} and another --out"
         )
+    kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved} if saved else {}
+    changed = folder.compare(kept, {key: config.saved()[key] for key in kept})
+    if changed:
+        raise UserError(
+            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would go on with; go on with the "
+            f"ds_config that it was started with:\n" + "\n".join(f"  {line}" for line in changed)
+        )
     if checkpoint.ranks != world:
         zero.check_rescaled(config.stage, f"{checkpoint.path}", checkpoint.ranks, world)
 

@@ -5,7 +5,6 @@
 `status` is running, done, stopped or failed. One that says running while no process is was killed.
 """
 
-import errno
 import json
 import os
 import traceback
@@ -17,18 +16,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from xscale import files
-from xscale.errors import NotFinite, UserError
+from xscale.errors import OF_MACHINE, NotFinite, UserError
 from xscale.ranks import Process
 from xscale.run import folder
 from xscale.run.metrics import LOG, log_to_files
 
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
 """Exit codes. STOPPED: saved, and ended early; another start goes on."""
-OF_MACHINE = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
-}
-"""What a file system or a network may answer to a program that does nothing wrong."""
 OF_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """Of exit codes; all others are failures."""
@@ -57,7 +51,8 @@ def message_of(error: Exception) -> str:
     if code == MACHINE and isinstance(error, OSError):
         return f"{error.filename or 'a file'}: {error.strerror}; mend that and start again: the run goes on"
     if code == MACHINE:
-        return f"the ranks cannot meet: {error}"
+        advice = "where another run has the port, give --master_port N to the launcher, or set MASTER_PORT"
+        return f"the ranks cannot meet: {str(error).splitlines()[0]}; {advice}"
     return str(error) if code != FAULT else f"{type(error).__name__}: {error}"
 
 

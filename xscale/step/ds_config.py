@@ -4,18 +4,14 @@ ds_configs are standard DeepSpeed JSON. "auto" (or absence) leaves a value to th
 the recipe's is an error.
 """
 
-import difflib
-import inspect
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from xscale.config import Recipe
 from xscale.errors import UserError
+from xscale.step.ds_checks import check_names, parameters, rehearse
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
@@ -27,16 +23,10 @@ SCHEDULES = {
 }
 """Parameters of DeepSpeed's schedulers that the recipe gives where ds_config does not."""
 
-ROWS = 'the recipe\'s streams say what a step holds, and train.max_tokens how it is cut into rows; write "auto" here'
+OF_RECIPE_OR_MACHINE = ("lr", "weight_decay", "fused", "foreach")
+"""Parameters of an optimizer that another start may have otherwise: the recipe's are compared with it."""
 
-SECTIONS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "zero_allow_untested_optimizer"),
-    *("fp16", "bf16", "bfloat16", "zero_optimization", "optimizer", "scheduler", "checkpoint", "data_types"),
-    *("torch_autocast", "steps_per_print", "wall_clock_breakdown", "comms_logger", "flops_profiler"),
-    *("seq_parallel_communication_data_type", "sparse_gradients", "managed_gradient_accumulation"),
-)
-"""Keys of a ds_config near which a mistake is looked for; others are left to DeepSpeed."""
+ROWS = 'the recipe\'s streams say what a step holds, and train.max_tokens how it is cut into rows; write "auto" here'
 
 
 @dataclass(frozen=True)
@@ -66,6 +56,14 @@ class EngineConfig:
     notes: list[str]
     """Lines to print."""
 
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint says of its engine: what DeepSpeed takes from there, whatever the ds_config of a resume
+        says."""
+        optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
+        params = {k: v for k, v in optimizer.get("params", {}).items() if k not in OF_RECIPE_OR_MACHINE}
+        kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
+        return {"stage": self.stage, "precision": self.precision, **kept}
+
 
 def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -> EngineConfig:
     return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
@@ -76,11 +74,13 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise UserError(f"--ds_config {path} not found; shipped ones are in ds_configs/") from None
+    except OSError as error:
+        raise UserError(f"--ds_config {path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--ds_config {path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--ds_config {path}: needs a JSON object")
-    problems = _misnamed(config)
+    problems = check_names(config)
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
@@ -93,50 +93,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
     return found
-
-
-def _misnamed(config: dict[str, Any]) -> list[str]:
-    """What DeepSpeed would ignore, or find only when the engine is built."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.runtime import lr_schedules
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    problems = []
-    for key, section in config.items():
-        meant = difflib.get_close_matches(key, SECTIONS, n=1, cutoff=0.7)
-        if meant and key not in SECTIONS:
-            problems.append(f"{key} is nothing that DeepSpeed reads; did you mean {meant[0]}?")
-        if key in ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16") and not isinstance(section, dict):
-            return [*problems, f"{key}: {section!r} is not an object"]
-        if key in ("optimizer", "scheduler") and not isinstance(section.get("type"), str):
-            return [*problems, f"{key}.type is missing"]
-    stage = config.get("zero_optimization", {}).get("stage", 0)
-    if type(stage) is not int or not 0 <= stage <= 3:
-        problems.append(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
-    if config.get("managed_gradient_accumulation", True) is not True:
-        problems.append("managed_gradient_accumulation = false: a step is one accumulation of xscale's; leave it out")
-
-    def check(section: str, classes: list[type], extra: Sequence[str] = ()) -> None:
-        known = {*extra, *(name for c in classes for name in inspect.signature(c).parameters)}
-        for name in sorted(set(config[section].get("params", ())) - known):
-            meant = difflib.get_close_matches(name, known, n=1)
-            advice = f"; did you mean {meant[0]}?" if meant else ""
-            problems.append(f"{section}.params.{name} is no parameter of {config[section]['type']}{advice}")
-
-    kind = config.get("optimizer", {}).get("type", "AdamW")
-    if "optimizer" in config and kind.lower() in ("adam", "adamw"):
-        own = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-        check("optimizer", [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam], own)
-    elif kind.lower() not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
-        problems.append(f"optimizer.type: {kind} is none of {', '.join(DEEPSPEED_OPTIMIZERS)}, or of torch.optim")
-    kind = config.get("scheduler", {}).get("type", "WarmupDecayLR")
-    scheduler = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
-    if scheduler is None:
-        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
-        problems.append(f"scheduler.type: {kind} is none of {known}, or of torch.optim.lr_scheduler")
-    elif "scheduler" in config:
-        check("scheduler", [scheduler])
-    return problems
 
 
 def resolve_ds_config(
@@ -166,14 +122,17 @@ def resolve_ds_config(
         raise UserError(f"ds_config {path}: {problem}")
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
+    for problem in rehearse(resolved):
+        raise UserError(f"ds_config {path}: {problem}")
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
 def _own(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
     """What the recipe's `field` says goes into a section; another value there is a problem."""
     given = section.get(key, AUTO)
-    if given not in (AUTO, value):
-        problems.append(f"{where}{key} = {given} contradicts the recipe's {field} = {value}")
+    if given not in (AUTO, value) or isinstance(given, bool):
+        shown = repr(given) if isinstance(given, str) else given
+        problems.append(f"{where}{key} = {shown} contradicts the recipe's {field} = {value}")
     section[key] = value
 
 
@@ -189,19 +148,23 @@ def _fill_sizes(resolved: dict[str, Any], recipe: Recipe, world: int, problems: 
 
 
 def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
-    params = resolved.setdefault("optimizer", {"type": "AdamW"}).setdefault("params", {"torch_adam": True})
+    optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
+    kind = optimizer["type"].lower()
+    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ("adam", "adamw") else {})
     _own(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
     _own(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
+    takes = parameters(optimizer["type"]) or {}
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key, AUTO) == AUTO:
-            params[key] = default
+        if params.get(key, AUTO) == AUTO and key in takes:
+            params[key] = list(takes[key]) if kind == "lion" else default
     if params.get("torch_adam") and "foreach" not in params:
         params.setdefault("fused", hardware.device in ("cuda", "cpu"))
 
 
 def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
     scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
-    params, takes = scheduler.setdefault("params", {"warmup_type": "linear"}), SCHEDULES.get(scheduler["type"], ())
+    takes = SCHEDULES.get(scheduler["type"], ())
+    params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
         params["warmup_min_lr"] = 0.0  # also where the decay ends
     owned = {

@@ -3,7 +3,6 @@
 import copyreg
 from typing import Any
 
-import pydantic
 from torch import nn
 
 from xscale.errors import UserError
@@ -28,8 +27,8 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     groups = decay_groups(module, optimizer["params"]["weight_decay"])
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except (pydantic.ValidationError, DeepSpeedConfigError, AssertionError) as error:
-        raise UserError(f"--ds_config: DeepSpeed does not take it: {error}") from None
+    except (ValueError, TypeError, NotImplementedError, AssertionError, DeepSpeedConfigError) as error:
+        raise UserError(f"--ds_config: DeepSpeed does not take it: {error}") from error
     if encoder := getattr(module, "encoder", None):
         gather_for_every_pass(engine, encoder.lm.get_output_embeddings().parameters())
     return engine

@@ -1,0 +1,1069 @@
+"""Seeded bad input: every case ends well, or with a line that names file or field; none silently wrong.
+
+    python tests/fuzz.py [--seed 0] [--cases 2000] [--only KIND ...]
+
+A case is a function of its kind and seed alone. It ends good (nothing was raised, and an independent reader finds the
+same), or refused (UserError, or exit code 2 or 4, by a line that names one of `case.names`). All else is a finding:
+another exception, a wrong result, a message that names nothing, more than LIMIT seconds.
+"""
+
+import argparse
+import contextlib
+import copy
+import gzip
+import io
+import itertools
+import json
+import lzma
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import yaml
+
+from data_tools import demo_corpus, index, inspect, lexicon, write_shards
+from data_tools import ranks as tools
+from data_tools.ranks import Ranks
+from xscale import ranks
+from xscale.config import RECIPES, load_recipe
+from xscale.data.lexicon import load_lexicon
+from xscale.data.shards import Source, find_sources
+from xscale.data.tokenizer import Tokenizer
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.ranks import Control
+from xscale.record import Record
+from xscale.run import checkpoint as checkpoints
+from xscale.run import folder as folders
+from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.train import main as train
+
+ROOT = Path(__file__).parent.parent
+LIMIT = 60
+"""Seconds of a case in this process."""
+LONGEST = 6000
+"""Characters of a message."""
+OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
+
+
+@dataclass
+class Case:
+    """What a case may use, and what it says of itself."""
+
+    rng: random.Random
+    folder: Path
+    demo: Path
+    names: list[str] = field(default_factory=list)
+    """A refusal names at least one of these; none: anything."""
+    story: list[Any] = field(default_factory=list)
+    """What was done, for whoever reads of a finding."""
+
+    def file(self, name: str, content: bytes | str) -> Path:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content)
+        return path
+
+    def pick(self, *choices: Any) -> Any:
+        chosen = self.rng.choice(choices)
+        self.story.append(chosen if not callable(chosen) else getattr(chosen, "__name__", chosen))
+        return chosen
+
+
+@dataclass
+class Result:
+    kind: str
+    seed: int
+    outcome: str
+    """good, refused, or found."""
+    detail: str
+
+
+# Damage
+
+
+def damaged(case: Case, data: bytes) -> bytes:
+    """Other bytes than `data`."""
+    rng = case.rng
+    at = rng.randrange(max(len(data), 1))
+    size = rng.choice((1, 1, 1, 8, 512))
+    how = case.pick("flip", "cut", "empty", "zeros", "append", "drop", "double")
+    case.story.append(at)
+    if how == "flip" and data:
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    if how == "cut" and at < len(data):
+        return data[:at]
+    if how == "zeros" and data[at : at + size].strip(b"\0"):
+        return data[:at] + bytes(len(data[at : at + size])) + data[at + size :]
+    if how == "drop" and data:
+        return data[:at] + data[at + size :]
+    if how == "double" and data:
+        return data[: at + size] + data[at : at + size] + data[at + size :]
+    if how == "append" or not data:
+        return data + rng.choice((b"x", b"\0", b"\n", b"{}", rng.randbytes(600)))
+    return b""
+
+
+WORDS = ["one", "zwei", "3", "Größe", "日本語", "हिन्दी", "ไทย", "🙂", "a\u0301", "U.S.", "l'homme", "\u200b"]
+ODD = [
+    "\u2028",
+    "\u0085",
+    "\x0b",
+    "\x0c",
+    "\x1c",
+    "\r",
+    "\0",
+    "\t",
+    "\u00a0",
+    "\u200d",
+    "\U0010ffff",
+    "\x7f",
+    '"',
+    "\\",
+]
+
+
+def sentence(case: Case, longest: int = 12) -> str:
+    rng = case.rng
+    words = [rng.choice(WORDS) for _ in range(rng.randrange(longest))]
+    if rng.random() < 0.2:
+        words.insert(rng.randrange(len(words) + 1), rng.choice(ODD))
+    return rng.choice((" ", " ", "  ", "")).join(words)
+
+
+def write_text(case: Case, name: str, lines: list[str]) -> tuple[Path, bool]:
+    """A text file of these lines, and whether its bytes are theirs, in a way that is to be read."""
+    rng, sound = case.rng, True
+    ending = rng.choice(("\n", "\n", "\r\n"))
+    text = "".join(line + ending for line in lines)
+    if rng.random() < 0.2:
+        text = text.removesuffix(ending)
+        text += ending if lines and not lines[-1] else ""
+    data = text.encode()
+    how = case.pick(
+        "plain", "plain", "plain", "bom", "gz", "xz", "parts.gz", "parts.xz", "latin", "utf16", "bad", "torn", "other"
+    )
+    if how == "bom":
+        data = b"\xef\xbb\xbf" + data
+    elif how in ("gz", "xz", "torn"):
+        name += ".gz" if how == "gz" or (how == "torn" and rng.random() < 0.5) else ".xz"
+        pack: Callable[[bytes], bytes] = gzip.compress if name.endswith("gz") else lzma.compress
+        data = pack(data)
+        if how == "torn":
+            before, data = data, damaged(case, data)
+            sound = unpacked(name, data) == unpacked(name, before)
+    elif how.startswith("parts"):
+        name += how.removeprefix("parts")
+        pack = gzip.compress if name.endswith("gz") else lzma.compress
+        middle = data.find(b"\n", len(data) // 2) + 1
+        data = pack(data[:middle]) + pack(data[middle:])
+    elif how == "latin" and "ö" in text:
+        data, sound = data.replace("ö".encode(), b"\xf6"), False
+    elif how == "utf16" and len(text) > 8:
+        data, sound = text.encode(rng.choice(("utf-16", "utf-16-le"))), False
+    elif how == "bad" and data:
+        at = rng.randrange(len(data) + 1)
+        data, sound = data[:at] + rng.choice((b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x80")) + data[at:], False
+    elif how == "other":
+        data, sound = b"\x28\xb5\x2f\xfd" + rng.randbytes(40), False
+    return case.file(name, data), sound
+
+
+def unpacked(name: str, data: bytes) -> bytes | None:
+    """All streams by the standard library, or None where they do not reach to the end of the file."""
+    try:
+        if name.endswith(".gz"):
+            return gzip.decompress(data) if data else None
+        whole, form = b"", lzma.FORMAT_AUTO
+        while data:
+            decoder = lzma.LZMADecompressor(form)
+            whole += decoder.decompress(data)
+            if not decoder.eof:
+                return None
+            data, form = decoder.unused_data.lstrip(b"\0"), lzma.FORMAT_XZ
+        return whole if form == lzma.FORMAT_XZ else None
+    except Exception:  # of whatever kind: it is no whole file
+        return None
+
+
+def tool(main: Callable[[Ranks, list[str]], None], *argv: Any) -> str:
+    """A tool as its command runs it, in this process. Raises UserError with the line that it prints; its output."""
+    out, err = io.StringIO(), io.StringIO()
+    code: Any = None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            tools.run(lambda ranks: main(ranks, [str(word) for word in argv]))
+        except SystemExit as stop:
+            code = stop.code
+    if code in (2, 4):
+        raise UserError(err.getvalue())
+    assert code == 0, (code, err.getvalue())
+    return out.getvalue()
+
+
+def records_of(directory: Path) -> list[dict[str, Any]]:
+    """By tarfile and json alone."""
+    found = []
+    for path in sorted(directory.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                content = tar.extractfile(member)
+                assert content
+                found += [json.loads(line) for line in content.read().split(b"\n") if line]
+    return found
+
+
+# Text
+
+
+def mono_case(case: Case) -> None:
+    lines = [sentence(case) for _ in range(case.rng.randrange(40))]
+    lines = [line.replace("\n", "") for line in lines]
+    path, sound = write_text(case, "text", lines)
+    case.names = [str(path), path.name]
+    out = case.folder / "out"
+    more = ["--whole_lines", "--documents", "lines", "--shard_lines", case.rng.choice((1, 7, 8192))]
+    tool(write_shards.main, "mono", "--text", path, "--lang", "en", "--out", out, *more)
+    assert sound, "a damaged file was taken"
+    wanted = [line.strip() for line in lines if line.strip()]
+    assert [record["texts"][0] for record in records_of(out)] == wanted, "other lines"
+    check_source(out)
+
+
+def check_source(directory: Path) -> list[Record]:
+    """Every record by its index is the one that a plain reader finds."""
+    source = Source(directory)
+    plain = [
+        Record(r["key"], tuple(r["langs"]), tuple(r["texts"]), r.get("links"), r.get("doc"))
+        for r in records_of(directory)
+    ]
+    read = all_of(source)
+    if source.kind == "pair":
+        assert read == plain
+    else:
+        whole = [record for record in read if "+" not in record.key or record.key.endswith("+0")]
+        assert len(whole) == len(plain)
+    return read
+
+
+def all_of(source: Source) -> list[Record]:
+    return [source.read(shard, n) for shard, count in enumerate(source.counts.tolist()) for n in range(count)]
+
+
+def pairs_case(case: Case) -> None:
+    rng = case.rng
+    count = rng.randrange(1, 30)
+    sides = [[sentence(case).replace("\n", "") for _ in range(count)] for _ in range(2)]
+    if rng.random() < 0.15:
+        sides[rng.randrange(2)].pop()
+    same = len(sides[0]) == len(sides[1])
+    if (same and not sides[0][-1].strip()) or (not same and not all(side and side[-1] for side in sides)):
+        for side in sides:
+            side.append("end")
+    files = [write_text(case, f"text.{side}", lines) for side, lines in enumerate(sides)]
+    case.names = [str(path) for path, _ in files]
+    out, more = case.folder / "out", []
+    bad = False
+    if rng.random() < 0.5:
+        links = []
+        for pair in zip(*sides, strict=False):
+            sizes = [len(text.split()) for text in pair]
+            some = [(rng.randrange(max(n, 1)) for n in sizes) for _ in range(rng.randrange(4))] if all(sizes) else []
+            links.append(" ".join("-".join(map(str, link)) for link in some))
+        if same and links and rng.random() < 0.4:
+            at = rng.randrange(len(links))
+            links[at] += " " + case.pick("99-0", "0-99", "1", "a-b", "-1-0", "0:0", "0-0-0", "0-١", "1e3-0", "0-0,1-1")
+            bad = all(side[at].strip() for side in sides)
+        path = case.file("text.links", "".join(line + "\n" for line in links))
+        case.names.append(str(path))
+        more = ["--links", path]
+    more += ["--shard_lines", rng.choice((1, 7, 8192))]
+    sources = [word for side, (path, _) in zip(("--src", "--tgt"), files, strict=True) for word in (side, path)]
+    tool(write_shards.main, "pairs", *sources, "--langs", "en", "de", "--out", out, *more)
+    assert all(sound for _, sound in files) and same and not bad, "a damaged file was taken"
+    wanted = [
+        list(pair) for pair in zip(*([line.strip() for line in side] for side in sides), strict=True) if all(pair)
+    ]
+    assert [record["texts"] for record in records_of(out)] == wanted, "other pairs"
+    check_source(out)
+
+
+def foreign_case(case: Case) -> None:
+    """Tars that others wrote: a sample a pair, with every kind of member."""
+    rng = case.rng
+    keys = [f"k{n}" for n in range(rng.randrange(1, 12))]
+    members: list[tuple[str, Any]] = []
+    texts: dict[int, list[str]] = {}
+    for n, key in enumerate(keys):
+        pair = [f"{WORDS[rng.randrange(6)]} {n}", f"{WORDS[rng.randrange(6)]} {n}"]
+        texts[n] = pair
+        sides = [(f"{key}.en.txt", pair[0].encode()), (f"{key}.cs.txt", pair[1].encode())]
+        members += sides[:: rng.choice((1, 1, -1))]
+    how = case.pick(
+        "sound", "twice", "less", "first", "link", "fifo", "bad links", "latin", "empty", "third", "dir", "two"
+    )
+    broken = how not in ("sound", "dir", "two")
+    at = 0 if how == "first" else 2 * rng.randrange(len(keys))
+    if how == "twice":
+        members[at : at + 2] = members[at : at + 2] * 2
+    elif how in ("less", "first"):
+        broken = len(keys) > 1
+        del members[at]
+    elif how in ("link", "fifo"):
+        members[at] = (members[at][0], how)
+    elif how == "bad links":
+        members.insert(at + 2, (members[at][0].split(".")[0] + ".links.txt", b"0-0 9-0"))
+    elif how == "latin":
+        members[at] = (members[at][0], b"Gr\xf6\xdfe")
+    elif how == "empty":
+        members[at] = (members[at][0], rng.choice((b"", b" \n")))
+    elif how == "third":
+        members.insert(at + 2, (members[at][0].split(".")[0] + ".de.txt", b"drei"))
+    elif how == "dir":
+        members.insert(at, ("sub", "dir"))
+    directory = case.folder / "foreign"
+    directory.mkdir()
+    case.names = ["x-00000"]
+    parts = [members, members[:0]] if how != "two" or len(keys) < 2 else [members[:2], members[2:]]
+    for number, part in enumerate(part for part in parts if part):
+        write_tar(directory / f"x-{number:06d}.tar", part)
+    tool(index.main, directory)
+    assert not broken, f"{how} was taken"
+    source = Source(directory)
+    read = [dict(zip(record.langs, record.texts, strict=True)) for record in all_of(source)]
+    if how in ("less", "first") and len(keys) == 1:
+        assert len(read) == 1
+    else:
+        assert read == [{"en": a, "cs": b} for a, b in texts.values()]
+
+
+def write_tar(path: Path, members: list[tuple[str, Any]]) -> None:
+    kinds = {"link": tarfile.SYMTYPE, "fifo": tarfile.FIFOTYPE, "dir": tarfile.DIRTYPE}
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = kinds[content], "x" if content == "link" else ""
+                tar.addfile(info)
+            else:
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+# Shards
+
+
+def state_of(directory: Path) -> Any:
+    """All that a run reads of a folder of shards: records, documents, fingerprints."""
+    found = []
+    for source in find_sources([directory]):
+        source.check_sizes()
+        records = [source.with_words(record) for record in all_of(source)]
+        follows = [source.follows(shard, slice(None)).tolist() for shard in range(len(source.shards))]
+        found.append((source.name, records, follows))
+    return found
+
+
+def shards_case(case: Case) -> None:
+    rng = case.rng
+    name = rng.choice(("pairs", "mono_en"))
+    directory = case.folder / name
+    shutil.copytree(case.demo / name, directory)
+    before = state_of(directory)
+    case.names = [str(directory)]
+    files = sorted(directory.iterdir())
+    path = rng.choice(files)
+    how = case.pick("damage", "damage", "damage", "delete", "swap", "copy", "field")
+    case.story.append(path.name)
+    if how == "damage":
+        path.write_bytes(damaged(case, path.read_bytes()))
+    elif how == "delete":
+        path.unlink()
+    elif how == "swap":
+        other = rng.choice([file for file in files if file.suffix == path.suffix])
+        path.rename(case.folder / "x")
+        if other != path:
+            other.rename(path)
+        (case.folder / "x").rename(other)
+    elif how == "copy":
+        shutil.copy(path, directory / f"copy{path.suffix}")
+    else:
+        at = directory / "index.json"
+        tree = json.loads(at.read_text())
+        change_leaf(case, tree)
+        at.write_text(json.dumps(tree))
+    assert state_of(directory) == before, "other records"
+
+
+ODD_VALUES: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2, 3.5, -0.5, 1e308, 10**400, float("nan"), float("inf"), 1e-320, 1 << 40, 1 << 63),
+    *("", "auto", "true", "1", "0.5", "3e-4", "x" * 300, "é", "\0", "../..", "cpu", "en", [], [1], [[]], {}, {"a": 1}),
+    *([0.9, 0.999], ["en"], ["en-xx"], [None], "nan", "no", "fp16", "bf16"),
+]
+
+
+def leaves_of(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield (*at, key)
+        yield from leaves_of(value, (*at, key))
+
+
+def change_leaf(case: Case, tree: Any) -> None:
+    """One value, at any depth, becomes another, goes, or stands under another name."""
+    places = list(leaves_of(tree))
+    *at, last = case.rng.choice(places)
+    node = tree
+    for key in at:
+        node = node[key]
+    how = case.pick("set", "set", "near", "near", "near", "delete", "rename", "add")
+    case.story.append((*at, last))
+    if how == "delete":
+        del node[last]
+    elif how == "near" and type(node[last]) in (bool, int, float):
+        value = node[last]
+        node[last] = not value if isinstance(value, bool) else case.rng.choice((value + 1, 2 * value, value / 2, value))
+    elif how == "rename" and isinstance(node, dict):
+        node[case.rng.choice((str(last) + "s", str(last)[:-1], str(last).upper(), "x"))] = node.pop(last)
+    elif how == "add" and isinstance(node, dict):
+        node[case.rng.choice(("x", "enabled", "steps", "lr", "type", "params"))] = case.rng.choice(ODD_VALUES)
+    else:
+        node[last] = case.rng.choice(ODD_VALUES)
+        case.story.append(node[last])
+
+
+# Recipes and ds_configs
+
+
+def holds(given: Any, found: Any, where: str = "") -> None:
+    """Every value of one tree is in the other."""
+    if isinstance(given, dict) and isinstance(found, dict):
+        for key, value in given.items():
+            assert str(key) in found, f"{where}.{key} is gone"
+            holds(value, found[str(key)], f"{where}.{key}")
+    elif given is not None:
+        assert given == found and isinstance(given, bool) == isinstance(found, bool), (
+            f"{where}: {given!r}, not {found!r}"
+        )
+
+
+def check_recipe(recipe: Any, given: Any, folder: Path) -> None:
+    resolved = recipe.to_dict()
+    holds(given, resolved, "recipe")
+    assert 0 <= recipe.warmup_steps() <= max(recipe.train.steps, 1)
+    assert all(recipe.stream_weight(name, step) >= 0 for name in recipe.streams for step in (0, 1, recipe.train.steps))
+    recipe.identity()
+    (folder / "again.yaml").write_text(yaml.safe_dump(resolved, allow_unicode=True), encoding="utf-8")
+    again = load_recipe(str(folder / "again.yaml"), [], OPTIONS)
+    assert again == recipe, "config.yaml is another recipe"
+
+
+def recipe_case(case: Case) -> None:
+    rng = case.rng
+    shipped = rng.choice(sorted(RECIPES.rglob("*.yaml")))
+    text = shipped.read_text(encoding="utf-8")
+    tree = yaml.safe_load(text)
+    how = case.pick("field", "field", "field", "bytes", "twice", "deep", "text")
+    if how == "field":
+        for _ in range(rng.randrange(1, 4)):
+            change_leaf(case, tree)
+        text = json.dumps(tree, allow_nan=False) if rng.random() < 0.3 and finite(tree) else yaml.safe_dump(tree)
+    elif how == "bytes":
+        path = case.file("r.yaml", damaged(case, text.encode()))
+        case.names = [str(path)]
+        load_recipe(str(path), [], OPTIONS).to_dict()
+        return
+    elif how == "twice":
+        line = rng.choice([line for line in text.splitlines() if line.startswith("  ") and ":" in line])
+        text = text.replace(line, f"{line}\n{line}", 1)
+    elif how == "deep":
+        text = case.pick("[", "{a: ", "a:\n ", "&a [*a, ", "- ") * rng.choice((1, 50, 3000))
+    else:
+        text += "\n" + case.pick(
+            "\0", "---\n{}", "train: {}", "&x", "!!python/object/apply:os.abort []", "9" * 5000, "\x07"
+        )
+    path = case.file("r.yaml", text)
+    case.names = [str(path)]
+    check_recipe(load_recipe(str(path), [], OPTIONS), tree, case.folder)
+
+
+def finite(tree: Any) -> bool:
+    try:
+        json.dumps(tree, allow_nan=False)
+    except ValueError:
+        return False
+    return True
+
+
+FIELDS = [
+    *("train.steps", "train.lr", "train.warmup", "train.seed", "train.epochs", "train.max_tokens", "train.precision"),
+    *(
+        "train.compile",
+        "train.time_limit",
+        "data.max_length",
+        "data.alpha",
+        "data.workers",
+        "data.lexicons",
+        "data.first",
+    ),
+    *("model.preset", "model.init", "model.dropout", "checkpoint.keep", "checkpoint.every", "streams.mlm.samples"),
+    *("streams.mlm.tokens", "streams.mlm.weight", "streams.mlm.languages", "streams.mlm.mask_prob", "streams.mlm"),
+    *(
+        "streams.new.objective",
+        "streams",
+        "train",
+        "",
+        ".",
+        "train.",
+        ".train",
+        "train..lr",
+        "TRAIN.lr",
+        "train.x.y.z",
+        "é",
+    ),
+]
+TEXTS = [
+    *(
+        "1",
+        "0",
+        "-1",
+        "2.5",
+        "1e3",
+        "3e-4",
+        "1.0e+38",
+        ".nan",
+        "nan",
+        "inf",
+        "-.inf",
+        "true",
+        "yes",
+        "null",
+        "",
+        "~",
+        "x",
+    ),
+    *(
+        "[1",
+        "{a: 1, a: 2}",
+        "[en]",
+        "[en, xx]",
+        "{}",
+        "[]",
+        "9" * 400,
+        "9" * 5000,
+        "0x10",
+        "1_000",
+        "2020-01-01",
+        "1:30",
+    ),
+    *("'1'", "!!int x", "&a", "*a", "a: b", "[" * 3000, "\0", "é", "en-xx", "a=b", " 5 ", "mlm", "auto", "fp16"),
+]
+
+
+def set_case(case: Case) -> None:
+    sets, given = [], {}
+    for _ in range(case.rng.randrange(1, 3)):
+        name, text = case.rng.choice(FIELDS), case.rng.choice(TEXTS)
+        sets.append(f"{name}={text}" if case.rng.random() < 0.95 else name)
+        given[name] = text
+    case.story += sets
+    case.names = [name for name in given if name] + ["--set", "unknown section", "streams"]
+    recipe = load_recipe("mlm", sets, OPTIONS)
+    check_recipe(recipe, {}, case.folder)
+    assert all("=" in assignment for assignment in sets)
+    for name, text in given.items():
+        node: Any = recipe.to_dict()
+        for part in name.split("."):
+            node = node[part]
+        value = yaml.safe_load(text)
+        with contextlib.suppress(ValueError, TypeError):
+            value = float(value) if isinstance(value, str) else value
+        if name.count(".") and value is not None and not (name == "train.steps" and "train.epochs" in given):
+            assert node == value, (name, text, node)
+
+
+def ds_config_case(case: Case) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    rng = case.rng
+    path = rng.choice(sorted((ROOT / "ds_configs").glob("*.json")))
+    text = path.read_text()
+    tree = json.loads(text)
+    how = case.pick("field", "field", "field", "field", "bytes", "twice", "type")
+    for _ in range(rng.randrange(1, 4) if how == "field" else 0):
+        change_leaf(case, tree)
+    if how == "type":
+        tree["optimizer"] = {
+            "type": case.pick("Adam", "SGD", "Lion", "Lamb", "Muon", "RMSprop", "NAdam", "LBFGS", "Rprop")
+        }
+        kinds = (
+            "WarmupLR",
+            "OneCycle",
+            "LRRangeTest",
+            "StepLR",
+            "ExponentialLR",
+            "CyclicLR",
+            "WarmupCosineLR",
+            "ChainedScheduler",
+        )
+        tree["scheduler"] = {"type": case.pick(*kinds), "params": {}}
+    text = json.dumps(tree)
+    if how == "bytes":
+        data = damaged(case, path.read_bytes())
+    elif how == "twice":
+        line = rng.choice([line for line in path.read_text().splitlines() if line.strip().startswith('"')])
+        data = path.read_bytes().replace(line.encode(), f"{line.rstrip(',{[')}: 1,\n{line}".encode(), 1)
+    else:
+        data = text.encode()
+    path = case.file("ds.json", data)
+    case.names = [str(path), "precision"]
+    recipe = load_recipe("mlm", [], OPTIONS)
+    hardware = rng.choice((Hardware("cuda", True, True), Hardware("cpu", False, True)))
+    found = load_ds_config(path, recipe, 2, hardware)
+    given = json.loads(path.read_text())
+    holds(without_autos(given), found.resolved, "ds_config")
+    alone = {key: value for key, value in copy.deepcopy(found.resolved).items() if key != "train_batch_size"}
+    ran = DeepSpeedConfig(alone)
+    runs_in = "fp16" if ran.float16_config.enabled else "bf16" if ran.bfloat16_config.enabled else "fp32"
+    assert runs_in == found.precision and not ran.torch_autocast_enabled, (runs_in, found.precision)
+    assert ran.zero_config.stage == found.stage and ran.gradient_clipping == recipe.train.max_grad_norm
+    assert ran.optimizer_params["lr"] == recipe.train.lr
+    json.dumps(found.saved())
+
+
+def without_autos(tree: Any) -> Any:
+    """What the recipe fills goes; the number of samples is nominal (step/ds_config.py)."""
+    if isinstance(tree, dict):
+        kept = {k: v for k, v in tree.items() if v != "auto" and k != "train_batch_size" and v is not False and v != {}}
+        return {key: without_autos(value) for key, value in kept.items()}
+    return tree
+
+
+# Checkpoints, dictionaries, tokenizers
+
+
+def make_run(case: Case) -> Path:
+    """Two checkpoints as a run leaves them, of small tensors."""
+    run = case.folder / "run"
+    for number in (4, 8):
+        step = run / f"checkpoints/step_{number:08d}"
+        step.mkdir(parents=True)
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+            torch.save({"w": torch.full((4,), float(number)), "betas": (0.9, 0.999)}, step / name)
+        (step / "hf").mkdir()
+        (step / "hf/config.json").write_text('{"model_type": "bert"}')
+        names = [str(path.relative_to(step)) for path in sorted(step.rglob("*")) if path.is_file()]
+        manifest = {"step": number, "world_size": 1, "identity": {"recipe": {"train": {"lr": 0.1}}, "tokenizer": "ab"}}
+        manifest |= {
+            "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
+            "calibration": {"x": 0.25},
+        }
+        manifest |= {"files": {name: checkpoints._seal(step / name) for name in names}}
+        (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(manifest))
+    (run / "checkpoints/latest").write_text("step_00000008")
+    (run / folders.IDENTITY).write_text(folders.dump(manifest["identity"]))
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 9)))
+    return run
+
+
+def checkpoint_case(case: Case) -> None:
+    rng = case.rng
+    run = make_run(case)
+    before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    identity = json.loads((run / folders.IDENTITY).read_text())
+    states = {n: checkpoints.read(run / f"checkpoints/step_{n:08d}").manifest for n in (4, 8)}
+    case.names = [str(run)]
+    for _ in range(rng.randrange(1, 3)):
+        files = [path for path in sorted(run.rglob("*")) if path.is_file()]
+        path = rng.choice(files)
+        case.story.append(str(path.relative_to(run)))
+        how = case.pick("damage", "damage", "delete", "swap", "field", "folder", "link")
+        if how == "damage":
+            path.write_bytes(damaged(case, path.read_bytes()))
+        elif how == "delete":
+            path.unlink()
+        elif how == "swap":
+            path.write_bytes(rng.choice([file for file in files if file.suffix == path.suffix]).read_bytes())
+        elif how == "folder":
+            path.unlink()
+            path.mkdir()
+        elif how == "link":
+            path.unlink()
+            path.symlink_to(rng.choice(("/nowhere", ".", str(rng.choice(files)))))
+        elif path.suffix == ".json":
+            with contextlib.suppress(ValueError, IndexError):
+                tree = json.loads(path.read_text())
+                change_leaf(case, tree)
+                path.write_text(json.dumps(tree))
+    folders.claim_out(run, identity, "auto")
+    found = folders.find_checkpoint(run, "auto", identity, Control())
+    assert found is not None, "the run starts over"
+    assert {k: v for k, v in found.manifest.items() if k in states[found.step]} == {
+        k: v for k, v in states[found.step].items() if k in found.manifest
+    }, "another manifest"
+    here = found.path.relative_to(run)
+    for name in found.manifest["files"]:
+        assert (found.path / name).read_bytes() == before[here / name], f"{name} differs"
+
+
+def lexicon_case(case: Case) -> None:
+    rng = case.rng
+    known = (case.demo / "lexicon/en-xx.txt").read_text(encoding="utf-8").splitlines()
+    entries = [tuple(line.split()) for line in rng.sample(known, rng.randrange(1, 20))]
+    lines = [rng.choice((" ", "\t", "  ")).join(entry) for entry in entries]
+    how = case.pick("sound", "sound", "odd", "empty")
+    sound = how == "sound"
+    if how == "odd":
+        lines[rng.randrange(len(lines))] = case.pick("one", "a b c", "a\t", "\tb", "a\tb\tc", "a\t\tb", "\t")
+        sound = "\t" in lines
+    elif how == "empty":
+        lines = rng.choice(([], [""], [" "]))
+    path, read = write_text(case, f"{case.pick('en-xx', 'en-xx', 'en_xx', 'en', 'en-xx-yy', 'e-x')}.txt", lines)
+    case.names = [str(path), path.name]
+    out = case.folder / "out/en-xx.txt"
+    tool(lexicon.main, "--dict", path, "--out", out)
+    assert read and (sound or how == "odd"), "a damaged file was taken"
+    wanted = [tuple(line.split()) for line in lines if line.strip()]
+    found = [tuple(line.split()) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert found == list(dict.fromkeys(wanted)), "other entries"
+    load_lexicon(path, given_tokenizer(case.demo))
+
+
+_TOKENIZERS: dict[Path, Tokenizer] = {}
+
+
+def given_tokenizer(demo: Path) -> Tokenizer:
+    return _TOKENIZERS.setdefault(demo, Tokenizer(demo / "tokenizer")) if demo not in _TOKENIZERS else _TOKENIZERS[demo]
+
+
+def tokenizer_case(case: Case) -> None:
+    given, path = given_tokenizer(case.demo), case.folder / "tokenizer"
+    shutil.copytree(case.demo / "tokenizer", path)
+    file = case.rng.choice(sorted(path.iterdir()))
+    case.story.append(file.name)
+    case.names = [str(path)]
+    if case.pick("field", "field", "damage") == "damage":
+        file.write_bytes(damaged(case, file.read_bytes()))
+    else:
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        places = {key: value for key, value in tree.items() if key not in ("model", "vocab")}
+        if "model" in tree and case.rng.random() < 0.5:
+            places = {key: value for key, value in tree["model"].items() if key != "vocab"}
+        change_leaf(case, places)
+        (tree["model"] if "model" in tree and "vocab" not in tree and "unk_token" in places else tree).update(places)
+        file.write_text(json.dumps(tree), encoding="utf-8")
+    made = Tokenizer(path)
+    texts = ["the king", "Größe 3", "", "日本語"]
+    ids = made.encode(texts)
+    assert all(0 <= token < made.vocab_size for tokens in ids for token in tokens), "ids outside of the vocabulary"
+    assert made.mask_id not in (made.pad_id, made.cls_id, made.sep_id)
+    made.encode_words(texts)
+    if made.fingerprint == given.fingerprint:
+        assert ids == given.encode(texts), "the same fingerprint, other tokens"
+
+
+# Environment and commands
+
+
+VARIABLES = {
+    "RANK": ("0", "1", "-1", "x", "", "1.5", "9" * 30),
+    "WORLD_SIZE": ("1", "2", "0", "-2", "x", "", "9" * 30),
+    "LOCAL_RANK": ("0", "1", "x", ""),
+    "LOCAL_WORLD_SIZE": ("1", "2", "0", "x", "2(x2)", ""),
+    "MASTER_PORT": ("29500", "0", "-1", "70000", "x", "80", ""),
+    "MASTER_ADDR": ("127.0.0.1", "nowhere.invalid", ""),
+    "OMPI_COMM_WORLD_RANK": ("0", "3", "x"),
+    "OMPI_COMM_WORLD_SIZE": ("1", "4", "x", "0"),
+    "PMI_RANK": ("0", "x"),
+    "PMI_SIZE": ("1", "2", "x"),
+    "SLURM_PROCID": ("0", "1", "x", "-3"),
+    "SLURM_STEP_NUM_TASKS": ("1", "2", "x", ""),
+    "SLURM_LOCALID": ("0", "x"),
+    "SLURM_NODEID": ("0", "5", "x"),
+    "SLURM_STEP_TASKS_PER_NODE": ("1", "2(x3),1", "x(x2)", "2(x", "", "(x3)"),
+    "SLURM_NTASKS": ("1", "2", "x", "4(x2)"),
+    "SLURM_NNODES": ("1", "2", "x"),
+    "SLURM_JOB_ID": ("1", "77", "x", "9" * 40),
+    "SLURM_STEP_ID": ("0", "batch", "4294967291", "x"),
+    "SLURM_STEP_NODELIST": ("n[1-2]", ""),
+}
+
+
+def environment_case(case: Case) -> None:
+    rng = case.rng
+    chosen = rng.sample(sorted(VARIABLES), rng.randrange(1, 6))
+    if rng.random() < 0.5:
+        chosen += rng.choice(
+            (["RANK", "WORLD_SIZE"], ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"], ["PMI_RANK", "PMI_SIZE"])
+        )
+    variables = {name: rng.choice(VARIABLES[name]) for name in chosen}
+    case.story.append(variables)
+    case.names = [*variables, "SLURM_STEP_TASKS_PER_NODE", "MASTER_ADDR", "one process in a SLURM job"]
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES and name != "LOCAL_SIZE"}
+    joined = mock.patch.multiple(Ranks, _join_mpi=lambda self: None, _join_slurm=lambda self: ranks.find_process())
+    with mock.patch.dict(os.environ, clean | variables, clear=True), joined:
+        ranks.check_launch()
+        process = ranks.find_process()
+        assert 0 <= process.rank < process.world and process.local_world >= 1
+        assert os.environ["RANK"] == str(process.rank) and 0 < int(os.environ["MASTER_PORT"]) < 65536
+        Ranks()
+
+
+def argument(case: Case) -> str:
+    odd = [
+        "",
+        "x",
+        "/nowhere",
+        "..",
+        "/dev/null",
+        "/proc/nowhere/x",
+        str(case.file("plain", "text")),
+        "x" * 400,
+        "\u00e9",
+    ]
+    return str(case.pick(*odd, "-1", "0", "9" * 40, "nan", "{}", str(case.demo), str(case.folder), "en", "mlm"))
+
+
+def mutated(case: Case, words: list[str]) -> list[str]:
+    """A command line with a value or two that do not belong there."""
+    rng, words = case.rng, list(words)
+    for _ in range(rng.randrange(1, 3)):
+        at = rng.randrange(len(words))
+        how = case.pick("replace", "replace", "replace", "drop", "double")
+        if how == "replace" and words[at].startswith("--"):
+            at = (at + 1) % len(words)
+        if how == "replace" and not words[at].startswith("--"):
+            words[at] = argument(case)
+        elif how == "drop" and words[at] != "--dry_run":
+            del words[at]
+        elif how == "double":
+            words.insert(at, words[at])
+        if not words:
+            break
+    case.story.append(words)
+    return words
+
+
+def in_folder(case: Case, call: Callable[[], int]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command in this process."""
+    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ):
+        os.chdir(case.folder)
+        try:
+            code = call()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        finally:
+            os.chdir(before)
+    return code, out.getvalue(), err.getvalue()
+
+
+def train_words(case: Case) -> list[str]:
+    words = ["--ds_config", str(ROOT / "ds_configs/zero2_cpu.json"), "--recipe", "mlm", "--data", str(case.demo)]
+    words += ["--out", str(case.folder / "run"), "--resume", "auto", "--steps", "9", "--seed", "3", "--dry_run"]
+    return [*words, "--set", "streams.mlm.samples=4", "train.warmup=0"]
+
+
+def command_case(case: Case) -> None:
+    words = mutated(case, train_words(case))
+    words = words if "--dry_run" in words else [*words, "--dry_run"]
+    with mock.patch.dict(os.environ):
+        code, out, err = in_folder(case, lambda: train(words))
+    check_end(code, out, err, "parameters: ")
+
+
+def check_end(code: int, out: str, err: str, told: str) -> None:
+    if code in (2, 4):
+        raise UserError(err)
+    assert code == 0, (code, err[-3000:])
+    assert told in out, out[-500:]
+
+
+def tool_case(case: Case) -> None:
+    text = case.file("a.txt", "One two.\nThree four.\n")
+    case.file("b.txt", "Eins zwei.\nDrei vier.\n")
+    pairs = ["pairs", "--src", str(text), "--tgt", str(case.folder / "b.txt"), "--langs", "en", "de", "--name", "n"]
+    out = ["--out", str(case.folder / "out")]
+    commands: list[tuple[Any, list[str]]] = [
+        (write_shards.main, [*pairs, *out, "--shard_lines", "2"]),
+        (write_shards.main, ["mono", "--text", str(text), "--lang", "en", "--documents", "lines", *out]),
+        (index.main, [str(shutil.copytree(case.demo / "pairs", case.folder / "p")), "--links_count", "unicode"]),
+        (inspect.main, [str(case.demo / "pairs"), "--verify", "--show", "2", "--json", str(case.folder / "f.json")]),
+        (
+            lexicon.main,
+            ["--dict", str(case.demo / "lexicon/en-xx.txt"), "--out", str(case.folder / "en-xx.txt"), "--share", "0.5"],
+        ),
+        (
+            lexicon.main,
+            ["--from_links", str(case.demo / "pairs"), "--out", str(case.folder / "en-xx.txt"), "--min_count", "1"],
+        ),
+    ]
+    main, words = case.rng.choice(commands)
+    words = mutated(case, words)
+    before = {path for path in case.folder.parent.iterdir()}
+
+    def call() -> int:
+        tools.run(lambda ranks: main(ranks, words))
+        return 0
+
+    code, out_text, err = in_folder(case, call)
+    assert {path for path in case.folder.parent.iterdir()} == before, "something was written elsewhere"
+    check_end(code, out_text, err, "")
+
+
+def process_case(case: Case) -> None:
+    """The real commands, in odd surroundings."""
+    unwritable = {"HOME": "/proc", "XDG_CACHE_HOME": "/proc", "TRITON_CACHE_DIR": "/proc/x", "MPLCONFIGDIR": "/proc"}
+    odd = [unwritable, {"TMPDIR": "/nowhere"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+    odd += [{"LC_ALL": "xx_XX.UTF-8"}, {"MASTER_PORT": "x"}, {"RANK": "1", "WORLD_SIZE": "x"}, {"COLUMNS": "x"}, {}]
+    more = case.pick(*odd)
+    shards = str(case.demo / "pairs")
+    text = case.file("g.txt", "Größe zwei.\n日本語。\n")
+    commands = [
+        ([str(ROOT / "xscale/train.py"), *train_words(case)], "parameters: "),
+        (["-m", "data_tools.inspect", shards, "--show", "3"], "records"),
+        (
+            [
+                "-m",
+                "data_tools.write_shards",
+                "mono",
+                "--text",
+                str(text),
+                "--lang",
+                "de",
+                "--out",
+                str(case.folder / "o"),
+            ],
+            "2 ",
+        ),
+        (["-m", "data_tools.inspect", str(case.folder / "absent")], ""),
+        ([str(ROOT / "xscale/train.py"), *mutated(case, train_words(case))], ""),
+    ]
+    words, told = case.rng.choice(commands)
+    if "train.py" in words[0] and "--dry_run" not in words:
+        words.append("--dry_run")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | more
+    done = subprocess.run([sys.executable, *words], capture_output=True, env=environment, cwd=case.folder, timeout=240)
+    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+    assert "Traceback" not in err, err[-3000:]
+    check_end(done.returncode, out, err, told)
+
+
+KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
+    "mono": (mono_case, 12),
+    "pairs": (pairs_case, 12),
+    "foreign": (foreign_case, 10),
+    "shards": (shards_case, 16),
+    "recipe": (recipe_case, 14),
+    "set": (set_case, 14),
+    "ds_config": (ds_config_case, 16),
+    "checkpoint": (checkpoint_case, 14),
+    "lexicon": (lexicon_case, 8),
+    "tokenizer": (tokenizer_case, 6),
+    "environment": (environment_case, 8),
+    "tool": (tool_case, 10),
+    "command": (command_case, 4),
+    "process": (process_case, 1),
+}
+"""Kinds of cases, and how many of a round are of each."""
+ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]
+
+
+class Hang(BaseException):
+    """A case that does not end."""
+
+
+def run_case(kind: str, seed: int, demo: Path, folder: Path) -> Result:
+    """One case, in a folder of its own."""
+    folder.mkdir(parents=True)
+    case = Case(random.Random(f"{kind}:{seed}"), folder, demo)
+
+    def late(*_: Any) -> None:
+        raise Hang(f"no end after {LIMIT} s")
+
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(300 if kind == "process" else LIMIT)
+    try:
+        KINDS[kind][0](case)
+        return Result(kind, seed, "good", "")
+    except UserError as error:
+        problem = weakness(case, str(error))
+        detail = problem and f"{problem}: {str(error)[:1500]}\n  {case.story}"
+        return Result(kind, seed, "found" if problem else "refused", detail or str(error))
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        where = "".join(traceback.format_exception(error)[-4:])
+        return Result(kind, seed, "found", f"{where}\n  {str(case.story)[:1500]}")
+    finally:
+        signal.alarm(0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def weakness(case: Case, message: str) -> str:
+    """What is wrong with a refusal."""
+    if not message.strip():
+        return "says nothing"
+    if "Traceback" in message:
+        return "a traceback"
+    if len(message) > LONGEST:
+        return f"{len(message)} characters"
+    if case.names and not any(name in message for name in case.names):
+        return f"names none of {case.names}"
+    return ""
+
+
+def plan(seed: int, cases: int, only: list[str]) -> Iterator[tuple[str, int]]:
+    """(kind, seed) of each case."""
+    kinds = [kind for kind in ROUND if not only or kind in only]
+    order = random.Random(seed)
+    shuffled = itertools.chain.from_iterable(order.sample(kinds, len(kinds)) for _ in itertools.count())
+    for number, kind in enumerate(itertools.islice(shuffled, cases)):
+        yield kind, 1_000_000 * seed + number
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=2000)
+    parser.add_argument("--only", nargs="+", default=[], choices=list(KINDS))
+    parser.add_argument("--case", type=int, help="the one case of the one --only with this number")
+    args = parser.parse_args()
+    counts: Counter[tuple[str, str]] = Counter()
+    seconds: Counter[str] = Counter()
+    cases = plan(args.seed, args.cases, args.only) if args.case is None else [(args.only[0], args.case)]
+    with tempfile.TemporaryDirectory(prefix="fuzz") as root:
+        demo = Path(root) / "demo"
+        demo_corpus.build(demo, pairs=60, mono=60)
+        for kind, number in cases:
+            began = time.monotonic()
+            result = run_case(kind, number, demo, Path(root) / "cases" / str(number))
+            seconds[kind] += time.monotonic() - began
+            counts[kind, result.outcome] += 1
+            if result.outcome == "found" or args.case is not None:
+                print(f"== {result.outcome}: --only {kind} --case {number}\n{result.detail}", flush=True)
+    for kind in KINDS:
+        told = ", ".join(f"{counts[kind, outcome]} {outcome}" for outcome in ("good", "refused", "found"))
+        if any(counts[kind, outcome] for outcome in ("good", "refused", "found")):
+            print(f"{kind:12} {told}, {seconds[kind]:.0f} s")
+    return int(any(outcome == "found" for _, outcome in counts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
