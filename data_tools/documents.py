@@ -72,13 +72,16 @@ def by_lines(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
 
 def by_objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]:
     for number, line in lines:
-        fields = (object_of(line) or {}) if line.strip() else {"text": ""}
-        text = fields.get("text", fields.get("content"))
-        if not isinstance(text, str):
+        fields = object_of(line) if line.strip() else {"text": ""}
+        if fields is None:
+            raise UserError(f"{path}: line {number} is not a JSON object; remove it, or name the form by --documents")
+        found = [name for name in ("text", "content") if isinstance(fields.get(name), str)]
+        if len(found) != 1:
             raise UserError(
-                f"{path}: line {number} is not a JSON object with a field `text` or `content`; --documents names the "
-                f"form of the files"
+                f"{path}: line {number} has the fields {', '.join(fields) or 'none'}; a document is one string, `text` "
+                f"or `content`, and one of them alone: `jq -c '{{text: .body}}'` makes it of another"
             )
+        text = fields[found[0]]
         yield number, True, [paragraph.strip() for paragraph in text.split("\n") if paragraph.strip()]
 
 

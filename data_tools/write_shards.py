@@ -30,6 +30,7 @@ from xscale import files
 from xscale.data.carry import carry_over
 from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import is_blank
 from xscale.errors import UserError
 from xscale.record import Record
 
@@ -83,7 +84,7 @@ def pair_lines(
                 f"counterpart of line n of the other"
             )
         texts = (columns[0][1].strip(), columns[1][1].strip())
-        if not owned(number) or not all(texts):
+        if not owned(number) or any(map(is_blank, texts)):
             yield Line(number, "empty")
             continue
         reason = keep.reason(texts) if keep else ""
@@ -152,6 +153,7 @@ def mono_lines(
             if starts or number == 1 or total - first >= args.shard_lines:
                 first = total
             texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
+            texts = [text for text in texts if not is_blank(text)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
             doc = None if form in ("lines", "json") and len(kept) == 1 else first  # alone in its document
             records = [
@@ -327,6 +329,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
         raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
+    if args.kind == "pairs" and args.src.resolve() == args.tgt.resolve():
+        raise UserError(f"--src and --tgt are the same file, {args.src}; give the translation for one of them")
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
             raise UserError(f"language {language!r}: its name has letters, digits and _ alone, such as en or zh_Hant")

@@ -47,6 +47,28 @@ def test_pairs_with_blank_lines(tmp_path: Path, corpus_files, write_pairs, shard
     }
 
 
+def test_what_cannot_be_seen_is_empty(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
+    src, tgt = ["a", "b", "c", "\u200b", "e"], ["A", "\u200b", "\u00a0\u200b\ufeff", "D", "\u200bE"]
+    write_pairs(*corpus_files(src, tgt), tmp_path / "out")
+    found = records_of(tmp_path / "out", shard_records)
+    assert [record["texts"] for record in found] == [["a", "A"], ["e", "\u200bE"]]
+    assert counts_of(tmp_path / "out")["empty"] == 3
+
+
+def test_a_file_is_not_its_own_translation(tmp_path: Path, corpus_files, write_pairs) -> None:
+    src, _ = corpus_files(["a"], ["A"])
+    with pytest.raises(UserError, match="are the same file"):
+        write_pairs(src, src, tmp_path / "out")
+
+
+def test_hidden_files_are_no_text(tmp_path: Path) -> None:
+    for name in ("wiki/AA/wiki_00", "wiki/.DS_Store", "wiki/.git/config"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    assert files_of([tmp_path / "wiki"]) == [tmp_path / "wiki/AA/wiki_00"]
+    assert files_of([tmp_path / "wiki/.DS_Store"]) == [tmp_path / "wiki/.DS_Store"]  # named
+
+
 def test_links_go_with_their_pair(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
     paths = corpus_files(["a b", "", "c d"], ["A B", "x", "C"])
     (tmp_path / "links").write_text("0-1 1-0\n0-0\n\n")

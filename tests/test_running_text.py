@@ -224,12 +224,17 @@ def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    for bad in ("plain", '{"title": "x"}', '{"text": 3}', "[1]"):
-        with pytest.raises(UserError, match=r"text: line 3 is not a JSON object with a field `text`.*--documents"):
+    for bad in ("plain", "[1]"):
+        with pytest.raises(UserError, match=r"text: line 3 is not a JSON object.*--documents"):
             write(tmp_path / "x", ['{"text": "one"}', "", bad])
         assert not (tmp_path / "x" / "out").exists()
-    with pytest.raises(UserError, match="line 1 is not a JSON object with a field `text`"):
+    for bad in ('{"title": "x"}', '{"text": 3, "title": "x"}', '{"text": null, "title": "x"}'):
+        with pytest.raises(UserError, match=r"text: line 3 has the fields .*title.*`text` or `content`.*jq"):
+            write(tmp_path / "x", ['{"text": "one"}', "", bad])
+    with pytest.raises(UserError, match="line 1 has the fields raw_content"):
         write(tmp_path / "x", ['{"raw_content": "one"}'])
+    with pytest.raises(UserError, match="line 1 has the fields text, content"):
+        write(tmp_path / "x", ['{"text": "Title", "content": "A long document"}'])
 
 
 def test_filters_leave_neighbours_neighbours(tmp_path: Path, words: Tokenizer) -> None:

@@ -92,9 +92,13 @@ _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".
 
 
 def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or all files below it, sorted. Raises UserError."""
-    found = [f for path in paths for f in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    files = [path for path in found if not path.is_dir()]
+    """Each path itself, or all files below it but hidden ones, sorted. Raises UserError."""
+
+    def below(folder: Path) -> list[Path]:
+        found = (path for path in folder.rglob("*") if not path.is_dir())
+        return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
+
+    files = [f for path in paths for f in (below(path) if path.is_dir() else [path])]
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     for path in files:

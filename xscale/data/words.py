@@ -186,6 +186,11 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
     ][:-1]
 
 
+def is_blank(text: str) -> bool:
+    """Whether nothing of it can be seen, such as one that is a no-break space and a U+200B."""
+    return not any(table()[ord(c)] not in (Class.BREAK, Class.FORMAT, Class.JOINER) for c in text)
+
+
 def stands_alone(text: str) -> bool:
     """Whether it begins with a character of a script that is written without spaces."""
     return bool(text) and table()[ord(text[0])] in (Class.OWN, Class.OWN_PUNCTUATION)

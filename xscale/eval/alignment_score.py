@@ -10,6 +10,7 @@ those too of which some entries are withheld, being translations of several word
 Shape letters: P entries of the dictionary, Q tokens asked for, C tokens of the other language, H width, V vocabulary.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,9 @@ def evaluate(
         found = zip(("", " trained"), gold.scores(model.encoder.embeddings), (gold.withheld, gold.trained), strict=True)
         for kind, score, pairs in found:
             scores |= {} if score is None else {name.replace("-", "->") + kind: score}
+            if score is None and len(pairs.queries):
+                few = f"{len(pairs.queries)} words of one token{kind or ' withheld'}, {FEWEST} would do"
+                print(f"alignment {name}: no score of {few}; another tokenizer may know more", file=sys.stderr)
             scores[f"words{kind}"] = scores.get(f"words{kind}", 0) + len(pairs.queries)
     return scores
 

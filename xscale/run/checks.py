@@ -79,7 +79,7 @@ def check_links(stream: str, source: Source) -> None:
             raise UserError(
                 f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
                 f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
-                f"--links F` or `--align`"
+                f"--links F` or `--align`, or name the pairs that have links: streams.{stream}.languages=[...]"
             )
 
 

@@ -149,7 +149,8 @@ class Trainer:
             if last or due:
                 self.save(must=last)
         if self.too_long.total():
-            LOG.info(f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})")
+            long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
+            LOG.info(long + (f", since step {self.first}" if self.first else ""))
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
