@@ -1,5 +1,6 @@
 """The training loop, and what it keeps between steps."""
 
+import errno
 import math
 import time
 from collections import Counter
@@ -17,9 +18,10 @@ from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
+from xscale.run.checkpoint import Saver
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
-from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
+from xscale.run.metrics import LOG, Alarm, JsonLines, Reporter, StepRecord
 from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
 from xscale.step.cost import StepFlops
@@ -46,6 +48,8 @@ class Agreed(NamedTuple):
     stop: int
     """How many ranks were told to stop."""
     flush: int
+    written: int
+    """How many ranks have written their part of the checkpoint under way."""
 
 
 def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
@@ -84,6 +88,10 @@ class Trainer:
         self.step: int = state["step"]
         """Steps done."""
         self.saved = self.step if resumed else None
+        self.saver = Saver(engine, out / "checkpoints", control)
+        self.alarm = Alarm(str(out / "checkpoints"))
+        self.blocked, self.times = 0.0, dict[str, float]()
+        """Seconds that steps have waited for the checkpoint under way; what the next step's metrics say of that."""
         self.first, self.too_long, self.skipped = self.step, Counter[str](), 0
         """The step that it began with; of each stream since then, how many pairs were over data.max_length; steps in a
         row that fp16 has skipped."""
@@ -112,9 +120,13 @@ class Trainer:
                 return self.stop_early()
             check_targets(agreed, self.step + 1, recipe)
             self.pending.append(self.train_step(batch, agreed, started, waited))
+            self.pending[-1].measured.update(self.times)
+            self.times.clear()
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
             self.count_dropped(agreed.too_long)
+            if agreed.written == self.process.world:
+                self.settle()
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
             if agreed.flush or last or due:
                 self.flush()
@@ -128,7 +140,7 @@ class Trainer:
     def agree(self, batch: StepBatch, flush: bool) -> Agreed:
         """The step's numbers of all ranks, by one small message."""
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
-        asked = [int(bool(self.stop)), int(flush and self.process.is_main)]
+        asked = [int(bool(self.stop)), int(flush and self.process.is_main), int(self.saver.written)]
         sums = iter(self.control.sum([*targets.values(), *work, *long.values(), batch.samples(), *asked]))
         return Agreed(
             {key: next(sums) for key in targets},
@@ -220,6 +232,7 @@ class Trainer:
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
             what = f"fp16's gradient for {self.skipped} steps in a row (loss scale {entry.get('loss_scale'):g})"
+        self.settle()
         good = f"the newest good checkpoint is of step {self.saved}" if self.saved is not None else "none was saved"
         raise NotFinite(
             f"step {entry['step']}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. Go on from there into "
@@ -238,24 +251,49 @@ class Trainer:
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """A checkpoint of the steps done, where there is none yet. must: an error without disk space."""
+        """A checkpoint of the steps done, where there is none yet. must: wait for it, and raise OSError without it."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
+        self.settle()
         if self.step == self.saved:
             return
-        started, folder = time.monotonic(), self.out / "checkpoints"
-        path = checkpoints.save(self.engine, folder, self.step, self.manifest(), self.write_more, self.control)
-        if path is None:
-            message = f"no disk space for a checkpoint in {folder}; free some"
-            if must:
-                raise UserError(message + " and start again from the newest one")
-            LOG.error(message + "; training goes on, older checkpoints are untouched")
+        wait, started = must or not self.recipe.checkpoint.background, time.monotonic()
+        self.saver.begin(self.step, self.manifest(), self.write_more, copies=not wait)
+        self.note_wait(started)
+        if wait:
+            self.settle(must)
+
+    def settle(self, must: bool = False) -> None:
+        """Publish the checkpoint under way, once all ranks have written it. All ranks call it together."""
+        if self.saver.step is None:
             return
-        if self.process.is_main:
-            checkpoints.clean(folder, self.recipe.checkpoint.keep)
-        self.saved = self.step
-        LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
+        started, step, path = time.monotonic(), self.saver.step, self.saver.final
+        problem, seconds = self.saver.finish()
+        if problem and must:
+            newest = f"the newest checkpoint is of step {self.saved}" if self.saved is not None else "nor any before"
+            text = f"step {step} is not saved ({problem}), {newest}: free some disk space to go on from there"
+            raise OSError(errno.EIO, text, str(self.saver.folder))
+        if problem and self.process.is_main:
+            self.alarm.set(
+                f"step {step} is not saved ({problem}); training goes on, older checkpoints are untouched, and the "
+                f"next save tries again"
+            )
+        if not problem:
+            self.saved = step
+            if self.process.is_main:
+                self.alarm.clear()
+                checkpoints.clean(self.saver.folder, self.recipe.checkpoint.keep)
+        self.note_wait(started)
+        self.times["save_write_s"] = seconds
+        if not problem:
+            LOG.info(f"saved {path} in {seconds:.2f} s, for which training waited {self.blocked:.2f} s")
+        self.blocked = 0.0
+
+    def note_wait(self, started: float) -> None:
+        seconds = time.monotonic() - started
+        self.blocked += seconds
+        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
 
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
@@ -268,11 +306,8 @@ class Trainer:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.job.tokenizer.hf.save_pretrained(path / checkpoints.HF)
-        companions = self.engine.module.companions
-        if companions:
-            states = {name: companion.state_dict() for name, companion in companions.items()}
-            torch.save(states, path / checkpoints.COMPANIONS)
 
     def close(self) -> None:
+        self.trace.close()
         if self.reporter:
             self.reporter.close()
