@@ -168,7 +168,7 @@ class Saver:
     """Saves an engine, one checkpoint at a time, in two parts that all ranks do together.
 
     `begin` takes what is to be saved, and a thread of each rank writes, forces to disk and hashes its files. `finish`
-    waits for them and publishes the checkpoint, if no rank failed.
+    waits for all of them and publishes the checkpoint, if no rank failed.
     """
 
     def __init__(self, engine: Any, folder: Path, control: Control):
@@ -199,7 +199,7 @@ class Saver:
     def begin(self, step: int, kept: dict[str, Any], write_more: Callable[[Path], None], copies: bool) -> None:
         """kept: what else the manifest says, such as the stream's state. write_more: rank 0's further files.
 
-        copies: the engine may train on before `finish`, as what this rank writes is copied to host memory first.
+        copies: a thread writes a copy in host memory, so that training may go on; else it is all written on return.
         """
         from xscale.step.host_copy import take  # DeepSpeed, which this module's other readers do without
 
@@ -216,8 +216,11 @@ class Saver:
             self.problem = OSError(errno.ENOMEM, f"{taker.problem}; checkpoint.background=false takes no copy")
             return
         more = [write_more, self._copy_scripts] if self.control.is_main else []
-        self.thread = threading.Thread(target=self._write, args=(taker.taken, more), name="checkpoint", daemon=True)
-        self.thread.start()
+        if copies:
+            self.thread = threading.Thread(target=self._write, args=(taker.taken, more), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._write(taker.taken, more)
 
     def _make_room(self) -> OSError | None:
         """An empty directory, and disk space. Rank 0 only."""
@@ -228,14 +231,14 @@ class Saver:
             files.remove(self.partial)
             free = shutil.disk_usage(self.folder).free
             if free <= needed:
-                return OSError(errno.ENOSPC, f"no disk space, {free / 2**30:.1f} GB are free of {needed / 2**30:.1f}")
+                return OSError(errno.ENOSPC, f"{free / 2**30:.1f} GB are free, {needed / 2**30:.1f} GB needed")
             self.partial.mkdir()
         except OSError as error:
             return error
         return None
 
     def _write(self, states: dict[str, Any], more: list[Callable[[Path], None]]) -> None:
-        """The thread's."""
+        """This rank's files."""
         started = time.monotonic()
         try:
             names = list(states)

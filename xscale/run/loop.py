@@ -271,8 +271,8 @@ class Trainer:
         started, step, path = time.monotonic(), self.saver.step, self.saver.final
         problem, seconds = self.saver.finish()
         if problem and must:
-            newest = f"the newest checkpoint is of step {self.saved}" if self.saved is not None else "nor any before"
-            text = f"step {step} is not saved ({problem}), {newest}: free some disk space to go on from there"
+            then = "begin" if self.saved is None else f"go on from step {self.saved}"
+            text = f"step {step} is not saved ({problem}); free some disk space to {then}"
             raise OSError(errno.EIO, text, str(self.saver.folder))
         if problem and self.process.is_main:
             self.alarm.set(

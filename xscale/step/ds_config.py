@@ -116,6 +116,11 @@ def _misnamed(config: dict[str, Any]) -> list[str]:
     if config.get("managed_gradient_accumulation", True) is not True:
         problems.append("managed_gradient_accumulation = false: a step is one accumulation of xscale's; leave it out")
 
+    if isinstance(section := config.get("checkpoint"), dict) and section.get("writer"):
+        problems.append(
+            "checkpoint.writer: xscale itself writes in the background (checkpoint.background); leave it out"
+        )
+
     def check(section: str, classes: list[type], extra: Sequence[str] = ()) -> None:
         known = {*extra, *(name for c in classes for name in inspect.signature(c).parameters)}
         for name in sorted(set(config[section].get("params", ())) - known):
