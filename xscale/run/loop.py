@@ -48,7 +48,7 @@ class Agreed(NamedTuple):
     stop: int
     """How many ranks were told to stop."""
     flush: int
-    written: int
+    written: int = 0
     """How many ranks have written their part of the checkpoint under way."""
 
 
