@@ -1,9 +1,10 @@
 """Training on a disk that fails now and then: `torchrun ... broken_disk.py FILE.json`.
 
 FILE.json: a list of {"arguments": of xscale/train.py, "save": {step: [rank, how]}, "lines": [first, last], "own": DIR}.
-`save`: the rank's first file of that step's checkpoint is half written, then the disk is full, or slow. `lines`: while
-these steps are written, metrics.jsonl, the trace and TensorBoard find the disk full. `own`: DeepSpeed's stock writer
-saves each checkpoint there too. A list of one ends with train.py's exit code.
+`save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never" goes
+on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the trace and
+TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one ends with
+train.py's exit code.
 """
 
 import errno
@@ -36,12 +37,15 @@ def full() -> bool:
 
 
 def write_state(state: Any, path: Path) -> None:
-    rank, how = now.get("save", {}).get(str(int(path.parent.name[5:13])), (None, ""))
+    step = int(path.parent.name[5:13])
+    rank, how = now.get("save", {}).get(str(step), (None, ""))
     if rank == int(os.environ["RANK"]):
         path.write_bytes(b"PK half")
         if how == "full":
             raise FULL
-        time.sleep(600)
+        end = time.monotonic() + (60 if how == "late" else 600)
+        while time.monotonic() < end and (how == "never" or now["step"] < step + 2):
+            time.sleep(0.01)
     with path.open("wb") as file:
         torch.save(state, file)
 

@@ -169,7 +169,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints, and for lines."""
     out = tmp_path_factory.mktemp("disk")
     own = {"arguments": arguments(demo, out / "whole", "checkpoint.background=false"), "own": str(out / "own")}
-    bad = {"save": {"4": [1, "full"], "6": [1, "full"]}, "lines": [5, 8]}
+    bad = {"save": {"4": [1, "full"], "6": [1, "full"], "8": [0, "late"], "10": [1, "late"]}, "lines": [5, 8]}
     launch.run(
         2, listed(out / "list.json", own, {"arguments": arguments(demo, out / "disturbed"), **bad}), script=SCRIPT
     )
@@ -217,7 +217,7 @@ def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: P
     """Killed while a checkpoint was written behind, a run goes on from the one before. One that cannot save its last
     step ends with 4 and says what to do; started again, it ends as one that was never disturbed."""
     out = tmp_path / "out"
-    slow = {"arguments": arguments(demo, out), "save": {"4": [1, "slow"]}}
+    slow = {"arguments": arguments(demo, out), "save": {"4": [1, "never"]}}
     process = launch.start(2, listed(tmp_path / "slow.json", slow), script=SCRIPT)
     wait_for(
         lambda: process.poll() is not None or ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 4), 120
