@@ -188,12 +188,14 @@ def test_a_run_that_is_not_finite_stops(demo: Path, tmp_path: Path) -> None:
     """Exit code 3 with the step, the stream and the newest good checkpoint, which stays and is finite."""
     out = tmp_path / "out"
     run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mlm", "--data", str(demo), "--out", str(out)]
-    run += ["--steps", "30", "--set", "streams.mlm.samples=4", "checkpoint.every=2", "train.warmup=0"]
+    run += ["--steps", "30", "--set", "streams.mlm.samples=4", "checkpoint.every=1", "train.warmup=0"]
     code, output = launch.try_run(1, [*run, "train.lr=1.0e+38"])
     assert "not finite" in output and "the newest good checkpoint is of step" in output, output[-3000:]
     assert "exitcode  : 3" in output or code == 3, output[-3000:]
     kept = checkpoints.complete_steps(out / "checkpoints")
-    assert kept and len(launch.metrics(out)) < 30
+    last = launch.metrics(out)[-1]["step"]
+    assert kept[-1].name == f"step_{last - 1:08d}" and last < 30, "the save under way is lost"
+    assert f"the newest good checkpoint is of step {last - 1}," in output
     tensors = launch.checkpoint_tensors(kept[-1])
     assert all(tensor.isfinite().all() for tensor in tensors.values())
 

@@ -152,6 +152,8 @@ class CheckpointConfig:
     """Optimizer steps between checkpoints; the last step always saves."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """Newest complete checkpoints that stay on disk, at least 2."""
+    background: bool = True
+    """Write while training goes on, from a copy in host memory of what a rank writes; false: wait, without a copy."""
 
 
 @dataclass(frozen=True, config=STRICT)

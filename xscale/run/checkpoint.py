@@ -1,10 +1,12 @@
 """Checkpoints that are complete or absent.
 
-DeepSpeed writes into checkpoints/step_X.incomplete; every rank hashes its share of the files; rank 0 writes
-manifest.json (files, sizes, hashes, the run's identity, the stream's state), then renames the directory and replaces
-`latest`. A kill at any moment leaves the older checkpoints and at most a directory that the next start removes.
+What DeepSpeed would write goes into checkpoints/step_X.incomplete; every rank writes and hashes its own files, in the
+background; when all have, rank 0 writes manifest.json (files, sizes, hashes, the run's identity, the stream's state),
+then renames the directory and replaces `latest`. A kill at any moment leaves the older checkpoints and at most a
+directory that a later save removes.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -13,7 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,45 +176,148 @@ def read(path: Path) -> Checkpoint:
 # Saving
 
 
-def save(
-    engine: Any,
-    folder: Path,
-    step: int,
-    kept: dict[str, Any],
-    write_more: Callable[[Path], None],
-    control: Control,
-) -> Path | None:
-    """Save step `step` on all ranks. kept: what else the manifest says, such as the stream's state.
+class Saver:
+    """Saves an engine, one checkpoint at a time, in two parts that all ranks do together.
 
-    Returns its directory, or None (older ones untouched) without disk space.
+    `begin` takes what is to be saved, and a thread of each rank writes, forces to disk and hashes its files. `finish`
+    waits for all of them and publishes the checkpoint, if no rank failed.
     """
-    final = folder / f"step_{step:08d}"
-    partial = final.with_name(final.name + PARTIAL)
-    parameters = sum(p.numel() for p in engine.module.parameters())
-    needed = 16 * parameters + engine.module.companion_bytes() + SPARE_BYTES
-    if control.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.remove(partial)
-    if not control.agree(not control.is_main or shutil.disk_usage(folder).free > needed):
+
+    def __init__(self, engine: Any, folder: Path, control: Control):
+        self.engine, self.folder, self.control = engine, folder, control
+        self.step: int | None = None
+        """Of the checkpoint under way."""
+        self.kept: dict[str, Any] = {}
+        self.thread: threading.Thread | None = None
+        self.problem: Exception | None = None
+        """Of this rank."""
+        self.sealed: dict[str, Any] = {}
+        self.seconds = 0.0
+        """That this rank's writing took."""
+
+    @property
+    def final(self) -> Path:
+        return self.folder / f"step_{self.step:08d}"
+
+    @property
+    def partial(self) -> Path:
+        return files.beside(self.final)
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` would not wait for this rank."""
+        return self.step is not None and not (self.thread and self.thread.is_alive())
+
+    def begin(self, step: int, kept: dict[str, Any], write_more: Callable[[Path], None], copies: bool) -> None:
+        """kept: what else the manifest says, such as the stream's state. write_more: rank 0's further files.
+
+        copies: a thread writes a copy in host memory, so that training may go on; else it is all written on return.
+        """
+        from xscale.step.host_copy import take  # DeepSpeed, which this module's other readers do without
+
+        assert self.step is None
+        self.step, self.kept, self.sealed, self.thread, self.seconds = step, kept, {}, None, 0.0
+        self.problem = self._make_room() if self.control.is_main else None
+        if not self.control.agree(self.problem is None):
+            return
+        taker = take(self.engine, self.partial, copies)
+        companions = self.engine.module.companions
+        if self.control.is_main and companions:
+            taker.save({name: companion.state_dict() for name, companion in companions.items()}, COMPANIONS)
+        if taker.problem:
+            self.problem = OSError(errno.ENOMEM, f"{taker.problem}; checkpoint.background=false takes no copy")
+            return
+        more = [write_more, self._copy_scripts] if self.control.is_main else []
+        if copies:
+            self.thread = threading.Thread(target=self._write, args=(taker.taken, more), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._write(taker.taken, more)
+
+    def _make_room(self) -> OSError | None:
+        """An empty directory, and disk space. Rank 0 only."""
+        parameters = sum(p.numel() for p in self.engine.module.parameters())
+        needed = 16 * parameters + self.engine.module.companion_bytes() + SPARE_BYTES
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.remove(self.partial)
+            free = shutil.disk_usage(self.folder).free
+            if free <= needed:
+                return OSError(errno.ENOSPC, f"{free / 2**30:.1f} GB are free, {needed / 2**30:.1f} GB needed")
+            self.partial.mkdir()
+        except OSError as error:
+            return error
         return None
-    client_state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
-    engine.save_checkpoint(str(folder), tag=partial.name, client_state=client_state, save_latest=False)
-    if control.is_main:
-        write_more(partial)
-    control.barrier()
-    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    mine = {name: _seal(partial / name) for name in names[control.rank :: control.size]}
-    sealed = {name: entry for part in control.gather(mine) for name, entry in part.items()}
-    if control.is_main:
-        sealed = {name: sealed[name] for name in names}
-        manifest = {"step": step, "world_size": control.size, **kept, "files": sealed}
-        files.write_text(partial / MANIFEST, sealed_manifest(manifest))
-        files.remove(final)
-        partial.rename(final)
-        files.sync(folder)
-        files.write_text(folder / "latest", final.name)
-    control.barrier()
-    return final
+
+    def _write(self, states: dict[str, Any], more: list[Callable[[Path], None]]) -> None:
+        """This rank's files."""
+        started = time.monotonic()
+        try:
+            names = list(states)
+            for name in names:
+                write_state(states.pop(name), self.partial / name)
+            for write in more:
+                write(self.partial)
+            names += [str(path.relative_to(self.partial)) for path in self.partial.glob(f"{HF}/*")] if more else []
+            self.sealed = {name: _seal(self.partial / name) for name in names}
+        except Exception as error:
+            self.problem = _cause(error)
+        self.seconds = time.monotonic() - started
+
+    def _copy_scripts(self, partial: Path) -> None:
+        """DeepSpeed's zero_to_fp32.py, beside the checkpoints."""
+        self.engine._copy_recovery_script(str(self.folder))
+
+    def finish(self) -> tuple[str, float]:
+        """Returns what went wrong ("": nothing), and the longest time that a rank has written.
+
+        Where something did, nothing of the checkpoint stays, and older ones are untouched.
+        """
+        if self.thread:
+            self.thread.join()
+        if self.problem and not isinstance(self.problem, OSError):
+            raise self.problem
+        parts = self.control.gather((self.problem, self.sealed, self.seconds))
+        problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
+        if self.control.is_main:
+            try:
+                if not problem:
+                    self._publish({name: entry for part in parts for name, entry in part[1].items()})
+            except OSError as error:
+                problem = f"rank 0: {error}"
+            if problem:
+                files.remove(self.partial)
+        problem = self.control.gather(problem)[0]
+        self.step, self.thread = None, None
+        return problem, max(part[2] for part in parts)
+
+    def _publish(self, sealed: dict[str, Any]) -> None:
+        """The manifest, the rename, `latest`. Rank 0 only."""
+        manifest = {
+            "step": self.step,
+            "world_size": self.control.size,
+            **self.kept,
+            "files": dict(sorted(sealed.items())),
+        }
+        files.write_text(self.partial / MANIFEST, sealed_manifest(manifest))
+        files.remove(self.final)
+        self.partial.rename(self.final)
+        files.sync(self.folder)
+        files.write_text(self.folder / "latest", self.final.name)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """By a file of Python's: a full disk is an OSError then, and no RuntimeError of unknown cause."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def _cause(error: Exception) -> Exception:
+    """The OSError behind it: torch raises its own over that of a failed write."""
+    at: BaseException | None = error
+    while at and not isinstance(at, OSError):
+        at = at.__cause__ or at.__context__
+    return at if isinstance(at, OSError) else error
 
 
 def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
@@ -233,8 +341,9 @@ def clean(folder: Path, keep: int, good: int | None) -> None:
     for path in (path for path in complete_steps(folder)[:-keep] if path.name != kept):
         # Unmake it first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
-        path.rename(gone)
-        files.remove(gone)
+        with suppress(OSError):  # the next save tries again
+            path.rename(gone)
+            files.remove(gone)
 
 
 # Loading

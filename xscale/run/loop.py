@@ -1,5 +1,6 @@
 """The training loop, and what it keeps between steps."""
 
+import errno
 import json
 import math
 import time
@@ -18,10 +19,10 @@ from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
-from xscale.run.checkpoint import Checkpoint
+from xscale.run.checkpoint import Checkpoint, Saver
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
-from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
+from xscale.run.metrics import LOG, Alarm, JsonLines, Reporter, StepRecord
 from xscale.run.pace import Pace, Skips
 from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
@@ -71,6 +72,8 @@ class Agreed(NamedTuple):
     stop: int
     """How many ranks were told to stop."""
     flush: int
+    written: int = 0
+    """How many ranks have written their part of the checkpoint under way."""
 
 
 def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
@@ -105,7 +108,13 @@ class Trainer:
         """Steps done."""
         self.saved: int | None = checkpoint.step if checkpoint else None
         self.good: int | None = self.saved
-        """The newest checkpoint that was saved while no step was skipped."""
+        """The newest checkpoint that was begun while no step was skipped."""
+        self.sound = True
+        """Whether the checkpoint under way was."""
+        self.saver = Saver(here.engine, here.out / "checkpoints", here.control)
+        self.alarm = Alarm(str(here.out / "checkpoints"))
+        self.blocked, self.times = 0.0, dict[str, float]()
+        """Seconds that steps have waited for the checkpoint under way; what the next step's metrics say of that."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
         self.warned = set(job.dropped())
@@ -140,9 +149,13 @@ class Trainer:
                 leave_out_step(self.engine)
             else:
                 self.pending.append(Pending(self.train_step(batch, agreed, started, waited), batch))
+                self.pending[-1].record.measured.update(self.times)
+                self.times.clear()
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
             self.count_dropped(agreed.too_long)
+            if agreed.written == self.process.world:
+                self.settle()
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
             if agreed.flush or last or due:
                 self.flush()
@@ -157,7 +170,7 @@ class Trainer:
     def agree(self, batch: StepBatch, flush: bool) -> Agreed:
         """The step's numbers of all ranks, by one small message."""
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
-        asked = [int(bool(self.stop)), int(flush and self.process.is_main)]
+        asked = [int(bool(self.stop)), int(flush and self.process.is_main), int(self.saver.written)]
         sums = iter(self.control.sum([*targets.values(), *work, *long.values(), batch.samples(), *asked]))
         return Agreed(
             {key: next(sums) for key in targets},
@@ -267,6 +280,7 @@ class Trainer:
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Raises NotFinite, when the records of the step are written down. finite: this rank's own losses."""
+        self.settle()
         path = self.out / NOT_FINITE
         ranks = self.control.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
@@ -295,26 +309,51 @@ class Trainer:
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """A checkpoint of the steps done, where there is none yet. must: an error without disk space."""
+        """A checkpoint of the steps done, where there is none yet. must: wait for it, and raise OSError without it."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
+        self.settle()
         if self.step == self.saved:
             return
-        started, folder = time.monotonic(), self.out / "checkpoints"
+        wait, started = must or not self.recipe.checkpoint.background, time.monotonic()
         self.watch.note(f"saving step {self.step}")
-        path = checkpoints.save(self.engine, folder, self.step, self.manifest(), self.write_more, self.control)
-        if path is None:
-            message = f"no disk space for a checkpoint in {folder}; free some"
-            if must:
-                raise UserError(message + " and start again from the newest one")
-            LOG.error(message + "; training goes on, older checkpoints are untouched")
+        self.sound = not self.skips.in_a_row
+        self.saver.begin(self.step, self.manifest(), self.write_more, copies=not wait)
+        self.note_wait(started)
+        if wait:
+            self.settle(must)
+
+    def settle(self, must: bool = False) -> None:
+        """Publish the checkpoint under way, once all ranks have written it. All ranks call it together."""
+        if self.saver.step is None:
             return
-        self.saved = self.step
-        self.good = self.good if self.skips.in_a_row else self.step
-        if self.process.is_main:
-            checkpoints.clean(folder, self.recipe.checkpoint.keep, self.good)
-        LOG.info(f"saved {path} in {time.monotonic() - started:.1f} s")
+        started, step, path = time.monotonic(), self.saver.step, self.saver.final
+        problem, seconds = self.saver.finish()
+        if problem and must:
+            then = "begin" if self.saved is None else f"go on from step {self.saved}"
+            text = f"step {step} is not saved ({problem}); free some disk space to {then}"
+            raise OSError(errno.EIO, text, str(self.saver.folder))
+        if problem and self.process.is_main:
+            self.alarm.set(
+                f"step {step} is not saved ({problem}); training goes on, older checkpoints are untouched, and the "
+                f"next save tries again"
+            )
+        if not problem:
+            self.saved, self.good = step, step if self.sound else self.good
+            if self.process.is_main:
+                self.alarm.clear()
+                checkpoints.clean(self.saver.folder, self.recipe.checkpoint.keep, self.good)
+        self.note_wait(started)
+        self.times["save_write_s"] = seconds
+        if not problem:
+            LOG.info(f"saved {path} in {seconds:.2f} s, for which training waited {self.blocked:.2f} s")
+        self.blocked = 0.0
+
+    def note_wait(self, started: float) -> None:
+        seconds = time.monotonic() - started
+        self.blocked += seconds
+        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
 
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
@@ -326,11 +365,8 @@ class Trainer:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.job.tokenizer.hf.save_pretrained(path / checkpoints.HF)
-        companions = self.engine.module.companions
-        if companions:
-            states = {name: companion.state_dict() for name, companion in companions.items()}
-            torch.save(states, path / checkpoints.COMPANIONS)
 
     def close(self) -> None:
+        self.trace.close()
         if self.reporter:
             self.reporter.close()

@@ -10,6 +10,9 @@ import math
 import os
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,10 @@ from xscale.step.step import StepSums
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
 """Least time between progress lines where the console is not a terminal."""
+BUFFER, MOST_KEPT = 1 << 16, 1 << 26
+"""Bytes of lines after which a file of them is written without a flush; of lines that wait for a disk with room."""
+RETRY_SECONDS, MOST_ENTRIES = 600.0, 10_000
+"""How long TensorBoard's files rest after a failure; how many steps are kept for them meanwhile."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -36,8 +43,8 @@ def start_logging(out: Path, rank: int) -> Path:
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
-    own = logging.FileHandler(path, encoding="utf-8")
-    handlers = [own, console] + ([] if rank else [logging.FileHandler(out / "run.log", encoding="utf-8")])
+    own = _FileHandler(path, encoding="utf-8")
+    handlers = [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")])
     for handler in handlers:
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=date))
@@ -54,6 +61,14 @@ def log_to_files(line: str) -> None:
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
 
 
+class _FileHandler(logging.FileHandler):
+    """A line that a full disk does not take is on the console: no traceback a line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 class _TqdmHandler(logging.Handler):
     """Writes a line above the progress bar."""
 
@@ -61,8 +76,28 @@ class _TqdmHandler(logging.Handler):
         tqdm.write(self.format(record), file=sys.stderr)
 
 
+class Alarm:
+    """Says once that something does not work, and once that it does again."""
+
+    def __init__(self, what: str):
+        self.what, self.on = what, False
+
+    def set(self, problem: str) -> None:
+        if not self.on:
+            LOG.error(f"{self.what}: {problem}")
+        self.on = True
+
+    def clear(self) -> None:
+        if self.on:
+            LOG.warning(f"{self.what}: works again")
+        self.on = False
+
+
 class JsonLines:
-    """An append-only file of objects with a "step" field, or nothing where `path` is None."""
+    """An append-only file of objects with a "step" field, or nothing where `path` is None.
+
+    Lines that cannot be written, as on a full disk, are kept for the next time, up to MOST_KEPT bytes.
+    """
 
     def __init__(self, path: Path | None, after_step: int):
         """Keeps the lines of steps up to `after_step` and drops the rest, half-written ones too."""
@@ -73,19 +108,63 @@ class JsonLines:
         if path.exists():
             with files.publish(path) as kept, path.open("rb") as old, kept.open("wb") as new:
                 new.writelines(line for line in old if _step_of(line) <= after_step)
-        self.file = path.open("a", encoding="utf-8")
+        self.file = path.open("ab", buffering=0)
+        self.end = path.stat().st_size
+        """Of the last whole line."""
+        self.lines: deque[bytes] = deque()
+        self.size, self.lost = 0, 0
+        """Bytes of `lines`; how many lines there was no room for."""
+        self.alarm = Alarm(str(path))
 
     def write(self, entry: dict[str, Any]) -> None:
         """What is not finite, such as the gradient norm of an overflow, becomes null: JSON has no word for it."""
         if self.file:
             entry = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-            self.file.write(json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n")
+            self.lines.append((json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n").encode())
+            self.size += len(self.lines[-1])
+            if self.size > BUFFER:
+                self.flush()
+            while self.size > MOST_KEPT:
+                self.size -= len(self.lines.popleft())
+                self.lost += 1
 
     def flush(self, to_disk: bool = False) -> None:
-        if self.file:
-            self.file.flush()
+        if not self.file:
+            return
+        try:
+            if self.lines:
+                self._append(b"".join(self.lines))
+                self.lines.clear()
+                self.size = 0
             if to_disk:
                 os.fsync(self.file.fileno())
+        except OSError as error:
+            self.alarm.set(f"{error.strerror}; training goes on, and its lines are kept in memory until this is mended")
+            return
+        if self.lost:
+            LOG.error(f"{self.alarm.what}: {self.lost:,} lines are lost, for which there was no room in memory")
+            self.lost = 0
+        self.alarm.clear()
+
+    def _append(self, data: bytes) -> None:
+        """All of it, or nothing: what a write that failed has left is cut off."""
+        assert self.file
+        if os.fstat(self.file.fileno()).st_size > self.end:
+            self.file.truncate(self.end)  # it could not be cut off then
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                self.file.truncate(self.end)
+            raise
+        self.end += len(data)
+
+    def close(self) -> None:
+        self.flush(to_disk=True)
+        if self.file and self.lines:
+            LOG.error(f"{self.alarm.what}: its last {len(self.lines):,} lines are lost")
 
 
 def _step_of(line: bytes) -> float:
@@ -132,14 +211,63 @@ class StepRecord:
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
+class Board:
+    """The metrics for TensorBoard. After a failed write a new file is begun, later, with what was not flushed."""
+
+    def __init__(self, folder: Path, first_step: int):
+        self.folder, self.alarm = folder, Alarm(str(folder))
+        self.kept: deque[dict[str, Any]] = deque(maxlen=MOST_ENTRIES)
+        self.failed = 0.0
+        self.writer = self._open(first_step + 1)
+
+    def _open(self, purge_step: int | None = None) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.folder), purge_step=purge_step)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        self.kept.append(entry)
+        if self.writer is None and time.monotonic() - self.failed < RETRY_SECONDS:
+            return
+        with self._alarm():
+            entries = [entry] if self.writer else [*self.kept]
+            self.writer = self.writer or self._open()
+            for entry in entries:
+                for name, value in entry.items():
+                    if name != "step" and isinstance(value, int | float):
+                        self.writer.add_scalar(name, value, entry["step"])
+
+    def flush(self) -> None:
+        if self.writer is not None:
+            with self._alarm():
+                self.writer.flush()
+                self.kept.clear()
+                self.alarm.clear()
+
+    @contextmanager
+    def _alarm(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # of a thread of TensorBoard's; TensorFlow, where it is installed, has its own
+            self.alarm.set(f"{error}; training goes on, metrics.jsonl has what is missing here")
+            if self.writer is not None:
+                with suppress(Exception):
+                    self.writer.file_writer.event_writer.close()
+            self.writer, self.failed = None, time.monotonic()
+
+    def close(self) -> None:
+        self.flush()
+        if self.writer is not None:
+            with self._alarm():
+                self.writer.close()
+
+
 class Reporter:
     """Rank 0's view of the run: one call for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, steps: int, streams: list[str]):
-        from torch.utils.tensorboard import SummaryWriter
-
         self.metrics = JsonLines(out / "metrics.jsonl", first_step)
-        self.board = SummaryWriter(str(out / "tb"), purge_step=first_step + 1)
+        self.board = Board(out / "tb", first_step)
         self.steps, self.streams = steps, streams
         self.started, self.first_step = time.monotonic(), first_step
         self.last_line = 0.0
@@ -147,10 +275,8 @@ class Reporter:
 
     def report(self, entry: dict[str, Any]) -> None:
         self.metrics.write(entry)
+        self.board.add(entry)
         step = entry["step"]
-        for name, value in entry.items():
-            if name != "step" and isinstance(value, int | float):
-                self.board.add_scalar(name, value, step)
         if self.bar is not None:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
@@ -179,7 +305,7 @@ class Reporter:
         self.board.flush()
 
     def close(self) -> None:
-        self.flush(to_disk=True)
+        self.metrics.close()
         self.board.close()
         if self.bar is not None:
             self.bar.close()

@@ -78,6 +78,10 @@ def check_names(config: dict[str, Any]) -> list[str]:
             problems.append(f'{name}.enabled: {enabled!r} is not true, false or "auto"')
     if config.get("managed_gradient_accumulation", True) is not True:
         problems.append("managed_gradient_accumulation = false: a step is one accumulation of xscale's; leave it out")
+    if isinstance(section := config.get("checkpoint"), dict) and section.get("writer"):
+        problems.append(
+            "checkpoint.writer: xscale itself writes in the background (checkpoint.background); leave it out"
+        )
     problems += _unknown("data_types", config.get("data_types", {}), ("grad_accum_dtype",))
     problems += _check_optimizer(config.get("optimizer"))
     return problems + _check_scheduler(config.get("scheduler"))

@@ -1,0 +1,134 @@
+"""Training on a disk that fails now and then: `torchrun ... broken_disk.py FILE.json`.
+
+FILE.json: a list of {"arguments": of xscale/train.py, "save": {step: [rank, how]}, "lines": [first, last], "own": DIR}.
+`save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never"
+goes on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the trace
+and TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one ends
+with train.py's exit code.
+"""
+
+import errno
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from xscale import ranks, train
+from xscale.ranks import Control
+from xscale.run import checkpoint, loop, metrics
+from xscale.run.start import train_run
+from xscale.run.status import Status
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+now: dict[str, Any] = {"step": 0}
+"""The run's entry of FILE.json, and its step."""
+
+
+def full() -> bool:
+    first, last = now.get("lines", (0, -1))
+    return first <= now["step"] <= last
+
+
+def write_state(state: Any, path: Path) -> None:
+    step = int(path.parent.name[5:13])
+    rank, how = now.get("save", {}).get(str(step), (None, ""))
+    if rank == int(os.environ["RANK"]):
+        path.write_bytes(b"PK half")
+        if how == "full":
+            raise FULL
+        end = time.monotonic() + (60 if how == "late" else 600)
+        while time.monotonic() < end and (how == "never" or now["step"] < step + 2):
+            time.sleep(0.01)
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+class Half:
+    """A file that takes half of what it is given, then nothing."""
+
+    def __init__(self, file: Any):
+        self.file, self.halves = file, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        if not full():
+            return self.file.write(data)
+        self.halves += 1
+        if self.halves % 2 == 0:
+            raise FULL
+        return self.file.write(data[: len(data) // 2])
+
+
+class Lines(metrics.JsonLines):
+    def _append(self, data: bytes) -> None:
+        if self.file and not isinstance(self.file, Half):
+            self.file = Half(self.file)
+        super()._append(data)
+
+
+def noted(optimizer_step: Any) -> Any:
+    def step(*args: Any, **options: Any) -> Any:
+        now["step"] = options["step"] + 1
+        return optimizer_step(*args, **options)
+
+    return step
+
+
+def patch() -> None:
+    record = RecordWriter.write
+
+    def write(self: RecordWriter, data: bytes) -> None:
+        if full():
+            raise FULL
+        record(self, data)
+
+    begin = checkpoint.Saver.begin
+
+    def also_own(self: checkpoint.Saver, step: int, *args: Any, **options: Any) -> None:
+        begin(self, step, *args, **options)
+        if "own" in now:
+            state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
+            self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)
+
+    vars(metrics)["RETRY_SECONDS"] = 0.0
+    vars(checkpoint)["write_state"] = write_state
+    vars(loop).update(JsonLines=Lines, optimizer_step=noted(loop.optimizer_step))
+    vars(metrics)["JsonLines"] = Lines
+    RecordWriter.write, checkpoint.Saver.begin = write, also_own  # type: ignore[method-assign]
+
+
+def run(entries: list[dict[str, Any]]) -> int:
+    if len(entries) == 1:
+        now.update(entries[0])
+        return train.main(entries[0]["arguments"])
+    process = ranks.find_process()
+    ranks.start(process)
+    control = Control()
+    for entry in entries:
+        now.clear()
+        now.update(entry, step=0)
+        args = train.parse_arguments(entry["arguments"])
+        assert train_run(args, process, control, Status(args.out, process)) == 0, entry
+        gc.collect()
+    control.barrier()
+    return 0
+
+
+patch()
+try:
+    code = run(json.loads(Path(sys.argv[-1]).read_text()))
+except Exception:
+    traceback.print_exc()
+    code = 1
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)

@@ -1,0 +1,238 @@
+"""A disk that is full or slow: training goes on, nothing half-written is taken for whole, and the end is the same."""
+
+import collections
+import errno
+import io
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests import launch
+from tests.test_training import same_checkpoint, wait_for
+from xscale.ranks import Control
+from xscale.run import checkpoint as checkpoints
+from xscale.run import metrics
+from xscale.run.checkpoint import Saver
+from xscale.run.metrics import JsonLines
+from xscale.step.host_copy import on_host
+
+SCRIPT = str(launch.ROOT / "tests" / "broken_disk.py")
+STEPS = 12
+
+
+def saved_bytes(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def test_a_copy_saves_as_the_same_bytes_and_stays() -> None:
+    """Views of one storage stay views of one, parameters parameters; what changes later changes no copy."""
+    flat = torch.arange(10.0)
+    layer = nn.Linear(3, 2)
+    state = {
+        "views": collections.OrderedDict(a=flat[:4].view(2, 2), b=flat[4:9].t(), again=flat[:4].view(2, 2)),
+        "needs": [nn.Parameter(torch.ones(3)), (torch.ones(4, requires_grad=True)[1:], torch.ones(2).half())],
+        "module": layer.state_dict(),
+        "plain": {"step": 3, "scaler": collections.Counter(a=1), "none": None, "shape": torch.Size([2, 3])},
+    }
+    before, copied = saved_bytes(state), on_host(state)
+    assert saved_bytes(copied) == before
+    flat += 1
+    state["plain"]["scaler"]["a"] += 1
+    with torch.no_grad():
+        layer.weight.zero_()
+    assert saved_bytes(copied) == before != saved_bytes(state)
+
+
+class Disk:
+    """A file that takes `room` more bytes."""
+
+    def __init__(self, file: Any, room: int):
+        self.file, self.room = file, room
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = self.file.write(data[: self.room])
+        self.room -= taken
+        return taken
+
+
+def test_lines_wait_for_room(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    """No half line on the disk at any time; each step once when there is room; said once, and once when it is over."""
+    monkeypatch.setattr(metrics.LOG, "propagate", True)
+    path = tmp_path / "metrics.jsonl"
+    lines = JsonLines(path, 0)
+    disk = lines.file = Disk(lines.file, 30)
+    for step in range(1, 9):
+        lines.write({"step": step, "loss": 1.5})
+        lines.flush(to_disk=True)
+        assert [entry["step"] for entry in map(json.loads, path.read_text().splitlines())] == [1]
+        assert path.read_text().endswith("\n")
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text
+    disk.room = 1 << 20
+    lines.flush()
+    assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 9)]
+    assert "works again" in caplog.records[-1].message and len(caplog.records) == 2
+
+
+def test_lines_that_wait_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(metrics.LOG, "propagate", True)
+    monkeypatch.setattr(metrics, "MOST_KEPT", 100)
+    monkeypatch.setattr(metrics, "BUFFER", 10)
+    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
+    disk = lines.file = Disk(lines.file, 0)
+    for step in range(10, 60):
+        lines.write({"step": step})
+    assert sum(map(len, lines.lines)) == lines.size <= 100
+    disk.room = 1 << 20
+    lines.close()
+    kept = [entry["step"] for entry in launch.metrics(tmp_path)]
+    assert kept == [*range(60 - len(kept), 60)] and f"{50 - len(kept)} lines are lost" in caplog.text
+
+
+def test_a_board_that_fails_is_begun_again(tmp_path: Path, monkeypatch: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("threading.excepthook", lambda args: None)
+    write, full = RecordWriter.write, False
+
+    def sometimes(self: RecordWriter, data: bytes) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", sometimes)
+    board = metrics.Board(tmp_path, 0)
+    for step in range(1, 13):
+        full = 4 <= step <= 9
+        board.add({"step": step, "loss": float(step)})
+        board.flush()
+    board.close()
+    found = {event.step: event.value for path in tmp_path.iterdir() for event in read(EventAccumulator, path)}
+    assert found == {step: float(step) for step in range(1, 13)}
+
+
+def read(accumulator: Any, path: Path) -> list[Any]:
+    events = accumulator(str(path))
+    events.Reload()
+    return events.Scalars("loss") if "loss" in events.Tags()["scalars"] else []
+
+
+def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
+    class Module(nn.Linear):
+        companions: dict[str, Any] = {}  # noqa: RUF012
+
+        def companion_bytes(self) -> int:
+            return 0
+
+    class Engine:
+        module = Module(2, 2)
+
+    monkeypatch.setattr(checkpoints, "SPARE_BYTES", 1 << 60)
+    saver = Saver(Engine(), tmp_path / "checkpoints", Control())
+    saver.begin(3, {}, lambda path: None, copies=True)
+    problem, _ = saver.finish()
+    assert "rank 0" in problem and "GB needed" in problem and saver.step is None
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+# Whole runs
+
+
+def listed(path: Path, *entries: dict[str, Any]) -> list[str]:
+    path.write_text(json.dumps(entries))
+    return [str(path)]
+
+
+def arguments(demo: Path, out: Path, *sets: str) -> list[str]:
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "ppa", "--data", str(demo), "--out", str(out)]
+    run += ["--steps", str(STEPS), "--trace", "--set", "streams.ppa.samples=6", "streams.ppa.queue_size=20"]
+    return [*run, "checkpoint.every=2", "checkpoint.keep=9", *sets]
+
+
+@pytest.fixture(scope="module")
+def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`whole` waits for each save; `disturbed` writes behind, and its disk is full for rank 1's part of two
+    checkpoints, and for lines."""
+    out = tmp_path_factory.mktemp("disk")
+    own = {"arguments": arguments(demo, out / "whole", "checkpoint.background=false"), "own": str(out / "own")}
+    bad = {"save": {"4": [1, "full"], "6": [1, "full"], "8": [0, "late"], "10": [1, "late"]}, "lines": [5, 8]}
+    launch.run(
+        2, listed(out / "list.json", own, {"arguments": arguments(demo, out / "disturbed"), **bad}), script=SCRIPT
+    )
+    return out
+
+
+def steps_saved(out: Path) -> list[int]:
+    return [int(path.name[5:]) for path in checkpoints.complete_steps(out / "checkpoints")]
+
+
+@pytest.mark.slow
+def test_a_full_disk_changes_no_run(runs: Path) -> None:
+    """Rank 1 could not write two checkpoints: they are absent on all, the others are there, the end is the same."""
+    whole, disturbed = runs / "whole", runs / "disturbed"
+    assert steps_saved(whole) == [0, 2, 4, 6, 8, 10, 12] and steps_saved(disturbed) == [0, 2, 8, 10, 12]
+    assert not list((disturbed / "checkpoints").glob("*.incomplete"))
+    assert (disturbed / "checkpoints/latest").read_text() == "step_00000012"
+    same_checkpoint(disturbed / "checkpoints/step_00000012", whole / "checkpoints/step_00000012")
+    assert launch.without_times(disturbed) == launch.without_times(whole)
+    assert launch.trace(disturbed) == launch.trace(whole)
+    log = (disturbed / "run.log").read_text()
+    assert "step 4 is not saved (rank 1: [Errno 28] No space left on device)" in log and "step 6" not in log
+    for file in ("checkpoints", "metrics.jsonl", "trace/rank0.jsonl", "tb"):
+        assert log.count(f"{disturbed / file}: ") == 2 and f"{disturbed / file}: works again" in log, file
+
+
+@pytest.mark.slow
+def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> None:
+    """Byte for byte, of a checkpoint that training went on after; and tensor for tensor what DeepSpeed's own writes."""
+    for step in (2, 8, 10):
+        path = f"checkpoints/step_{step:08d}"
+        files = [checkpoints.read(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
+        assert files[0] == files[1] and {checkpoints.COMPANIONS, "hf/config.json"} < files[0].keys()
+        own = launch.checkpoint_tensors(runs / "own" / str(step))
+        ours = launch.checkpoint_tensors(runs / "disturbed" / path)
+        assert own and all(torch.equal(own[name], ours[name]) for name in own)
+        assert {name for name in ours if not name.startswith(checkpoints.COMPANIONS)} == own.keys()
+    entries = launch.metrics(runs / "disturbed")
+    assert all(entry["save_blocked_s"] >= 0 for entry in entries if entry["step"] % 2)
+    assert any("save_write_s" in entry for entry in entries)
+
+
+@pytest.mark.slow
+def test_a_kill_while_it_writes_and_a_last_save_without_room(demo: Path, runs: Path, tmp_path: Path) -> None:
+    """Killed while a checkpoint was written behind, a run goes on from the one before. One that cannot save its last
+    step ends with 4 and says what to do; started again, it ends as one that was never disturbed."""
+    out = tmp_path / "out"
+    slow = {"arguments": arguments(demo, out), "save": {"4": [1, "never"]}}
+    process = launch.start(2, listed(tmp_path / "slow.json", slow), script=SCRIPT)
+    wait_for(
+        lambda: process.poll() is not None or ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 4), 120
+    )
+    time.sleep(0.5)
+    launch.kill(process)
+    assert steps_saved(out) == [0, 2] and (out / "checkpoints/step_00000004.incomplete").exists()
+    assert len(launch.metrics(out)) > 4, "training did not go on while the checkpoint was written"
+    full = {"arguments": arguments(demo, out), "save": {"12": [1, "full"]}}
+    code, output = launch.try_run(2, listed(tmp_path / "full.json", full), "deepspeed", script=SCRIPT)
+    assert code == 4 and "step 12 is not saved (rank 1: [Errno 28] No space left on device)" in output, output[-3000:]
+    assert "free some disk space to go on from step 10" in output
+    assert steps_saved(out) == [0, 2, 4, 6, 8, 10] and not list((out / "checkpoints").glob("*.incomplete"))
+    assert json.loads((out / "status.json").read_text())["code"] == 4
+    launch.run(2, arguments(demo, out))
+    same_checkpoint(out / "checkpoints/step_00000012", runs / "whole/checkpoints/step_00000012")
+    assert launch.without_times(out) == launch.without_times(runs / "whole")
+    assert launch.trace(out) == launch.trace(runs / "whole")
