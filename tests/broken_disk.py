@@ -2,9 +2,9 @@
 
 FILE.json: a list of {"arguments": of xscale/train.py, "save": {step: [rank, how]}, "lines": [first, last], "own": DIR}.
 `save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never"
-goes on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the trace
-and TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one ends
-with train.py's exit code.
+goes on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the
+trace and TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one
+ends with train.py's exit code.
 """
 
 import errno

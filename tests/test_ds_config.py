@@ -292,7 +292,7 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_stesp": 3}}
         ({"fp61": {}}, "fp61 .*did you mean fp16"),
         ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer: .*checkpoint.background"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint: .*checkpoint.background"),
         ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),

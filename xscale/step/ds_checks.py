@@ -32,7 +32,7 @@ NOT_HERE = {
     "amp": "the precision is fp16's, bf16's or fp32; leave it out",
     "torch_autocast": "the precision is fp16's, bf16's or fp32; leave it out",
     "activation_checkpointing": "xscale's is the recipe's train.activation_checkpointing; leave it out",
-    "checkpoint": "xscale writes and reads checkpoints by rules of its own; leave it out",
+    "checkpoint": "xscale writes checkpoints itself, in the background (checkpoint.background); leave it out",
     "gradient_allreduce_op": "gradients are summed by targets, over all ranks; leave it out",
 }
 """Keys that DeepSpeed knows and that would change what a run does without its knowledge."""
@@ -78,10 +78,6 @@ def check_names(config: dict[str, Any]) -> list[str]:
             problems.append(f'{name}.enabled: {enabled!r} is not true, false or "auto"')
     if config.get("managed_gradient_accumulation", True) is not True:
         problems.append("managed_gradient_accumulation = false: a step is one accumulation of xscale's; leave it out")
-    if isinstance(section := config.get("checkpoint"), dict) and section.get("writer"):
-        problems.append(
-            "checkpoint.writer: xscale itself writes in the background (checkpoint.background); leave it out"
-        )
     problems += _unknown("data_types", config.get("data_types", {}), ("grad_accum_dtype",))
     problems += _check_optimizer(config.get("optimizer"))
     return problems + _check_scheduler(config.get("scheduler"))
