@@ -1,10 +1,10 @@
 """Training on a disk that fails now and then: `torchrun ... broken_disk.py FILE.json`.
 
 FILE.json: a list of {"arguments": of xscale/train.py, "save": {step: [rank, how]}, "lines": [first, last], "own": DIR}.
-`save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never" goes
-on, or "late", when training has gone on by a step. `lines`: while these steps are written, metrics.jsonl, the trace and
-TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one ends with
-train.py's exit code.
+`save`: of the rank's files of that step's checkpoint the first is half written, then the disk is "full", or "never"
+goes on, or "late", when training has gone on by a step. `lines`: while these are written, metrics.jsonl, the trace
+and TensorBoard find the disk full. `own`: DeepSpeed's stock writer saves each checkpoint there too. A list of one ends
+with train.py's exit code.
 """
 
 import errno
