@@ -739,7 +739,8 @@ def checkpoint_case(case: Case) -> None:
                 change_leaf(case, tree)
                 path.write_text(json.dumps(tree))
     folders.claim_out(run, identity, "auto")
-    found = folders.find_checkpoint(run, "auto", identity, Control())
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = folders.find_checkpoint(run, "auto", identity, Control())
     assert found is not None, "the run starts over"
     assert {k: v for k, v in found.manifest.items() if k in states[found.step]} == {
         k: v for k, v in states[found.step].items() if k in found.manifest

@@ -91,6 +91,19 @@ def test_a_zeroed_index_is_no_record(tmp_path: Path, demo: Path) -> None:
     assert idx.stat().st_size % IDX_DTYPE.itemsize == 0
 
 
+def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> None:
+    """No record's own checksum covers it."""
+    shutil.copytree(demo / "mono_en", tmp_path / "mono")
+    idx = next((tmp_path / "mono").glob("*.idx"))
+    data = bytearray(idx.read_bytes())
+    data[7 * IDX_DTYPE.itemsize + 11] ^= 0x80
+    idx.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
+        Source(tmp_path / "mono").follows(0, slice(None))
+    without_crc32(tmp_path / "mono")
+    assert Source(tmp_path / "mono").follows(0, slice(None)).any()
+
+
 # A run's folder
 
 
