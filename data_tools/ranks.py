@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from xscale.errors import OF_MACHINE, UserError, number_of
+from xscale.errors import OF_MACHINE, UserError, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
 """Of ranks that wait while one works alone."""
@@ -91,6 +91,7 @@ def _gather_objects(value: Any) -> list[Any]:
 
 def run(main: Callable[[Ranks], None]) -> None:
     """Run a tool; a UserError is printed once and ends with exit code 2, the machine's refusal with 4."""
+    print_anything()
     ranks, code = None, 0
     try:
         ranks = Ranks()

@@ -425,19 +425,21 @@ def leaves_of(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from leaves_of(value, (*at, key))
 
 
-def change_leaf(case: Case, tree: Any) -> None:
+def change_leaf(case: Case, tree: Any, *hows: str) -> None:
     """One value, at any depth, becomes another, goes, or stands under another name."""
     places = list(leaves_of(tree))
     *at, last = case.rng.choice(places)
     node = tree
     for key in at:
         node = node[key]
-    how = case.pick("set", "set", "near", "near", "near", "delete", "rename", "add")
+    how = case.pick(*(hows or ("set", "set", "near", "near", "near", "delete", "rename", "add")))
     case.story.append((*at, last))
     if how == "delete":
         del node[last]
-    elif how == "near" and type(node[last]) in (bool, int, float):
-        value = node[last]
+    elif how == "near":
+        value = node[last] if type(node[last]) in (bool, int, float) else None
+        if value is None:
+            return
         node[last] = not value if isinstance(value, bool) else case.rng.choice((value + 1, 2 * value, value / 2, value))
     elif how == "rename" and isinstance(node, dict):
         node[case.rng.choice((str(last) + "s", str(last)[:-1], str(last).upper(), "x"))] = node.pop(last)
@@ -479,10 +481,10 @@ def recipe_case(case: Case) -> None:
     shipped = rng.choice(sorted(RECIPES.rglob("*.yaml")))
     text = shipped.read_text(encoding="utf-8")
     tree = yaml.safe_load(text)
-    how = case.pick("field", "field", "field", "bytes", "twice", "deep", "text")
-    if how == "field":
+    how = case.pick("near", "near", "field", "field", "bytes", "twice", "deep", "text")
+    if how in ("near", "field"):
         for _ in range(rng.randrange(1, 4)):
-            change_leaf(case, tree)
+            change_leaf(case, tree, *(["near"] if how == "near" else []))
         text = json.dumps(tree, allow_nan=False) if rng.random() < 0.3 and finite(tree) else yaml.safe_dump(tree)
     elif how == "bytes":
         path = case.file("r.yaml", damaged(case, text.encode()))
@@ -576,17 +578,36 @@ TEXTS = [
 ]
 
 
+SOUND = {
+    "train.steps": ("500", "1000", "7"),
+    "train.lr": ("3e-4", "1", "0.5", ".01"),
+    "train.warmup": ("0", "0.5", "3", "3.5"),
+    "train.precision": ("bf16", "auto"),
+    "train.time_limit": ("5", "0.25", "null"),
+    "data.max_length": ("64", "0x40"),
+    "data.first": ("null", "1_000", "9"),
+    "data.lexicons": ("[en-xx.txt]", "[]"),
+    "model.init": ("some/where", "null", "'1'"),
+    "streams.mlm.languages": ("[en]", "[en, xx]"),
+    "streams.mlm.mask_prob": ("0.2", "2e-1"),
+    "streams.mlm.weight": ("2", "0.5"),
+}
+
+
 def set_case(case: Case) -> None:
     sets, given = [], {}
-    for _ in range(case.rng.randrange(1, 3)):
-        name, text = case.rng.choice(FIELDS), case.rng.choice(TEXTS)
-        sets.append(f"{name}={text}" if case.rng.random() < 0.95 else name)
+    sound = case.rng.random() < 0.5
+    for _ in range(case.rng.randrange(1, 4)):
+        name = case.rng.choice(sorted(SOUND) if sound else FIELDS)
+        text = case.rng.choice(SOUND[name] if sound else TEXTS)
+        sets.append(f"{name}={text}" if sound or case.rng.random() < 0.95 else name)
         given[name] = text
     case.story += sets
     case.names = [name for name in given if name] + ["--set", "unknown section", "streams"]
     recipe = load_recipe("mlm", sets, OPTIONS)
     check_recipe(recipe, {}, case.folder)
     assert all("=" in assignment for assignment in sets)
+    case.names = []
     for name, text in given.items():
         node: Any = recipe.to_dict()
         for part in name.split("."):
@@ -693,7 +714,7 @@ def checkpoint_case(case: Case) -> None:
         files = [path for path in sorted(run.rglob("*")) if path.is_file()]
         path = rng.choice(files)
         case.story.append(str(path.relative_to(run)))
-        how = case.pick("damage", "damage", "delete", "swap", "field", "folder", "link")
+        how = case.pick("damage", "damage", "delete", "swap", "field", "folder", "link", "copy")
         if how == "damage":
             path.write_bytes(damaged(case, path.read_bytes()))
         elif how == "delete":
@@ -703,6 +724,12 @@ def checkpoint_case(case: Case) -> None:
         elif how == "folder":
             path.unlink()
             path.mkdir()
+        elif how == "copy":
+            with contextlib.suppress(FileExistsError, OSError):
+                copied = (
+                    run / "checkpoints" / rng.choice(("step_00000099", "step_00000002", "step_8", "step_00000009.x"))
+                )
+                shutil.copytree(run / "checkpoints/step_00000004", copied)
         elif how == "link":
             path.unlink()
             path.symlink_to(rng.choice(("/nowhere", ".", str(rng.choice(files)))))
@@ -712,7 +739,8 @@ def checkpoint_case(case: Case) -> None:
                 change_leaf(case, tree)
                 path.write_text(json.dumps(tree))
     folders.claim_out(run, identity, "auto")
-    found = folders.find_checkpoint(run, "auto", identity, Control())
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = folders.find_checkpoint(run, "auto", identity, Control())
     assert found is not None, "the run starts over"
     assert {k: v for k, v in found.manifest.items() if k in states[found.step]} == {
         k: v for k, v in states[found.step].items() if k in found.manifest
@@ -734,7 +762,7 @@ def lexicon_case(case: Case) -> None:
         sound = "\t" in lines
     elif how == "empty":
         lines = rng.choice(([], [""], [" "]))
-    path, read = write_text(case, f"{case.pick('en-xx', 'en-xx', 'en_xx', 'en', 'en-xx-yy', 'e-x')}.txt", lines)
+    path, read = write_text(case, f"{case.pick(*['en-xx'] * 6, 'en_xx', 'en', 'en-xx-yy', 'e-x')}.txt", lines)
     case.names = [str(path), path.name]
     out = case.folder / "out/en-xx.txt"
     tool(lexicon.main, "--dict", path, "--out", out)
@@ -843,7 +871,7 @@ def argument(case: Case) -> str:
 def mutated(case: Case, words: list[str]) -> list[str]:
     """A command line with a value or two that do not belong there."""
     rng, words = case.rng, list(words)
-    for _ in range(rng.randrange(1, 3)):
+    for _ in range(rng.randrange(3)):
         at = rng.randrange(len(words))
         how = case.pick("replace", "replace", "replace", "drop", "double")
         if how == "replace" and words[at].startswith("--"):

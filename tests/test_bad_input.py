@@ -378,3 +378,136 @@ def test_a_failed_index_keeps_the_old_one(tmp_path: Path, corpus_files, write_pa
     (tmp_path / "out" / "zzz.tar").unlink()
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
     assert json.loads(before["index.json"])["records"] == 400
+
+
+# Tars that others wrote
+
+
+def tar(path: Path, *members: tuple[str, bytes | None]) -> Path:
+    """None: a symbolic link."""
+    with tarfile.open(path, "w") as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.type, info.size = (tarfile.SYMTYPE, 0) if content is None else (tarfile.REGTYPE, len(content))
+            file.addfile(info, io.BytesIO(content or b""))
+    return path
+
+
+A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("b.cs.txt", b"dva")]
+
+
+@pytest.mark.parametrize(
+    ("members", "problem"),
+    [
+        ([*A, *A, *B], "record 0: a.en.txt stands twice in a row"),
+        ([A[0], *B], "record 1: sample 'b' has en, cs, the ones before en: .* --langs"),
+        ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
+        ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
+        ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json stands twice"),
+        ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
+        ([("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')], "record 0: .* two different ones"),
+        ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key is a string"),
+        ([("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')], "record 0: .* not names of languages"),
+    ],
+)
+def test_a_foreign_tar_that_would_lose_something(tmp_path: Path, members: list, problem: str) -> None:
+    path = tar(tmp_path / "x.tar", *members)
+    with pytest.raises(UserError, match=f"{path}: {problem}"):
+        index.main(Ranks(), [str(tmp_path)])
+
+
+def test_some_languages_of_many_are_the_user_s_choice(tmp_path: Path) -> None:
+    tar(tmp_path / "x.tar", *A, ("a.de.txt", b"eins"), B[1], ("b.de.txt", b"zwei"), B[0])
+    index.main(Ranks(), [str(tmp_path), "--langs", "de", "cs"])
+    source = Source(tmp_path)
+    assert [source.read(0, n).texts for n in (0, 1)] == [("eins", "jeden"), ("zwei", "dva")]
+
+
+@pytest.mark.parametrize("field", ["langs", "layout", "shards", "records", "bytes", "made_by", "kind"])
+def test_an_index_with_a_field_of_another_type(tmp_path: Path, field: str) -> None:
+    tar(tmp_path / "x.tar", *A)
+    index.main(Ranks(), [str(tmp_path)])
+    whole = json.loads((tmp_path / "index.json").read_text())
+    for value in (None, "x", [1], {"a": 1}, 10**30, True):
+        (tmp_path / "index.json").write_text(json.dumps(whole | {field: value}))
+        if field in ("bytes", "made_by") and type(value) is type(whole[field]):
+            continue
+        with pytest.raises(UserError, match=r"index\.json is not an index"):
+            Source(tmp_path)
+    (tmp_path / "index.json").write_text(json.dumps(whole | {"version": "1"}))
+    with pytest.raises(UserError, match="has format version '1', this xscale reads 1 and 2"):
+        Source(tmp_path)
+
+
+# Compressed text, to its last byte
+
+
+XZ, MORE = lzma.compress(b"a b\n" * 9), lzma.compress(b"c d\n" * 9)
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        (XZ + MORE, 18),
+        (XZ + bytes(8) + MORE + bytes(4), 18),
+        (XZ + b"\0\1" + MORE[2:], None),
+        (XZ + MORE[:-9], None),
+        (XZ + b"garbage", None),
+        (b"", None),
+        (gzip.compress(b"a\n"), None),
+    ],
+)
+def test_an_xz_file_is_read_to_its_end(tmp_path: Path, content: bytes, lines: int | None) -> None:
+    path = tmp_path / "text.xz"
+    path.write_bytes(content)
+    words = ["mono", "--text", str(path), "--lang", "en", "--documents", "lines", "--out", str(tmp_path / "out")]
+    if lines:
+        write_shards.main(Ranks(), words)
+        assert Source(tmp_path / "out").records == lines
+    else:
+        with pytest.raises(UserError, match=f"{path}: cannot be decompressed after line"):
+            write_shards.main(Ranks(), words)
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (b"\x28\xb5\x2f\xfd" + b"\0" * 9, "zstd -d"),
+        (gzip.compress(b"a\n"), "name it .gz"),
+        (XZ, "name it .xz"),
+        ("one two\n".encode("utf-16"), "iconv -f UTF-16"),
+        ("one two\n".encode("utf-16-le"), "iconv -f UTF-16"),
+    ],
+)
+def test_text_that_is_none_is_told_apart(tmp_path: Path, refused, content: bytes, remedy: str) -> None:
+    (tmp_path / "text").write_bytes(content)
+    message = refused(mono("--text", tmp_path / "text", "--out", tmp_path / "out"))
+    assert message.startswith(f"{tmp_path / 'text'} is ") and remedy in message
+
+
+def test_names_that_would_write_elsewhere(tmp_path: Path, refused) -> None:
+    (tmp_path / "text").write_text("one\n")
+    (tmp_path / "plain").write_text("")
+    for words, named in (
+        (["--out", tmp_path / "out", "--name", "../../evil"], "--name '../../evil'"),
+        (["--out", tmp_path / "out", "--lang", "../x"], "language '../x'"),
+        (["--out", tmp_path / "plain"], "plain is a file"),
+        (["--out", tmp_path / "out", "--text", tmp_path / "text", tmp_path / "text"], "text is given twice"),
+    ):
+        assert named in refused(mono("--text", tmp_path / "text", *words))
+    assert files(tmp_path) == {"text", "plain"}
+
+
+def test_a_refusal_of_the_machine_s_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "text").write_text("one\n")
+    words = ["mono", "--text", str(tmp_path / "text"), "--lang", "en", "--out", str(tmp_path / "text" / "out")]
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda ranks: write_shards.main(ranks, words))
+    assert stopped.value.code == 4
+    assert capsys.readouterr().err == f"error: {tmp_path / 'text' / 'out.incomplete'}: Not a directory\n"
+
+
+def test_a_mask_token_that_is_another_s(tmp_path: Path) -> None:
+    path = save_tokenizer(tmp_path / "tokenizer", **ALL_SPECIAL | {"mask_token": "[PAD]"})
+    with pytest.raises(UserError, match=f"{path} has one token for mask and pad, '.PAD.'"):
+        Tokenizer(path)

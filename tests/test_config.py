@@ -390,3 +390,33 @@ def test_a_step_without_targets_is_an_error() -> None:
     ):
         check_targets(nothing, 7, recipe)
     check_targets(nothing._replace(targets={("mlm", "mlm"): 0, ("tlm", "mlm"): 1}), 7, recipe)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train: {steps: " + "9" * 5000 + "}", "is not YAML: Exceeds the limit"),
+        ("train: {steps: " + "9" * 400 + "}", "train.steps: 9+ must be at most 1099511627776"),
+        ("a: " + "{a: " * 3000, "is not YAML: .*recursion"),
+        ("1: {a: 1}\n'1': {b: 1}", "is not YAML: 1 stands twice"),
+    ],
+)
+def test_recipes_that_python_stumbles_over(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(f"streams: {{mlm: {{objective: mlm, samples: 4}}}}\n{text}")
+    with pytest.raises(UserError, match=named) as error:
+        load_recipe(str(path), [], {name: o.options for name, o in OBJECTIVES.items()})
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("assignment", ["train.steps=" + "9" * 5000, "train.lr=" + "[" * 3000, "train={lr: 1, lr: 2}"])
+def test_set_that_python_stumbles_over(assignment: str) -> None:
+    with pytest.raises(UserError, match=r"--set train.*(is not YAML|lr stands twice)"):
+        load_recipe("mlm", [assignment], {name: o.options for name, o in OBJECTIVES.items()})
+
+
+def test_a_recipe_s_name_that_no_file_can_have(tmp_path: Path) -> None:
+    for name in ("x" * 5000, str(tmp_path.with_suffix(".yaml"))):
+        tmp_path.with_suffix(".yaml").mkdir(exist_ok=True)
+        with pytest.raises(UserError, match=r"recipe '.*' not found"):
+            load_recipe(name, [], {})

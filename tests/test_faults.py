@@ -91,6 +91,19 @@ def test_a_zeroed_index_is_no_record(tmp_path: Path, demo: Path) -> None:
     assert idx.stat().st_size % IDX_DTYPE.itemsize == 0
 
 
+def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> None:
+    """No record's own checksum covers it."""
+    shutil.copytree(demo / "mono_en", tmp_path / "mono")
+    idx = next((tmp_path / "mono").glob("*.idx"))
+    data = bytearray(idx.read_bytes())
+    data[7 * IDX_DTYPE.itemsize + 11] ^= 0x80
+    idx.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
+        Source(tmp_path / "mono").follows(0, slice(None))
+    without_crc32(tmp_path / "mono")
+    assert Source(tmp_path / "mono").follows(0, slice(None)).any()
+
+
 # A run's folder
 
 
@@ -152,7 +165,7 @@ def test_a_broken_manifest_means_the_one_before(run: Path, damage: str) -> None:
 
 
 def test_a_copy_of_a_checkpoint_is_none(run: Path) -> None:
-    for name in ("step_00000004.copy", "step_00000004-old", "step_9"):
+    for name in ("step_00000004.copy", "step_00000004-old", "step_9", "step_00000009"):
         shutil.copytree(run / "checkpoints/step_00000004", run / "checkpoints" / name)
     assert newest(run) == 8
 
@@ -178,6 +191,27 @@ def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
         newest(run)
     (run / "metrics.jsonl").unlink()
     assert newest(run) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda manifest: manifest["state"].update(taken=[9]),
+        lambda manifest: manifest.update(world_size=2),
+        lambda manifest: manifest["identity"].update(a=2),
+    ],
+)
+def test_a_manifest_that_was_changed_is_none(run: Path, change) -> None:
+    """It has a hash of its own; those of earlier versions have none."""
+    path = run / "checkpoints/step_00000008" / checkpoints.MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(checkpoints.sealed_manifest(manifest))
+    assert newest(run) == 8
+    sealed = json.loads(path.read_text())
+    assert set(sealed) - set(manifest) == {checkpoints.OWN_HASH}
+    change(sealed)
+    path.write_text(json.dumps(sealed))
+    assert newest(run) == 4
 
 
 # Numbers

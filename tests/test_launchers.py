@@ -64,6 +64,23 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
     assert started(environment) == expected
 
 
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* how many ranks"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is no number"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is no number"),
+    ],
+)
+def test_an_environment_that_says_nothing(started, environment: dict[str, str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        started(environment)
+        ranks.check_launch()
+
+
 def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:
     ports = []
     for job, step in [(7, 0), (7, 1), (8, 0), (8, 1), (12_768 * 90 + 9, 0)]:

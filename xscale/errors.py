@@ -1,17 +1,20 @@
 """What a user can cause, told to the user."""
 
 import errno
+import io
 import os
+import sys
 
 
 class UserError(ValueError):
     """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""
 
 
-OF_MACHINE = {
-    getattr(errno, name)
-    for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE")
-}
+_OF_MACHINE = (
+    *("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE"),
+    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP"),  # a folder that is gone, or a path that is none
+)
+OF_MACHINE = {getattr(errno, name) for name in _OF_MACHINE}
 """What a file system or a network may answer to a program that does nothing wrong."""
 
 
@@ -27,6 +30,13 @@ class NotFinite(Exception):
 
 class RankError(UserError):
     """A UserError that this rank alone has seen, such as a damaged record of its share."""
+
+
+def print_anything() -> None:
+    """What a console's locale has no character for is printed as a number, instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def number_of(variable: str, default: int) -> int:

@@ -32,7 +32,9 @@ def publish(path: Path) -> Iterator[Path]:
 
 
 def beside(path: Path) -> Path:
-    """Where `path` is written."""
+    """Where `path` is written. Raises UserError for one without a name of its own, such as `.` and `..`."""
+    if path.name in ("", ".."):
+        raise UserError(f"{str(path)!r} is no name to write to; choose a new one")
     return path.with_name(path.name + PARTIAL)
 
 

@@ -24,7 +24,7 @@ import traceback
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.errors import RankError
+from xscale.errors import RankError, print_anything
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
@@ -110,6 +110,7 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
 
 
 if __name__ == "__main__":
+    print_anything()
     try:
         code = main()
     except Exception:

@@ -75,6 +75,10 @@ class Tokenizer:
         self.is_special = np.zeros(self.vocab_size, dtype=bool)
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
+        try:
+            self.encode(["\U00010400"])  # a letter that hardly any vocabulary has
+        except Exception as error:
+            raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); mend its unk token") from None
         self.pair = self._pair_template()
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""

@@ -130,9 +130,12 @@ def newest_valid(folder: Path, control: Control, say: Any, upto: float = math.in
 def verify(path: Path, control: Control) -> str | None:
     """Hash the checkpoint's files, split over the ranks. Returns what is wrong, or None."""
     try:
-        expected = read(path).manifest["files"]
+        checkpoint = read(path)
     except UserError as error:
         return str(error)
+    expected = checkpoint.manifest["files"]
+    if NAME.fullmatch(path.name) and int(path.name.removeprefix("step_")) != checkpoint.step:
+        return f"its {MANIFEST} is of step {checkpoint.step}: a copy under another name"
     problems = []
     for name in sorted(expected)[control.rank :: control.size]:
         if not (path / name).exists():
