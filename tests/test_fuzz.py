@@ -21,4 +21,4 @@ def test_every_case_ends_well_or_with_a_line_that_helps(kind: str, world: Path, 
     cases = [number for number, (of, _) in enumerate(fuzz.plan(20, 210, IN_PROCESS)) if of == kind]
     results = [fuzz.run_case(kind, number, world, tmp_path / str(number)) for number in cases]
     assert [f"{result.seed}: {result.detail}" for result in results if result.outcome == "found"] == []
-    assert {result.outcome for result in results} == {"good", "refused"}, "one-sided: nothing else is tried"
+    assert any(result.outcome == "good" for result in results), "one-sided: nothing that is to be taken is tried"
