@@ -278,7 +278,9 @@ class Trial:
         kinds, weights = zip(*self.KINDS, strict=True)
         if only:
             kinds, weights = tuple(kind for kind in kinds if kind.__name__ == only), (1,)
-        (kind,) = self.random.choices(kinds, weights)
+        # Those that were not there yet come first.
+        scarce = [weight / 8 ** self.done[kind.__name__] for kind, weight in zip(kinds, weights, strict=True)]
+        (kind,) = self.random.choices(kinds, scarce)
         started = time.monotonic()
         kind(self)
         self.done[kind.__name__] += 1
