@@ -9,7 +9,6 @@ Sources are there in memory alone (their .idx, not their text), dealt out evenly
 
 import argparse
 import multiprocessing
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +95,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="planned in each case, after the first")
     args = parser.parse_args()
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rows = [
         [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k", *alone(planning, kind, number, batch, args)]
         for kind in BYTES

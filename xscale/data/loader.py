@@ -272,7 +272,7 @@ def calibrate(
             [many], sources, found, seed=seed, alpha=alpha, max_length=max_length,
             max_tokens=1 << 40, rank=0, world=1, state=initial_state([many]),
         )  # fmt: skip
-        draw = mixture.draw()[0][spec.name]
+        draw = mixture.draw()[0][spec.name].all()
         promised = np.bincount(draw.sample, weights=draw.tokens)
         longest = math.inf if spec.packed else max_length  # running text is neither dropped nor cut
         groups = like_samples(promised, longest)
