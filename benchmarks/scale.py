@@ -5,6 +5,8 @@
 Sources are there in memory alone (their .idx, not their text), dealt out evenly over 1 and 100 of them. It prints
   1. planning, by the code of a run, for rank 0: CPU time of making the first step (the order of an epoch with it), of a
      step after it, and the longest of them; memory that is kept, and the peak
+  2. how long the main process waits for what a step plans: in steps of 100 ms, by the loader of a run with two workers
+     that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
 """
 
 import argparse
@@ -16,10 +18,12 @@ from statistics import mean, median
 from typing import Any
 
 import numpy as np
-from common import print_table
+from common import print_table, timed
+from torch.utils.data import Dataset
 
 from xscale.data.calibration import Calibration
-from xscale.data.mixture import Mixture, StreamSpec
+from xscale.data.loader import StepBatch, step_batches
+from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 
 MAX_LENGTH, MAX_TOKENS = 128, 16384
@@ -27,6 +31,8 @@ BATCHES = (8192, 65536)
 SOURCES = (1, 100)
 BYTES = {"pair": 250, "mono": 120}
 """Of a record, on average; a token is 4 bytes."""
+STEP_SECONDS, ENGINE_SECONDS = 0.1, 3.0
+"""Of a step, and of building an engine, meanwhile plans are made ahead."""
 DOCUMENT = 10
 """Sentences of a document, on average."""
 
@@ -82,6 +88,28 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
 
 
+class Nothing(Dataset):
+    """What workers make of a plan where there is no text."""
+
+    def __getitem__(self, plan: StepPlan) -> StepBatch:
+        return StepBatch(plan.step, [], plan.state)
+
+
+def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
+    mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
+    dataset: Any = Nothing()
+    started = time.perf_counter()
+    batches = step_batches(mixture, dataset, workers=2, steps=args.steps + 1)
+    next(batches)
+    first, waits = time.perf_counter() - started, []
+    time.sleep(ENGINE_SECONDS)
+    for _ in range(args.steps):
+        time.sleep(STEP_SECONDS)
+        waits.append(timed(lambda: next(batches))[0])
+    milliseconds = [f"{1e3 * value:,.2f}" for value in (median(waits), max(waits))]
+    return [f"{first:.2f}", *milliseconds]
+
+
 def alone(work: Callable[..., Any], *args: Any) -> Any:
     """What it returns in a process of its own, so that memory is that of this work."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -95,14 +123,13 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="planned in each case, after the first")
     args = parser.parse_args()
-    rows = [
-        [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k", *alone(planning, kind, number, batch, args)]
-        for kind in BYTES
-        for number in SOURCES
-        for batch in BATCHES
-    ]
+    cases = [(kind, number, batch) for kind in BYTES for number in SOURCES for batch in BATCHES]
+    names = [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k" for kind, number, batch in cases]
+    rows = [[name, *alone(planning, *case, args)] for name, case in zip(names, cases, strict=True)]
     title = f"1. Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
     print_table(title, ["", "first, s", "median, ms", "mean", "longest", "kept, MB", "peak, MB"], rows)
+    rows = [[name, *waiting(*case, args)] for name, case in zip(names, cases, strict=True)]
+    print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
 
 
 if __name__ == "__main__":
