@@ -15,6 +15,7 @@ import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.calibration import Calibration, estimate, line
+from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
@@ -294,7 +295,7 @@ def _leave_signals_to_parent(worker: int = 0) -> None:
 
 
 def allow_open_files() -> None:
-    """Each source keeps up to OPEN_SHARDS files open; the usual soft limit is 1,024 in all."""
+    """Sources keep up to OPEN_FILES open; the usual soft limit is 1,024 in all."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -306,14 +307,28 @@ CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 204
 these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""
 
 
+def alone(works: list[Callable[[], Any]]) -> list[Any]:
+    """What each makes. Ranks share them out (ranks.Control.share)."""
+    return [work() for work in works]
+
+
 def calibrate(
-    specs: list[StreamSpec], sources: list[Source], dataset: StepDataset, *, seed: int, alpha: float, max_length: int
+    specs: list[StreamSpec],
+    sources: list[Source],
+    dataset: StepDataset,
+    *,
+    seed: int,
+    alpha: float,
+    max_length: int,
+    share: Callable[[list[Callable[[], Any]]], list[Any]] = alone,
 ) -> Calibration:
-    """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine."""
+    """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine, and
+    however it is shared out."""
     tokenizer = dataset.context.tokenizer
-    lines = [tokens_of_lengths(source, tokenizer) for source in sources]
-    found = Calibration([source_statistics(source, tokenizer) for source in sources], {}, lines)
-    for spec in specs:
+    lines = share([partial(tokens_of_lengths, source, tokenizer) for source in sources])
+    found = Calibration(share([partial(source_statistics, source, tokenizer) for source in sources]), {}, lines)
+
+    def measure(spec: StreamSpec) -> Estimate:
         many = replace(spec, samples=CALIBRATION_DRAWN)
         mixture = Mixture(
             [many], sources, found, seed=seed, alpha=alpha, max_length=max_length,
@@ -326,8 +341,10 @@ def calibrate(
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
         pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
         lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
-        found.streams[spec.name] = estimate(promised, groups, lengths, longest, too_long)
-    return found
+        return estimate(promised, groups, lengths, longest, too_long)
+
+    measured = share([partial(measure, spec) for spec in specs])
+    return replace(found, streams={spec.name: of for spec, of in zip(specs, measured, strict=True)})
 
 
 def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:
