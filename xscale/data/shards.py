@@ -230,8 +230,9 @@ def _kept_open(key: tuple[int, int, str], opens: Callable[[int], Any]) -> Any:
     """What `opens` makes of the shard, once as long as it is among those used last."""
     found = _open.get(key)
     if found is None:
-        most = min(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-        while len(_open) >= most:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
+        while _open and len(_open) >= most:
             _let_go(_open.popitem(last=False)[1])
         found = _open[key] = opens(key[1])
     _open.move_to_end(key)
