@@ -32,11 +32,12 @@ import numpy as np
 from common import median_time, print_table, text_pairs, timed, with_words, write_pairs, write_tokenizer
 
 from data_tools.write_shards import SHARD_LINES
+from xscale.data import shards as shards_of
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
-from xscale.data.order import WINDOW_RECORDS, EpochOrder
-from xscale.data.shards import OPEN_SHARDS, Source
+from xscale.data.order import WINDOW_RECORDS, WINDOW_SHARDS, EpochOrder
+from xscale.data.shards import OPEN_FILES, Source
 from xscale.ranks import Process
 from xscale.run.job import Job, prepare
 
@@ -233,7 +234,7 @@ def opens(job: Job) -> None:
     with counted_opens() as of_worker:
         for shard, record in zip(shards.tolist(), records.tolist(), strict=True):
             worker.read(shard, record)
-            most = max(most, len(worker._files))
+            most = max(most, sum(kind == "tar" for *_, kind in shards_of._open))
     spans = [np.ptp(np.flatnonzero(shards == shard)) + 1 for shard in range(len(main.shards))]
     full = np.random.default_rng(0).permutation(np.repeat(np.arange(len(main.shards)), main.counts))
     small = np.full(main.records // SMALL_SHARD, SMALL_SHARD)
@@ -244,7 +245,7 @@ def opens(job: Job) -> None:
         ["opens of a shard by a worker, mean", f"{of_worker.total() / len(main.shards):.2f}"],
         ["opens of a shard by a worker, most", f"{max(of_worker.values())}"],
         ["opens of a shard by the main process (for its .idx), mean", f"{of_main.total() / len(main.shards):.2f}"],
-        [f"shards open at the same time, most (limit {OPEN_SHARDS})", f"{most}"],
+        [f"shards open at the same time, most (limit {OPEN_FILES // 2})", f"{most}"],
         ["a shard's first to last read, share of the epoch", f"{max(spans) / steps / SAMPLES:.3f}"],
         [f"in shards of {SMALL_SHARD:,}: opens of a shard, mean", f"{cache_misses(of_small) / len(small):,.2f}"],
         ["in a full shuffle: opens of a shard, mean", f"{cache_misses(full) / len(main.shards):,.1f}"],
@@ -255,7 +256,7 @@ def opens(job: Job) -> None:
 
 
 def cache_misses(shards: np.ndarray) -> int:
-    """Opens, if the OPEN_SHARDS shards that were used last stay open."""
+    """Opens, if the WINDOW_SHARDS shards that were used last stay open."""
     held: dict[int, None] = {}
     misses = 0
     for shard in shards.tolist():
@@ -263,7 +264,7 @@ def cache_misses(shards: np.ndarray) -> int:
             del held[shard]
         else:
             misses += 1
-            if len(held) == OPEN_SHARDS:
+            if len(held) == WINDOW_SHARDS:
                 del held[next(iter(held))]
         held[shard] = None
     return misses

@@ -9,11 +9,14 @@ without any shuffle the ratio is about the batch size. Rows: corpora and windows
 Then the same of running text, whose documents lie topic by topic and whose sentences are like their document: the
 variance of batches of samples over that of batches whose pieces of documents (data/order.py) are permuted all together,
 and over that of batches whose documents are permuted whole. And of all sentences that follow one another in a document,
-how many follow one another in a sequence. Corpora: generated ones, and the documents of --text.
+how many follow one another in a sequence. In a stream of many sources a window is permuted in parts. Corpora:
+generated ones, and the documents of --text.
 """
 
 import argparse
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -25,7 +28,7 @@ from data_tools import write_shards
 from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES
 from xscale import rng
-from xscale.data.order import WINDOW_RECORDS, EpochOrder, runs
+from xscale.data.order import WINDOW_RECORDS, EpochOrder, Text, runs
 from xscale.data.shards import Source
 
 BATCHES = (64, 256)
@@ -106,15 +109,17 @@ def text_of(folder: Path) -> Running:
         )
 
 
-def samples_of(corpus: Running, seed: int, window: int) -> tuple[np.ndarray, np.ndarray]:
+def samples_of(corpus: Running, seed: int, window: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
     """Records in the order of an epoch [records], and where its samples start [samples]."""
     first = np.cumsum(corpus.counts) - corpus.counts
 
-    def sizes(shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        records = np.concatenate([np.arange(first[s], first[s] + corpus.counts[s]) for s in shards])
-        return corpus.tokens[records], corpus.follows[records]
+    def look(array: np.ndarray, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> np.ndarray:
+        of = [array[first[s] :][: corpus.counts[s]][r] for s, r in zip(shards, records, strict=True)]
+        return np.concatenate(of)
 
-    order = EpochOrder(corpus.counts, rng.key(seed, "benchmark"), 0, window, sizes, ROOM)
+    text = Text(partial(look, corpus.follows), lambda tokens: tokens, ROOM)
+    lengths, key = partial(look, corpus.tokens), rng.key(seed, "benchmark")
+    order = EpochOrder(corpus.counts, key, 0, window, lengths=lengths, text=text, sources=sources)
     starts, at = [], 0
     while at < order.size:
         ends = order.samples(at, order.size)
@@ -133,7 +138,7 @@ def permuted(corpus: Running, seed: int, units: np.ndarray) -> tuple[np.ndarray,
     return records, starts
 
 
-def running_row(corpus: Running, window: int, seeds: int) -> list[str]:
+def running_row(corpus: Running, window: int, sources: int, seeds: int) -> list[str]:
     values, documents = corpus.values(), np.flatnonzero(~corpus.follows)
     pieces = runs(corpus.tokens, documents, ROOM)
 
@@ -141,7 +146,7 @@ def running_row(corpus: Running, window: int, seeds: int) -> list[str]:
         means = [np.add.reduceat(values[o], s) / np.diff(np.append(s, len(o))) for o, s in of_seeds]
         return [mean(batch_variance(sample, batch) for sample in means) for batch in BATCHES]
 
-    made = [samples_of(corpus, seed, window) for seed in range(seeds)]
+    made = [samples_of(corpus, seed, window, sources) for seed in range(seeds)]
     ours, together, whole = (
         variances(of_seeds)
         for of_seeds in (made, *([permuted(corpus, s, units) for s in range(seeds)] for units in (pieces, documents)))
@@ -156,10 +161,10 @@ def running(corpora_of_text: list[Running], seeds: int) -> None:
     rows = []
     for corpus in corpora_of_text:
         size = f"{corpus.name}, {len(corpus.tokens):,} ({(~corpus.follows).sum():,})"
-        for window in WINDOWS[:2]:
+        for window, sources in ((WINDOWS[0], 1), (WINDOWS[1], 1), (WINDOWS[1], 8), (WINDOWS[1], 100)):
             star = "*" if window == WINDOW_RECORDS else ""
-            rows.append([size, f"{window:,}{star}", *running_row(corpus, window, seeds)])
-    header = ["corpus, records (documents)", "window", *(f"pieces, {b}" for b in BATCHES)]
+            rows.append([size, f"{window:,}{star}", f"{sources}", *running_row(corpus, window, sources, seeds)])
+    header = ["corpus, records (documents)", "window", "sources", *(f"pieces, {b}" for b in BATCHES)]
     header += [*(f"documents, {b}" for b in BATCHES), "neighbours"]
     print_table("Running text: the same of batches of samples, over a full shuffle of", header, rows)
 

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xscale.data import order
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, initial_state, source_weights
 from xscale.data.shards import find_sources
+from xscale.errors import UserError
 
 LENGTH = 64
 Process = tuple[int, int, int, int]  # source, epoch, shard, record
@@ -168,8 +170,9 @@ def test_an_estimate_decides_how_steps_are_cut_and_not_what_they_hold() -> None:
         arguments: Any = {"streams": streams, "estimates": {"ppa": Estimate(ratio=ratio)}}
         cut = mixture(0, 4, **arguments).next_cut()
         assert all(tokens.dtype == np.int64 for tokens in cut.tokens.values())
-        assert cut.tokens["ppa"].tolist() == (ratio * cut.draws["ppa"].tokens).tolist()
-        shares.append(np.bincount(cut.bins["ppa"], weights=cut.draws["ppa"].tokens))
+        tokens = cut.draws["ppa"].all().tokens
+        assert cut.tokens["ppa"].tolist() == (ratio * tokens).tolist()
+        shares.append(np.bincount(cut.bins["ppa"], weights=tokens))
         batches.append(samples([mixture(rank, 4, **arguments).next_step() for rank in range(4)]))
     assert batches[0] == batches[1] and shares[0].tolist() != shares[1].tolist()
 
@@ -228,6 +231,22 @@ def test_state_says_what_was_consumed() -> None:
             for source, (epoch, position) in zip(stream.sources, plan.state["positions"][stream.name], strict=True):
                 assert epoch * SOURCES[source].records + position == counts[stream.name, source]
     assert plan.state["step"] == 60
+
+
+def test_a_state_of_the_first_version_is_read_where_the_order_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = mixture()
+    plans = [run.next_step() for _ in range(4)]
+    old = {name: value for name, value in plans[1].state.items() if name != "order"}
+    again = mixture(state=old)
+    assert [plain(again.next_step()) for _ in range(2)] == [plain(plan) for plan in plans[2:]]
+    monkeypatch.setattr(order, "WINDOW_RECORDS", 16)
+    monkeypatch.setattr(order, "PART_RECORDS", 4)
+    with pytest.raises(
+        UserError, match="step 2 was saved by an earlier xscale, and stream mlm is among records of en "
+    ):
+        mixture(state=old)
+    start = initial_state(STREAMS)
+    mixture(state=plans[1].state), mixture(state={name: value for name, value in start.items() if name != "order"})
 
 
 def test_state_is_small() -> None:

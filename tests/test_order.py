@@ -5,12 +5,13 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xscale import rng
-from xscale.data.order import EpochOrder, runs
-from xscale.data.shards import OPEN_SHARDS
+from xscale.data import order as order_module
+from xscale.data.order import EpochOrder, Look, Text, runs
+from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
 counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -129,7 +130,7 @@ def test_a_window_has_no_more_shards_than_stay_open() -> None:
     shards, _ = order.locate(0, 50_000)
     for window in range(5000 // 256 + 1):
         _, first, end = order.bounds(window * 50_000 // 20 + 1)
-        assert len(set(shards[first:end].tolist())) <= 256 == OPEN_SHARDS
+        assert len(set(shards[first:end].tolist())) <= 256 <= OPEN_FILES / 4
 
 
 def test_every_window_is_a_cross_section() -> None:
@@ -189,16 +190,16 @@ def test_runs_hold_what_fits(tokens: list[int], borders: set[int], room: int) ->
     assert runs(np.array(tokens), np.array(starts), room).tolist() == fits(tokens, starts, room)
 
 
-def documents(counts: list[int], together: float = 0.7, seed: int = 0):
+def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: int = 0):
     """Tokens of each record of each shard, and whether it goes on a document; and both as EpochOrder asks for them."""
     draw = np.random.default_rng(seed)
     tokens = [draw.integers(1, 30, count) for count in counts]
     on = [(draw.random(count) < together) & (np.arange(count) > 0) for count in counts]
 
-    def sizes(shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return np.concatenate([tokens[s] for s in shards]), np.concatenate([on[s] for s in shards])
+    def looks(of_shards: list[np.ndarray]) -> Look:
+        return lambda shards, records: np.concatenate([of_shards[s][r] for s, r in zip(shards, records, strict=True)])
 
-    return tokens, on, sizes
+    return tokens, on, {"lengths": looks(tokens), "text": Text(looks(on), lambda lengths: lengths, room)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,8 +207,8 @@ def documents(counts: list[int], together: float = 0.7, seed: int = 0):
 def test_an_epoch_of_documents(counts: list[int], window: int, room: int, together: float, epoch: int) -> None:
     """Every record once; pieces of documents stay whole; windows tile the epoch as they do for pairs; samples are what
     fits, from any sample's start on, however many are asked for."""
-    tokens, on, sizes = documents(counts, together)
-    order = EpochOrder(np.array(counts), SEED, epoch, window, sizes, room)
+    tokens, on, sizes = documents(counts, together, room)
+    order = EpochOrder(np.array(counts), SEED, epoch, window, **sizes)
     whole = list(zip(*(array.tolist() for array in order.locate(0, order.size)), strict=True))
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     pieces = {
@@ -232,7 +233,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
             at += sum(map(len, of_tile[start:end]))
             expected.append(at)
     for i, start in enumerate([0, *expected[:-1]]):
-        fresh = EpochOrder(np.array(counts), SEED, epoch, window, sizes, room)
+        fresh = EpochOrder(np.array(counts), SEED, epoch, window, **sizes)
         got = fresh.samples(start, 3).tolist()
         assert got == expected[i : i + len(got)] and 1 <= len(got) <= 3
 
@@ -240,14 +241,101 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
 def test_records_of_no_document_are_in_the_order_of_pairs() -> None:
     counts = [17, 5, 30, 9, 22, 41, 8, 13]
     _, _, sizes = documents(counts, together=0.0)
-    order = EpochOrder(np.array(counts), SEED, 2, 60, sizes, 50)
+    order = EpochOrder(np.array(counts), SEED, 2, 60, **sizes)
     assert list(zip(*(a.tolist() for a in order.locate(0, 145)), strict=True)) == places(counts, epoch=2, window=60)
 
 
 def test_a_long_document_comes_in_many_pieces() -> None:
     """All over its window, and no two in their old order more often than chance says."""
-    _, _, sizes = documents([5000], together=1.0)
-    order = EpochOrder(np.array([5000]), SEED, 0, sizes=sizes, room=100)
+    _, _, sizes = documents([5000], together=1.0, room=100)
+    order = EpochOrder(np.array([5000]), SEED, 0, **sizes)
     _, record = order.locate(0, 5000)
     breaks = np.flatnonzero(np.diff(record) != 1)
     assert 5000 / 8 < len(breaks) < 5000 / 4 and (np.diff(record)[breaks] < 0).mean() == pytest.approx(0.5, abs=0.1)
+
+
+# Windows in parts, in streams of many sources
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order_module, "WINDOW_RECORDS", 64)
+    monkeypatch.setattr(order_module, "PART_RECORDS", 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**63), st.integers(1, 300), st.integers(0, 8), st.data())
+def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject) -> None:
+    """Parts tile the permutation, which is that of a plain sort of all hashes."""
+    whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
+    assert rng.permutation(np.uint64(key), n).tolist() == whole
+    at = data.draw(st.integers(0, n - 1))
+    first, part = rng.part_of_permutation(np.uint64(key), n, at, bits)
+    assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()
+    hashes = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) >> (64 - bits) for i in whole]
+    assert [i for i, leading in zip(whole, hashes, strict=True) if leading == hashes[at]] == part.tolist()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts_of_shards, st.integers(2, 50), st.integers(0, 9))
+def test_pairs_come_in_the_same_order_in_parts(small_parts: None, counts: list[int], sources: int, epoch: int) -> None:
+    """Also their lengths, and however the epoch is read."""
+    bytes_of, _, looks = documents(counts)
+    whole = places(counts, epoch=epoch)
+    one = EpochOrder(np.array(counts), SEED, epoch, 100, lengths=looks["lengths"], sources=sources)
+    at = 0
+    while at < len(whole):
+        end = int(one.samples(at, 7)[-1])
+        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, lengths=looks["lengths"], sources=sources)
+        for order in (one, fresh):
+            shard, record = order.locate(at, end)
+            assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[at:end]
+            part = order.part(at)
+            assert part.lengths[at - part.first : end - part.first].tolist() == [
+                bytes_of[s][r] for s, r in whole[at:end]
+            ]
+        at = end
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(counts_of_shards, st.integers(2, 50), st.sampled_from([0.0, 0.7, 1.0]), st.integers(0, 9))
+def test_running_text_in_parts(small_parts: None, counts: list[int], sources: int, together: float, epoch: int) -> None:
+    """Every record once. A part is a stretch of each of its window's shards, its samples are whole and fit, and a
+    resume at any of them goes on."""
+    tokens, _, looks = documents(counts, together)
+    order = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
+    whole = list(zip(*(array.tolist() for array in order.locate(0, order.size)), strict=True))
+    assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
+    at = 0
+    while at < order.size:
+        part = order.part(at)
+        assert part.first == at, "parts tile the epoch"
+        n, of_window = len(part.ordinals), order.bounds(at)
+        held = whole[at : at + n]
+        for shard in {shard for shard, _ in held}:
+            records = sorted(record for s, record in held if s == shard)
+            assert records == list(range(records[0], records[-1] + 1))
+        assert order.parts(at) == 1 or n <= (of_window[2] - of_window[1]) / order.parts(at) + len(counts)
+        start = at
+        for end in order.samples(at, n).tolist():
+            sizes = [int(tokens[s][r]) for s, r in whole[start:end]]
+            assert sum(sizes) <= 50 or all(b == (a[0], a[1] + 1) for a, b in pairwise(whole[start:end]))
+            fresh = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
+            assert fresh.samples(start, 1).tolist() == [end]
+            start = end
+        at += n
+        assert start == at, "a sample lies in two parts"
+
+
+def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
+    """Text that is sorted by topic: each part has as much of each tenth of the window."""
+    _, _, looks = documents([40] * 20)
+    order = EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=2)
+    assert order.parts(0) == 25
+    at = 0
+    while at < 800:
+        part = order.part(at)
+        held = Counter(part.locate(slice(None))[0].tolist())
+        assert len(held) == 20 and set(held.values()) <= {1, 2}
+        at += len(part.ordinals)
+    assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).parts(0) == 12

@@ -134,7 +134,7 @@ def samples_of(job: Job) -> tuple[dict[str, Piece], dict[str, list[Example]]]:
     (pieces,) = launch.pieces_of(job, 1)
     draws, _ = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).draw()
     dataset = job.dataset(job.specs)
-    return pieces, {stream: list(dataset._examples(stream, [draw])) for stream, draw in draws.items()}
+    return pieces, {stream: list(dataset._examples(stream, [draw.all()])) for stream, draw in draws.items()}
 
 
 @pytest.fixture(scope="module")

@@ -404,15 +404,31 @@ def test_fingerprint_is_that_of_the_content(copy: Path, mono: Path, tmp_path: Pa
 
 
 def test_few_files_are_open_at_once(mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records) -> None:
-    monkeypatch.setattr(shards, "OPEN_SHARDS", 2)
+    monkeypatch.setattr(shards, "OPEN_FILES", 4)
     source, expected = Source(mono), shard_records(mono)
     before = len(os.listdir("/proc/self/fd"))
     for i in range(60):
         assert source.read(i % 3, i).texts[0] == expected[i % 3][i]["texts"][0]
-        assert len(os.listdir("/proc/self/fd")) <= before + 2 * 2  # a tar and its .idx
+        assert len(os.listdir("/proc/self/fd")) <= before + 4  # a tar and its .idx
     again = pickle.loads(pickle.dumps(source))  # as a worker gets it
     assert again.read(1, 5) == source.read(1, 5)
     del source, again
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_sources_share_the_files_that_are_open(mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records) -> None:
+    """A hundred of them, under a budget of our own and under the system's."""
+    sources, expected = [Source(mono) for _ in range(100)], shard_records(mono)
+    before = len(os.listdir("/proc/self/fd"))
+    for budget, limit in ((64, 1000), (1000, 64)):
+        monkeypatch.setattr(shards, "OPEN_FILES", budget)
+        monkeypatch.setattr(shards.resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        for i in range(600):
+            source, shard, record = sources[i % 100], i // 100 % 3, i % 60
+            assert source.read(shard, record).texts[0] == expected[shard][record]["texts"][0]
+            assert len(os.listdir("/proc/self/fd")) <= before + min(budget, limit // 2)
+    assert len(os.listdir("/proc/self/fd")) == before + 32
+    del sources, source
     assert len(os.listdir("/proc/self/fd")) == before
 
 

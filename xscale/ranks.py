@@ -221,5 +221,18 @@ class Control:
             raise UserError(problem)
         return value
 
+    def share(self, works: list[Callable[[], Any]]) -> list[Any]:
+        """What each of them makes, made by one rank and known to all. A UserError of any is raised on all."""
+        made: tuple[list[Any], str] = ([], "")
+        try:
+            made = [work() for work in works[self.rank :: self.size]], ""
+        except UserError as error:
+            made = [], str(error)
+        of_ranks = self.gather(made)
+        for _, problem in of_ranks:
+            if problem:
+                raise UserError(problem)
+        return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
+
     def barrier(self) -> None:
         self.sum([0])

@@ -1,25 +1,30 @@
 """Steps, made by worker processes: read, tokenise, collate, lay out.
 
-The main process draws plans (cheap, numpy), workers turn each into a StepBatch, in order. A batch carries the
-mixture's state after it, so the state saved with step t is what step t consumed, whatever was prefetched.
+A process draws plans ahead of the others, workers turn each into a StepBatch, in order. A batch carries the mixture's
+state after it, so the state saved with step t is what step t consumed, whatever was prefetched.
 """
 
+import atexit
 import contextlib
 import ctypes
+import fcntl
 import math
+import multiprocessing
 import os
 import resource
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, islice
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
-from xscale.data.calibration import Calibration, estimate, line
+from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
@@ -87,7 +92,9 @@ class StepDataset(Dataset):
         self.sources, self.streams, self.context, self.seed, self.shape = sources, streams, context, seed, shape
         self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
 
-    def __getitem__(self, plan: StepPlan) -> "StepBatch | Failure":
+    def __getitem__(self, plan: "StepPlan | Failure") -> "StepBatch | Failure":
+        if isinstance(plan, Failure):
+            return plan
         try:
             pieces = {name: self.pieces(name, plan) for name in plan.rows[0]}
         except UserError as error:  # crosses the process boundary as a value: DataLoader would wrap it in a traceback
@@ -194,15 +201,16 @@ def places_of(draw: Draw) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError on its way from a worker to the main process."""
+    """A UserError on its way from another process to the main one."""
 
     message: str
 
 
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
-    """The next `steps` StepBatches of the mixture, made by `workers` processes (0: by this one)."""
+    """The next `steps` StepBatches of the mixture, made by `workers` processes by the plans of another; 0: all by this
+    one."""
     allow_open_files()
-    plans = (mixture.next_step() for _ in range(steps))
+    plans = planned(mixture, steps) if workers else (mixture.next_step() for _ in range(steps))
     loader: DataLoader = DataLoader(
         dataset,
         sampler=_Plans(plans),
@@ -215,6 +223,46 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
     return map(_unwrap, iter(loader))  # workers start now
 
 
+PLANS_BYTES = 1 << 20
+"""Plans wait in a pipe of so many bytes: of a thousand ranks dozens, of one rank one."""
+
+
+def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
+    """The mixture's next steps, drawn by a process that is ahead as far as its pipe takes plans: a new window of the
+    order may take longer than a step."""
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    with contextlib.suppress(OSError):  # a user's pipes have a limit together
+        fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, PLANS_BYTES)
+    planner = multiprocessing.Process(target=_plan, args=(mixture, steps, theirs), name="planner", daemon=True)
+    planner.start()
+    atexit.register(planner.kill)
+    theirs.close()  # so that the planner's end is the pipe's
+    try:
+        for _ in range(steps):
+            plan = ours.recv()
+            yield plan
+            if isinstance(plan, Failure):
+                return
+    except EOFError:
+        planner.join()
+        raise RuntimeError(f"the process that plans the steps is gone (exit code {planner.exitcode})") from None
+    finally:
+        atexit.unregister(planner.kill)
+        planner.kill()
+        planner.join()
+        ours.close()
+
+
+def _plan(mixture: Mixture, steps: int, pipe: Connection) -> None:
+    _leave_signals_to_parent()
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            for _ in range(steps):
+                pipe.send(mixture.next_step())
+        except UserError as error:
+            pipe.send(Failure(str(error)))
+
+
 def _unwrap(batch: "StepBatch | Failure") -> StepBatch:
     if isinstance(batch, Failure):
         raise RankError(batch.message)
@@ -224,10 +272,10 @@ def _unwrap(batch: "StepBatch | Failure") -> StepBatch:
 class _Plans:
     """An iterator in the clothes of a sampler."""
 
-    def __init__(self, plans: Iterator[StepPlan]):
+    def __init__(self, plans: "Iterator[StepPlan | Failure]"):
         self.plans = plans
 
-    def __iter__(self) -> Iterator[StepPlan]:
+    def __iter__(self) -> "Iterator[StepPlan | Failure]":
         return self.plans
 
 
@@ -235,7 +283,7 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _leave_signals_to_parent(worker: int = 0) -> None:
     """A worker inherits the trainer's handlers; the trainer alone decides when to stop, and a worker ends with it."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1
@@ -247,7 +295,7 @@ def _leave_signals_to_parent(worker: int) -> None:
 
 
 def allow_open_files() -> None:
-    """Each source keeps up to OPEN_SHARDS files open; the usual soft limit is 1,024 in all."""
+    """Sources keep up to OPEN_FILES open; the usual soft limit is 1,024 in all."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -259,28 +307,44 @@ CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 204
 these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""
 
 
+def alone(works: list[Callable[[], Any]]) -> list[Any]:
+    """What each makes. Ranks share them out (ranks.Control.share)."""
+    return [work() for work in works]
+
+
 def calibrate(
-    specs: list[StreamSpec], sources: list[Source], dataset: StepDataset, *, seed: int, alpha: float, max_length: int
+    specs: list[StreamSpec],
+    sources: list[Source],
+    dataset: StepDataset,
+    *,
+    seed: int,
+    alpha: float,
+    max_length: int,
+    share: Callable[[list[Callable[[], Any]]], list[Any]] = alone,
 ) -> Calibration:
-    """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine."""
+    """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine, and
+    however it is shared out."""
     tokenizer = dataset.context.tokenizer
-    lines = [tokens_of_lengths(source, tokenizer) for source in sources]
-    found = Calibration([source_statistics(source, tokenizer) for source in sources], {}, lines)
-    for spec in specs:
+    lines = share([partial(tokens_of_lengths, source, tokenizer) for source in sources])
+    found = Calibration(share([partial(source_statistics, source, tokenizer) for source in sources]), {}, lines)
+
+    def measure(spec: StreamSpec) -> Estimate:
         many = replace(spec, samples=CALIBRATION_DRAWN)
         mixture = Mixture(
             [many], sources, found, seed=seed, alpha=alpha, max_length=max_length,
             max_tokens=1 << 40, rank=0, world=1, state=initial_state([many]),
         )  # fmt: skip
-        draw = mixture.draw()[0][spec.name]
+        draw = mixture.draw()[0][spec.name].all()
         promised = np.bincount(draw.sample, weights=draw.tokens)
         longest = math.inf if spec.packed else max_length  # running text is neither dropped nor cut
         groups = like_samples(promised, longest)
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
         pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
         lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
-        found.streams[spec.name] = estimate(promised, groups, lengths, longest, too_long)
-    return found
+        return estimate(promised, groups, lengths, longest, too_long)
+
+    measured = share([partial(measure, spec) for spec in specs])
+    return replace(found, streams={spec.name: of for spec, of in zip(specs, measured, strict=True)})
 
 
 def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:

@@ -9,22 +9,26 @@ step number determine all that follows. Samples of all streams are then dealt ou
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xscale import rng
 from xscale.data.calibration import Calibration
 from xscale.data.cut import cut
-from xscale.data.order import EpochOrder
+from xscale.data.order import EpochOrder, Part, Text
 from xscale.data.row import Shape
 from xscale.data.shards import Source, pair_name
+from xscale.errors import UserError
 
 PACK_FILL = 0.9
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
+
+ORDER = 2
+"""Version of the order. In 1, whose states do not say so, the text of a window was one part, whatever the sources."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,53 @@ class Draw:
         return Draw(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
 
 
+class Stretch(NamedTuple):
+    """Records that follow one another in the order of a source."""
+
+    source: int
+    epoch: int
+    part: Part
+    start: int
+    """Its first place of the part."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A stream's global batch, stretch by stretch. Where its records lie is looked up for those that a rank reads."""
+
+    stretches: list[Stretch]
+    starts: np.ndarray
+    """First record of each stretch."""
+    sample: np.ndarray
+    """Of each record, as in Draw [n_records]."""
+    tokens: np.ndarray
+
+    def all(self) -> Draw:
+        return self.of(np.ones(int(self.sample.max()) + 1, dtype=bool))
+
+    def of(self, wanted: np.ndarray) -> Draw:
+        """The records of the samples that are wanted [samples], in order of samples."""
+        places = np.flatnonzero(wanted[self.sample])
+        borders = np.searchsorted(places, self.starts[1:])
+        several = [
+            (stretch, of + stretch.start - start)
+            for stretch, of, start in zip(self.stretches, np.split(places, borders), self.starts.tolist(), strict=True)
+            if len(of)
+        ]
+        located = [stretch.part.locate(of) for stretch, of in several]
+        records = [len(of) for _, of in several]
+        nothing = np.empty(0, dtype=np.int64)
+        draw = Draw(
+            self.sample[places],
+            source=np.repeat(np.array([stretch.source for stretch, _ in several], dtype=np.int64), records),
+            epoch=np.repeat(np.array([stretch.epoch for stretch, _ in several], dtype=np.int64), records),
+            shard=np.concatenate([nothing, *(shard for shard, _ in located)]),
+            record=np.concatenate([nothing, *(record for _, record in located)]),
+            tokens=self.tokens[places],
+        )
+        return draw.at(np.argsort(draw.sample, kind="stable"))
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """What one rank does in one optimizer step."""
@@ -72,7 +123,7 @@ class StepPlan:
 class StepCut:
     """A step's global batch and how it is dealt out, by stream."""
 
-    draws: dict[str, Draw]
+    draws: dict[str, Drawn]
     tokens: dict[str, np.ndarray]
     """Estimated tokens in a row of each sample [samples]."""
     bins: dict[str, np.ndarray]
@@ -106,20 +157,34 @@ class Mixture:
         self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
+        if self.state.get("order") != ORDER:
+            self.check_order()
 
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
             yield self.next_step()
 
+    def check_order(self) -> None:
+        """Raises UserError where a state of version 1 lies within text that is in another order now."""
+        for stream in self.streams:
+            for source, (epoch, position) in zip(stream.sources, self.state["positions"][stream.name], strict=True):
+                order = self._order(stream, source, epoch)
+                if stream.packed and order.bounds(position)[1] < position and order.parts(position) > 1:
+                    raise UserError(
+                        f"the checkpoint of step {self.state['step']} was saved by an earlier xscale, and stream "
+                        f"{stream.name} is among records of {self.sources[source].name} whose order has changed since; "
+                        f"go on with that version, or start a new run from it: model.init=DIR and another --out"
+                    )
+
     def next_step(self) -> StepPlan:
         step = self.state["step"]
         cut = self.next_cut()
         rows: list[dict[str, Draw]] = [{} for _ in range(cut.rows)]
-        for name, draw in cut.draws.items():
-            row, rank = np.divmod(cut.bins[name][draw.sample], self.world)
-            here = np.flatnonzero(rank == self.rank)
-            by_row = here[np.argsort(row[here], kind="stable")]
-            borders = np.searchsorted(row[by_row], np.arange(1, cut.rows))
+        for name, drawn in cut.draws.items():
+            row, rank = np.divmod(cut.bins[name], self.world)
+            draw = drawn.of(rank == self.rank)
+            by_row = np.argsort(row[draw.sample], kind="stable")
+            borders = np.searchsorted(row[draw.sample][by_row], np.arange(1, cut.rows))
             for of_row, places in zip(rows, np.split(by_row, borders), strict=True):
                 of_row[name] = draw.at(places)
         return StepPlan(step, rows, self.state, self.rank, self.world)
@@ -132,7 +197,7 @@ class Mixture:
             draw = draws[stream.name]
             promised = np.bincount(draw.sample, weights=draw.tokens, minlength=stream.samples)
             tokens[stream.name] = self.calibration.of(stream.name).of(promised, self.max_length)
-        self.state = {"step": self.state["step"] + 1, "positions": positions}
+        self.state = {"step": self.state["step"] + 1, "positions": positions, "order": ORDER}
         return StepCut(draws, tokens, *self.deal(tokens, self.rows))
 
     def deal(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -141,7 +206,7 @@ class Mixture:
         borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
 
-    def draw(self) -> tuple[dict[str, Draw], dict[str, list[list[int]]]]:
+    def draw(self) -> tuple[dict[str, Drawn], dict[str, list[list[int]]]]:
         """The global batch of the next step by stream, and the positions after it."""
         drawn = {
             stream.name: self._draw(stream, weights, self.state["step"])
@@ -149,61 +214,61 @@ class Mixture:
         }
         return {name: draw for name, (draw, _) in drawn.items()}, {name: after for name, (_, after) in drawn.items()}
 
-    def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Draw, list[list[int]]]:
+    def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Drawn, list[list[int]]]:
         """The stream's global batch of a step, and its positions after it."""
         chosen = choose(weights, stream.samples, rng.key(self.seed, stream.name, "source", step))
+        by_source = np.split(
+            np.argsort(chosen, kind="stable"), np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1]
+        )
         positions = [list(position) for position in self.state["positions"][stream.name]]
-        parts = []
-        for i, source in enumerate(stream.sources):
-            samples = np.flatnonzero(chosen == i)
-            if len(samples):
-                parts.append(self._take(stream, source, samples, positions[i]))
-        joined = {name: np.concatenate([getattr(p, name) for p in parts]) for name in Draw.__dataclass_fields__}
-        by_sample = np.argsort(joined["sample"], kind="stable")
-        return Draw(**{name: array[by_sample] for name, array in joined.items()}), positions
+        taken = [
+            part
+            for source, samples, position in zip(stream.sources, by_source, positions, strict=True)
+            for part in self._take(stream, source, samples, position)
+        ]
+        stretches, sample, tokens = zip(*taken, strict=True)
+        starts = np.cumsum([0, *map(len, sample[:-1])])
+        return Drawn([*stretches], starts, np.concatenate(sample), np.concatenate(tokens)), positions
 
-    def _take(self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]) -> Draw:
-        """Advance `position` ([epoch, position], in place) by as many samples as `samples` names."""
-        parts, taken = [], 0
+    def _take(
+        self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
+    ) -> Iterator[tuple[Stretch, np.ndarray, np.ndarray]]:
+        """Advance `position` ([epoch, position], in place) by as many samples as `samples` names. Yields stretches, and
+        of each record the sample and the tokens."""
+        taken = 0
         while taken < len(samples):
             epoch, start = position
             order = self._order(stream, source, epoch)
             ends = order.samples(start, len(samples) - taken)
-            stop = int(ends[-1])
-            number = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start))
-            full = np.full(stop - start, source), np.full(stop - start, epoch)
-            shard, record = order.locate(start, stop)
-            promised = self.calibration.promised(source, self._lengths(source, shard, record))
-            parts.append(Draw(number, *full, shard, record, promised))
+            stop, part = int(ends[-1]), order.part(start)
+            of = samples[taken : taken + len(ends)]
+            number = np.repeat(of, np.diff(ends, prepend=start)) if stream.packed else of
+            at = start - part.first
+            promised = self.calibration.promised(source, part.lengths[at : at + stop - start])
+            yield Stretch(source, epoch, part, at), number, promised
             taken += len(ends)
             position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
-        return Draw(*(np.concatenate([getattr(p, name) for p in parts]) for name in Draw.__dataclass_fields__))
 
     def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
         cached = self._orders.get((stream.name, source))
         if cached is None or cached[0] != epoch:
             of = self.sources[source]
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
-            sizes = partial(self._sizes, source) if stream.packed else None
-            room = int(PACK_FILL * self.max_length)
-            cached = (epoch, EpochOrder(of.counts, seed, epoch, sizes=sizes, room=room))
-            self._orders[stream.name, source] = cached
+            text = None
+            if stream.packed:
+                promised = partial(self.calibration.promised, source)
+                text = Text(partial(_each, of.follows), promised, int(PACK_FILL * self.max_length))
+            lengths, sources = partial(_each, of.lengths), len(stream.sources)
+            order = EpochOrder(of.counts, seed, epoch, lengths=lengths, text=text, sources=sources)
+            cached = self._orders[stream.name, source] = (epoch, order)
         return cached[1]
 
-    def _sizes(self, source: int, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """order.Sizes of a source."""
-        of, every = self.sources[source], slice(None)
-        lengths = np.concatenate([of.lengths(shard, every) for shard in shards.tolist()])
-        follows = np.concatenate([of.follows(shard, every) for shard in shards.tolist()])
-        return np.rint(self.calibration.promised(source, lengths)).astype(np.int64), follows
 
-    def _lengths(self, source: int, shard: np.ndarray, record: np.ndarray) -> np.ndarray:
-        """Bytes of each record."""
-        lengths = np.empty(len(shard))
-        for s in np.unique(shard):
-            at = shard == s
-            lengths[at] = self.sources[source].lengths(int(s), record[at])
-        return lengths
+def _each(
+    look: Callable[[int, slice | np.ndarray], np.ndarray], shards: Sequence[int], records: Sequence[slice | np.ndarray]
+) -> np.ndarray:
+    """order.Look of what a source tells of one shard."""
+    return np.concatenate([*map(look, shards, records)])
 
 
 FIT_SAMPLES = 2**15
@@ -259,7 +324,8 @@ def expected(mixture: Mixture, step: StepCut, rows: int) -> np.ndarray:
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """Positions [epoch, position] of every source of every stream before step 0."""
-    return {"step": 0, "positions": {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}}
+    positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
+    return {"step": 0, "positions": positions, "order": ORDER}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:

@@ -6,10 +6,13 @@ is opened and read through once an epoch, while neighbours in a batch come from 
 
 Of monolingual text, pieces are permuted instead: a document, or of a long one consecutive sentences that fill a sample.
 Samples are whole pieces; a position is a number of records all the same.
+
+A stream of many sources looks ahead in all of them, and not by a window in each: a window is made in parts. Those of a
+permutation are cut out of it. Where pieces are permuted, a part is permuted by itself: some of each of its shards.
 """
 
 import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,18 +22,48 @@ from xscale import rng
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
 """A window has no more shards than a reader keeps open."""
+PART_RECORDS = 1 << 15
+"""A part of a window has no fewer."""
 
-Sizes = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Shard numbers -> of their records, behind one another: tokens, whole numbers from 1 [n]; whether each goes on the
-document of the record before it [n]."""
+Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], np.ndarray]
+"""Shards, and records of each -> something of these records, behind one another [n]."""
 
 
-class Window(NamedTuple):
-    number: int
+class Text(NamedTuple):
+    """What running text is packed by."""
+
+    follows: Look
+    """Whether each record goes on the document of the record before it."""
+    tokens: Callable[[np.ndarray], np.ndarray]
+    """Of bytes, about; from 1."""
+    room: int
+    """Of tokens a sample has no more, or one record."""
+
+
+class Part(NamedTuple):
+    """Of a window, or all of it."""
+
+    first: int
+    """Its first position."""
     ordinals: np.ndarray
-    """Records in the order of the epoch, numbered as the epoch deals out their shards [n]."""
+    """Records in the order of the epoch, numbered through the window's shards [n]."""
+    lengths: np.ndarray
+    """Bytes of each record, where asked for [n]."""
     ends: np.ndarray
-    """Positions behind each sample of running text [samples]."""
+    """Behind each sample of running text, as places of the part [samples]."""
+    shards: np.ndarray
+    """The window's shards as the epoch deals them out."""
+    shard_ends: np.ndarray
+    """Ordinals behind each shard's last record."""
+
+    def locate(self, places: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """Shard and record numbers at these places of the part."""
+        ordinals = self.ordinals[places].astype(np.int64)
+        slot = np.searchsorted(self.shard_ends, ordinals, side="right")
+        return self.shards[slot], ordinals - np.append(0, self.shard_ends)[slot]
+
+
+NOTHING = Part(0, *[np.empty(0, dtype=np.int64)] * 5)
 
 
 class EpochOrder:
@@ -42,12 +75,13 @@ class EpochOrder:
         seed: np.uint64,
         epoch: int,
         window: int = WINDOW_RECORDS,
-        sizes: Sizes | None = None,
-        room: int = 0,
+        lengths: Look | None = None,
+        text: Text | None = None,
+        sources: int = 1,
     ):
-        """counts: records of each shard [n_shards]; seed: 64-bit key of the stream and source; sizes: of running text,
-        of which a sample has at most `room` tokens, or one record."""
-        self.counts, self.sizes, self.room = counts, sizes, room
+        """counts: records of each shard [n_shards]; seed: 64-bit key of the stream and source; lengths: bytes of
+        records; text: of running text; sources: of the stream."""
+        self.counts, self.lengths, self.text, self.sources = counts, lengths, text, sources
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Of each run of `windows` neighbouring shards one goes to each window, so that every window is a cross-section
         # of a source that is sorted by topic or length.
@@ -60,7 +94,7 @@ class EpochOrder:
         self.window_ends = np.cumsum([len(m) for m in members]).tolist()
         self.ends = np.cumsum(counts[self.shards])
         self.size = int(self.ends[-1])
-        self._window = Window(-1, np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+        self._part = NOTHING
 
     def bounds(self, position: int) -> tuple[int, int, int]:
         """(window, first position, end position) of the window that holds `position`."""
@@ -70,41 +104,84 @@ class EpochOrder:
         first = int(self.ends[first_shard - 1]) if first_shard else 0
         return window, first, int(self.ends[self.window_ends[window] - 1])
 
+    def parts(self, position: int) -> int:
+        """In how many parts the window that holds `position` is made."""
+        _, first, end = self.bounds(position)
+        return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
+
     def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Shard and record numbers [stop - start] of positions start..stop-1; 0 <= start < stop <= size."""
-        ordinals = []
+        found = []
         while start < stop:
-            number, first, end = self.bounds(start)
-            until = min(stop, end)
-            ordinals.append(self._look(number, first, end).ordinals[start - first : until - first])
-            start = until
-        ordinal = np.concatenate(ordinals)
-        slot = np.searchsorted(self.ends, ordinal, side="right")
-        return self.shards[slot], ordinal - (self.ends[slot] - self.counts[self.shards[slot]])
+            part = self.part(start)
+            found.append(part.locate(slice(start - part.first, stop - part.first)))
+            start += len(found[-1][0])
+        shard, record = zip(*found, strict=True)
+        return np.concatenate(shard), np.concatenate(record)
 
     def samples(self, start: int, wanted: int) -> np.ndarray:
         """Positions behind each of the next samples from position `start` < size on: at most `wanted` of them, and one
-        at least. Without `sizes` a sample is a record; samples of running text lie within a window."""
-        if self.sizes is None:
-            return np.arange(start, min(start + wanted, self.size)) + 1
-        ends = self._look(*self.bounds(start)).ends
-        at = int(np.searchsorted(ends, start, side="right"))
-        return ends[at : at + wanted]
+        at least, all of a part. A sample is a record, or of running text what fits."""
+        part = self.part(start)
+        if self.text is None:
+            return np.arange(start, min(start + wanted, part.first + len(part.ordinals))) + 1
+        at = int(np.searchsorted(part.ends, start - part.first, side="right"))
+        return part.ends[at : at + wanted] + np.int64(part.first)
 
-    def _look(self, number: int, first: int, end: int) -> Window:
-        if self._window.number != number:
-            key = rng.hash64(self.key, np.uint64(number + 1))
-            if self.sizes is None:
-                ordinals, ends = rng.permutation(key, end - first), self._window.ends
-            else:
-                shards = self.shards[self.window_ends[number - 1] if number else 0 : self.window_ends[number]]
-                ordinals, ends = arrange(*self.sizes(shards), self.room, key)
-            self._window = Window(number, ordinals + first, ends + first)
-        return self._window
+    def part(self, position: int) -> Part:
+        """The part that holds it."""
+        if not 0 <= position - self._part.first < len(self._part.ordinals):
+            self._part = NOTHING  # its memory is free for the next
+            number, first, _ = self.bounds(position)
+            window = self.shards[self.window_ends[number - 1] if number else 0 : self.window_ends[number]]
+            key, parts = rng.hash64(self.key, np.uint64(number + 1)), self.parts(position)
+            made = self._arranged if self.text else self._permuted
+            before, *arrays = made(window, key, parts, position - first)
+            ordinals, lengths, ends = (array.astype(np.uint32) for array in arrays)
+            self._part = Part(first + before, ordinals, lengths, ends, window, np.cumsum(self.counts[window]))
+        return self._part
+
+    def _permuted(
+        self, window: np.ndarray, key: np.ndarray, parts: int, at: int
+    ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """The part of a permutation that holds place `at`."""
+        counts = self.counts[window]
+        bits = min((parts - 1).bit_length(), 8)
+        first, ordinals = rng.part_of_permutation(key, int(counts.sum()), at, bits)
+        lengths = NOTHING.lengths
+        if self.lengths:
+            ends = np.cumsum(counts)
+            in_turn = np.argsort(ordinals)
+            of_shards = np.split(ordinals[in_turn], np.searchsorted(ordinals[in_turn], ends[:-1]))
+            records = [of - start for of, start in zip(of_shards, (ends - counts).tolist(), strict=True)]
+            lengths = np.empty(len(ordinals), dtype=np.uint32)
+            lengths[in_turn] = self.lengths(window.tolist(), records)
+        return first, ordinals, lengths, NOTHING.ends
+
+    def _arranged(
+        self, window: np.ndarray, key: np.ndarray, parts: int, at: int
+    ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """The part of running text that holds place `at`."""
+        assert self.lengths and self.text
+        counts = self.counts[window]
+        edges = counts * np.arange(parts + 1)[:, None] // parts
+        places = edges.sum(1)
+        number = int(np.searchsorted(places, at, side="right")) - 1
+        first, end = edges[number : number + 2]
+        shards, records = window.tolist(), [slice(*of) for of in zip(first.tolist(), end.tolist(), strict=True)]
+        lengths, follows = self.lengths(shards, records), self.text.follows(shards, records)
+        starts = np.cumsum(end - first) - (end - first)
+        follows[starts[end > first]] = False
+        if parts > 1:
+            key = rng.hash64(key, np.uint64(number))
+        tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
+        order, ends = arrange(tokens, follows, self.text.room, key)
+        skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
+        return int(places[number]), order + skipped[order], lengths[order], ends
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Records of running text in their order [n], and where samples end in it [samples]. See Sizes."""
+    """Records of running text in their order [n], and where samples end in it [samples]. sizes: tokens of each."""
     first = runs(sizes, np.flatnonzero(~follows), room)
     piece = rng.permutation(key, len(first))
     records = np.diff(first, append=len(sizes))[piece]

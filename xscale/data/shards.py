@@ -15,9 +15,11 @@ import hashlib
 import io
 import json
 import os
+import resource
 import tarfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +42,9 @@ FOLLOWS = 1 << 31
 """Bit of `length`: the entry goes on the document of the entry before."""
 PART_BYTES = 1024
 """A longer monolingual text is indexed in parts of at most so many UTF-8 bytes, about."""
-OPEN_SHARDS = 256
-"""Shards of a source that a process keeps open at once for each stream; a window of the order (data/order.py) has no
-more."""
+OPEN_FILES = 4096
+"""A process keeps so many files of all its sources open at once, or half of those it may: those it used last. An .idx
+counts as one. It takes the windows of a few sources (data/order.py) as a whole."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -71,12 +73,8 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.fingerprint = fingerprint(index)
-        self.streams = 1
-        """How many draw from it, each in an order of its own."""
-        self.swept = True
+        self.swept = False
         """Whether a shard that is opened will be read through, so that it is asked for at once."""
-        self._files: OrderedDict[int, int] = OrderedDict()
-        self._indices: OrderedDict[int, np.ndarray] = OrderedDict()
 
     @property
     def kind(self) -> str:
@@ -136,12 +134,16 @@ class Source:
         source.swept = False
         return source
 
-    def check_sizes(self) -> None:
-        """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
-        for shard in self.shards:
+    def check_sizes(self, number: int = 0, of: int = 1) -> None:
+        """A cheap look at every file, or at one of `of` shares of them, so that an incomplete copy fails before step 1.
+        Raises UserError."""
+        for shard in self.shards[number::of]:
             path = self.directory / shard.name
             for file, expected in ((path, shard.bytes), (idx_path(path), shard.records * IDX_DTYPE.itemsize)):
-                size = file.stat().st_size if file.exists() else None
+                try:
+                    size = file.stat().st_size
+                except (FileNotFoundError, NotADirectoryError):
+                    size = None
                 if size != expected:
                     found = "is missing" if size is None else f"has {size:,} bytes"
                     raise UserError(
@@ -202,41 +204,57 @@ class Source:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
     def _idx(self, shard: int) -> np.ndarray:
-        idx = self._indices.get(shard)
-        if idx is None:
-            path, crc = idx_path(self.directory / self.shards[shard].name), self.shards[shard].idx_crc32
-            mapped = np.memmap(path, dtype=IDX_DTYPE, mode="r")
-            if crc is not None and zlib.crc32(mapped.tobytes()) != crc:
-                raise UserError(
-                    f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
-                    f"run `python -m data_tools.index {self.directory}`"
-                )
-            idx = np.asarray(mapped)[: self.counts[shard]]  # a memmap looks a record up at a third of the speed
-            self._indices[shard] = idx
-            if len(self._indices) > OPEN_SHARDS * self.streams:
-                self._indices.popitem(last=False)
-        self._indices.move_to_end(shard)
-        return idx
+        return _kept_open((id(self), shard, "idx"), self._open_idx)
+
+    def _open_idx(self, shard: int) -> np.ndarray:
+        path = str(idx_path(self.directory / self.shards[shard].name))  # numpy looks a Path up, folder by folder
+        mapped, crc = np.memmap(path, dtype=IDX_DTYPE, mode="r"), self.shards[shard].idx_crc32
+        if crc is not None and zlib.crc32(mapped.tobytes()) != crc:
+            raise UserError(
+                f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
+                f"run `python -m data_tools.index {self.directory}`"
+            )
+        return np.asarray(mapped)[: self.counts[shard]]  # a memmap looks a record up at a third of the speed
 
     def _file(self, shard: int) -> int:
-        fd = self._files.get(shard)
-        if fd is None:
-            fd = os.open(self.directory / self.shards[shard].name, os.O_RDONLY)
-            if self.swept:
-                # The whole shard will be read in random order soon: ask for it in one sequential sweep.
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-            self._files[shard] = fd
-            if len(self._files) > OPEN_SHARDS * self.streams:
-                os.close(self._files.popitem(last=False)[1])
-        self._files.move_to_end(shard)
+        return _kept_open((id(self), shard, "tar"), self._open_tar)
+
+    def _open_tar(self, shard: int) -> int:
+        fd = os.open(self.directory / self.shards[shard].name, os.O_RDONLY)
+        if self.swept:
+            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
         return fd
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_files": OrderedDict(), "_indices": OrderedDict()}
+    def close(self, close: Any = os.close) -> None:
+        """Let go of its files; they are opened again where they are read."""
+        for key in [key for key in _open if key[0] == id(self)]:
+            _let_go(_open.pop(key), close)
 
     def __del__(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
-        for fd in getattr(self, "_files", {}).values():
-            close(fd)
+        self.close(close)
+
+
+_open: OrderedDict[tuple[int, int, str], Any] = OrderedDict()
+"""What this process keeps open of (source, shard, tar or idx): a file descriptor or an array, longest unused first."""
+
+
+def _kept_open(key: tuple[int, int, str], opens: Callable[[int], Any]) -> Any:
+    """What `opens` makes of the shard, once as long as it is among those used last."""
+    found = _open.get(key)
+    if found is None:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
+        while _open and len(_open) >= most:
+            _let_go(_open.popitem(last=False)[1])
+        found = _open[key] = opens(key[1])
+    _open.move_to_end(key)
+    return found
+
+
+def _let_go(kept: Any, close: Callable[[int], None] = os.close) -> None:
+    if isinstance(kept, int):
+        close(kept)
 
 
 def pair_name(name: str) -> str:

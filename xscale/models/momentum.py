@@ -149,17 +149,13 @@ class GlobalBatch:
         return vectors[order], numbers_N2[order, 1]
 
     def _gather(self, vectors: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        counts = self._counts(len(vectors))
-        padding = max(counts) - len(vectors)
-        vectors = torch.cat([vectors, vectors.new_zeros(padding, vectors.shape[1])])
-        numbers = torch.cat([numbers, numbers.new_zeros(padding, 2)])
-        all_vectors = [torch.empty_like(vectors) for _ in counts]
-        all_numbers = [torch.empty_like(numbers) for _ in counts]
-        dist.all_gather(all_vectors, vectors)
-        dist.all_gather(all_numbers, numbers)
-        vectors = torch.cat([part[:n] for part, n in zip(all_vectors, counts, strict=True)])
-        numbers = torch.cat([part[:n] for part, n in zip(all_numbers, counts, strict=True)])
-        return vectors, numbers
+        counts, width = self._counts(len(vectors)), vectors.shape[1]
+        rows = torch.cat([vectors, numbers.view(vectors.dtype)], 1)  # bit by bit, so that one message takes both
+        rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
+        everyone = [torch.empty_like(rows) for _ in counts]
+        dist.all_gather(everyone, rows)
+        rows = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
+        return rows[:, :width], rows[:, width:].contiguous().view(torch.int64)
 
     def _counts(self, mine: int) -> list[int]:
         """How many vectors each rank has; over gloo, since reading a device's number would wait for it."""

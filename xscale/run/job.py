@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Process
+from xscale.ranks import Control, Process
 from xscale.run.checks import (
     check_needs,
     check_tokenizer,
@@ -39,6 +40,8 @@ from xscale.step.module import StepModule
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
 """train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
 hold a row."""
+SWEPT = 0.25
+"""Share of a step that a node reads, from which on it asks for whole shards."""
 DROPPED = 0.03
 """Share of a stream's pairs over data.max_length from which on a run warns."""
 
@@ -65,8 +68,9 @@ class Job:
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
-    def calibrated(self, found: Calibration | None = None) -> "Job":
-        """With `found`, or what is measured here. Streams that say `tokens` get their samples. Raises UserError."""
+    def calibrated(self, found: Calibration | None = None, control: Control | None = None) -> "Job":
+        """With `found`, or what is measured here, by all ranks of `control`. Streams that say `tokens` get their
+        samples. Raises UserError."""
         if found is None:
             train, data = self.recipe.train, self.recipe.data
             found = loading.calibrate(
@@ -76,6 +80,7 @@ class Job:
                 seed=train.seed,
                 alpha=data.alpha,
                 max_length=data.max_length,
+                share=control.share if control else loading.alone,
             )
         specs = []
         for spec in self.specs:
@@ -236,22 +241,23 @@ class Job:
         """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own.
         fitted: least number of rows, and the shape that they are filled up to."""
         specs = specs or self.specs
+        for source in self.sources:
+            source.close()  # what was looked into so far
+            source.swept = process.local_world / process.world >= SWEPT
         rows, shape = fitted or (1, None)
         mixture = self.mixture(process, device, specs, state, rows)
         return loading.step_batches(mixture, self.dataset(specs, shape), self.recipe.data.workers, steps)
 
 
-def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
-    """Resolve and validate recipe, data, tokenizer and dictionaries. Raises UserError."""
+def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Control | None = None) -> Job:
+    """Resolve and validate recipe, data, tokenizer and dictionaries; ranks share out the look at every file. Raises
+    UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
-    for source in sources:
-        source.check_sizes()
+    check_sizes(sources, control)
     streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
     recipe = with_steps(recipe, specs, sources)
-    for number, source in enumerate(sources):
-        source.streams = max(1, sum(number in spec.sources for spec in specs))
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
     languages = sorted({language for source in sources for language in source.langs})
@@ -274,6 +280,17 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path]) -> Job:
         uses_segments(recipe, tokenizer),
         min(before, recipe.data.lexicon_heldout),
     )
+
+
+def check_sizes(sources: list[Source], control: Control | None) -> None:
+    """Of every file of the sources, once, whatever the ranks. Raises UserError."""
+    size = control.size if control else 1
+
+    def check(number: int) -> None:
+        for source in sources:
+            source.check_sizes(number, size)
+
+    (control.share if control else loading.alone)([partial(check, number) for number in range(size)])
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:

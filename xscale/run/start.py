@@ -32,7 +32,7 @@ from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 
 def train_run(args: argparse.Namespace, process: Process, control: Control, status: Status) -> int:
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
-    job = prepare(args.recipe, args.set, args.data)
+    job = prepare(args.recipe, args.set, args.data, control)
     ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     locks: list[Any] = []  # held until this returns
@@ -163,7 +163,7 @@ def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
 
 
 def calibration(job: Job, checkpoint: Checkpoint | None, control: Control) -> Calibration:
-    """The checkpoint's, or rank 0's measurement."""
+    """The checkpoint's, or what the ranks measure, each a share of it."""
     if checkpoint and checkpoint.calibration:
         try:
             return Calibration.from_dict(checkpoint.calibration, len(job.sources), list(job.recipe.streams))
@@ -172,7 +172,9 @@ def calibration(job: Job, checkpoint: Checkpoint | None, control: Control) -> Ca
                 f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
                 f"from the one before"
             ) from None
-    return control.from_main(lambda: job.calibrated().calibration)
+    found = job.calibrated(control=control).calibration
+    assert found is not None
+    return found
 
 
 def write_config(out: Path, job: Job, config: EngineConfig) -> None:

@@ -1,0 +1,136 @@
+"""A thousand ranks, without them: what a step costs beside the GPUs where the corpus and the job are large.
+
+    python benchmarks/scale.py [--records 1000000000] [--shards 100000] [--ranks 1024] [--steps 24]
+
+Sources are there in memory alone (their .idx, not their text), dealt out evenly over 1 and 100 of them. It prints
+  1. planning, by the code of a run, for rank 0: CPU time of making the first step (the order of an epoch with it), of a
+     step after it, and the longest of them; memory that is kept, and the peak
+  2. how long the main process waits for what a step plans: in steps of 100 ms, by the loader of a run with two workers
+     that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
+"""
+
+import argparse
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import numpy as np
+from common import print_table, timed
+from torch.utils.data import Dataset
+
+from xscale.data.calibration import Calibration
+from xscale.data.loader import StepBatch, step_batches
+from xscale.data.mixture import Mixture, StepPlan, StreamSpec
+from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
+
+MAX_LENGTH, MAX_TOKENS = 128, 16384
+BATCHES = (8192, 65536)
+SOURCES = (1, 100)
+BYTES = {"pair": 250, "mono": 120}
+"""Of a record, on average; a token is 4 bytes."""
+STEP_SECONDS, ENGINE_SECONDS = 0.1, 3.0
+"""Of a step, and of building an engine, meanwhile plans are made ahead."""
+DOCUMENT = 10
+"""Sentences of a document, on average."""
+
+
+class InMemory(Source):
+    """A source without files: every shard's index is a stretch of one array."""
+
+    def __init__(self, number: int, kind: str, counts: np.ndarray):
+        self.langs = (f"l{number:02}",) if kind == "mono" else ("en", f"l{number:02}")
+        self.counts, self.records, self.fingerprint = counts, int(counts.sum()), f"{number}"
+        random, most = np.random.default_rng(number), int(counts.max())
+        self.index_of_all = np.zeros(2 * most, dtype=IDX_DTYPE)
+        lengths = random.gamma(4, BYTES[kind] / 4, 2 * most).clip(20, 1000).astype(np.uint32)
+        self.index_of_all["length"] = lengths | np.where(random.random(2 * most) < 1 - 1 / DOCUMENT, FOLLOWS, 0)
+        self.index_of_all["offset"] = np.cumsum(lengths)
+        self.documents = np.flatnonzero(self.index_of_all["length"][:most] < FOLLOWS)
+
+    def _idx(self, shard: int) -> np.ndarray:
+        return self.index_of_all[self.documents[shard % len(self.documents)] :][: self.counts[shard]]
+
+
+def sources_of(kind: str, sources: int, records: int, shards: int) -> list[Any]:
+    """So many records in so many shards, over so many sources."""
+    counts = np.full(shards // sources, records // shards)
+    return [InMemory(number, kind, counts) for number in range(sources)]
+
+
+def mixture_of(kind: str, sources: list[Any], batch: int, ranks: int) -> Mixture:
+    spec = StreamSpec("stream", tuple(range(len(sources))), batch, packed=kind == "mono")
+    return Mixture(
+        [spec], sources, Calibration([0.25] * len(sources), {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
+        max_tokens=MAX_TOKENS, rank=0, world=ranks,
+    )  # fmt: skip
+
+
+def memory(field: str) -> float:
+    """MB of this process: VmRSS, or VmHWM, the most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) / 1e3
+
+
+def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
+    sources = sources_of(kind, number, args.records, args.shards)
+    before, started = memory("VmRSS"), time.process_time()
+    mixture = mixture_of(kind, sources, batch, args.ranks)
+    times = [started]
+    for _ in range(args.steps + 1):
+        mixture.next_step()
+        times.append(time.process_time())
+    first, *steps = np.diff(times).tolist()
+    kept, peak = (memory(field) - before for field in ("VmRSS", "VmHWM"))
+    milliseconds = [f"{1e3 * value:,.1f}" for value in (median(steps), mean(steps), max(steps))]
+    return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
+
+
+class Nothing(Dataset):
+    """What workers make of a plan where there is no text."""
+
+    def __getitem__(self, plan: StepPlan) -> StepBatch:
+        return StepBatch(plan.step, [], plan.state)
+
+
+def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
+    mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
+    dataset: Any = Nothing()
+    started = time.perf_counter()
+    batches = step_batches(mixture, dataset, workers=2, steps=args.steps + 1)
+    next(batches)
+    first, waits = time.perf_counter() - started, []
+    time.sleep(ENGINE_SECONDS)
+    for _ in range(args.steps):
+        time.sleep(STEP_SECONDS)
+        waits.append(timed(lambda: next(batches))[0])
+    milliseconds = [f"{1e3 * value:,.2f}" for value in (median(waits), max(waits))]
+    return [f"{first:.2f}", *milliseconds]
+
+
+def alone(work: Callable[..., Any], *args: Any) -> Any:
+    """What it returns in a process of its own, so that memory is that of this work."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(work, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=10**9)
+    parser.add_argument("--shards", type=int, default=10**5)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=24, help="planned in each case, after the first")
+    args = parser.parse_args()
+    cases = [(kind, number, batch) for kind in BYTES for number in SOURCES for batch in BATCHES]
+    names = [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k" for kind, number, batch in cases]
+    rows = [[name, *alone(planning, *case, args)] for name, case in zip(names, cases, strict=True)]
+    title = f"1. Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
+    print_table(title, ["", "first, s", "median, ms", "mean", "longest", "kept, MB", "peak, MB"], rows)
+    rows = [[name, *waiting(*case, args)] for name, case in zip(names, cases, strict=True)]
+    print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
+
+
+if __name__ == "__main__":
+    main()

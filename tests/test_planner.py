@@ -1,0 +1,66 @@
+"""Plans are made by a process of their own: the same ones, and whatever befalls it is told."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import Dataset
+
+from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
+from xscale.data import loader
+from xscale.data.loader import Failure, step_batches
+from xscale.data.mixture import StepPlan, StreamSpec
+from xscale.errors import RankError, UserError
+
+
+class Plans(Dataset):
+    """Workers that give back what they got."""
+
+    def __getitem__(self, plan: StepPlan | Failure) -> Any:
+        return plan
+
+
+def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
+    dataset: Any = Plans()
+    return step_batches(run, dataset, workers, steps)
+
+
+def test_plans_of_the_process_are_those_of_the_mixture() -> None:
+    one, other = (list(through_workers(mixture(1, 3, 100), workers, 12)) for workers in (0, 2))
+    assert len(one) == len(other) == 12
+    for a, b in zip(one, other, strict=True):
+        assert (a.step, a.state, plain(a)) == (b.step, b.state, plain(b))
+    assert multiprocessing.active_children() == []
+
+
+def test_an_error_of_the_plan_is_the_run_s() -> None:
+    """After the steps before it."""
+
+    class Damaged(FakeSource):
+        def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+            if shard == 1:
+                raise UserError("xx-000001.idx is damaged")
+            return super().lengths(shard, records)
+
+    source: Any = Damaged("en-xx", [300] * 3)
+    run = mixture(sources=[source], streams=[StreamSpec("tlm", (0,), 30, packed=False)])
+    with pytest.raises(RankError, match=r"xx-000001\.idx is damaged"):
+        list(through_workers(run, 1, 100))
+
+
+def test_a_planner_that_is_killed_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "PLANS_BYTES", 1 << 12)
+    batches = through_workers(mixture(sources=SOURCES, streams=STREAMS), 1, 100_000)
+    next(batches)
+    (planner,) = [child for child in multiprocessing.active_children() if child.name == "planner"]
+    os.kill(planner.pid or 0, signal.SIGTERM)  # a launcher's, to all processes: the trainer decides
+    time.sleep(0.1)
+    assert planner.is_alive()
+    os.kill(planner.pid or 0, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"plans the steps is gone \(exit code -9\)"):
+        list(batches)
