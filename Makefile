@@ -34,7 +34,7 @@ demo: $(VENV)/installed data/demo
 	@for name in before after; do echo "$$name training:"; sed 's/^/  /' $(DEMO)/$$name.txt; done
 
 test: $(VENV)/installed
-	python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 python -m pytest -n auto --dist loadfile -m "not slow"
 
 # The aligner is compiled as it is installed, so only the tests that run it ask for it; so with SLURM, which is Debian's.
 test-slow: $(VENV)/installed
