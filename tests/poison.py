@@ -1,5 +1,6 @@
 """A plug-in that makes a step go wrong: POISON=batch:7 makes the last rank's states of step 7 NaN whenever it is
-trained, POISON=weight:7 its weights before step 7, once; POISON=sleep:7 has it sleep in each step from step 7 on."""
+trained, POISON=weight:7 its weights before step 7, once; POISON=sleep:7:0.5 has it sleep half a second a row from
+step 7 on."""
 
 import os
 import time
@@ -11,7 +12,7 @@ from xscale.objectives import OBJECTIVES as KNOWN
 from xscale.run import loop
 
 OBJECTIVES = {"mlm": KNOWN["mlm"]}  # a plug-in has a table
-KIND, AT = os.environ["POISON"].split(":")
+KIND, AT, *MORE = os.environ["POISON"].split(":")
 whole = loop.optimizer_step
 done = set()
 
@@ -26,7 +27,7 @@ def optimizer_step(engine: Any, *args: Any, step: int, rank: int, world: int, **
             with torch.no_grad():
                 engine.module.encoder.lm.get_output_embeddings().bias[5] = float("nan")
     if KIND == "sleep" and rank == world - 1 and step + 1 >= int(AT):
-        hook = engine.module.encoder.register_forward_pre_hook(lambda module, inputs: time.sleep(0.5))
+        hook = engine.module.encoder.register_forward_pre_hook(lambda module, inputs: time.sleep(float(MORE[0])))
     try:
         return whole(engine, *args, step=step, rank=rank, world=world, **more)
     finally:
