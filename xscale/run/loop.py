@@ -329,6 +329,7 @@ class Trainer:
         if self.saver.step is None:
             return
         started, step, path = time.monotonic(), self.saver.step, self.saver.final
+        self.watch.note(f"waiting for the checkpoint of step {step}")
         problem, seconds = self.saver.finish()
         if problem and must:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
