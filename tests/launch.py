@@ -90,8 +90,10 @@ def kill(process: subprocess.Popen) -> None:
 
 def rank_pids(process: subprocess.Popen) -> list[int]:
     """The ranks of a started run, without launchers and loader workers."""
-    started = psutil.Process(process.pid).children(recursive=True)
-    ours = {child.pid: child.ppid() for child in started if _is_rank(child.cmdline())}
+    ours: dict[int, int] = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+            ours |= {child.pid: child.ppid()} if _is_rank(child.cmdline()) else {}
     return [pid for pid, parent in ours.items() if parent not in ours]
 
 
