@@ -76,12 +76,14 @@ class Watch:
         store = self._join()
         pause = min(LOOK_SECONDS, self.limit / 8)
         warned, number = FIRST_WARNING_SECONDS, 0
-        while not self.closed.wait(pause):
+        while True:
             number += 1
-            still = time.monotonic() - self.since
             if store:
                 with suppress(Exception):  # without an answer nobody is named
                     store.set(self._key(self.process.rank), json.dumps(Beat(number, self.marks, self.doing)))
+            if self.closed.wait(pause):
+                return
+            still = time.monotonic() - self.since
             if still < min(self.limit / 2, warned):
                 warned = FIRST_WARNING_SECONDS
                 continue
