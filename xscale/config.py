@@ -134,7 +134,7 @@ class TrainConfig:
     """Minutes after which the run saves and stops with exit code 75; null: none."""
     stall_limit: PositiveFloat | None = 15.0
     """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
-    the rank that the others wait for; null: none."""
+    the rank that the others wait for; null: none. Collectives give up by themselves after 30 (ranks.TIMEOUT)."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """How often a run that is not finite goes back to its newest good checkpoint, by itself, and leaves out the update
     of the step that was bad; after that it ends with exit code 3."""

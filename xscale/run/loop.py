@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -285,7 +286,7 @@ class Trainer:
         ranks = self.control.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
-            with path.open("a", encoding="utf-8") as file:
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk is not what ends the run
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         good = f"the newest good checkpoint is of step {self.good}" if self.good is not None else "none was saved"
         raise NotFinite(

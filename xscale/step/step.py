@@ -138,7 +138,11 @@ def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
 
     def record() -> Callable[[], float]:
         last.record()
-        return lambda: first.elapsed_time(last) / 1000
+        return read
+
+    def read() -> float:
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
 
     return record
 
