@@ -239,6 +239,8 @@ def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
     theirs.close()  # so that the planner's end is the pipe's
     try:
         for _ in range(steps):
+            if planner.exitcode:  # of one that is gone before its time, the plans in the pipe are good, but the last
+                raise EOFError
             plan = ours.recv()
             yield plan
             if isinstance(plan, Failure):
