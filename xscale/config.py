@@ -132,6 +132,8 @@ class TrainConfig:
     and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
     """Minutes after which the run saves and stops with exit code 75; null: none."""
+    tracker: Literal["wandb", "trackio"] | None = None
+    """Where metrics go beside metrics.jsonl and TensorBoard; project XSCALE_PROJECT of the environment, else xscale."""
     stall_limit: PositiveFloat | None = 15.0
     """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
     the rank that the others wait for; null: none. Collectives give up by themselves after 30 (ranks.TIMEOUT)."""
@@ -154,6 +156,62 @@ class CheckpointConfig:
     """Newest complete checkpoints that stay on disk, at least 2."""
     background: bool = True
     """Write while training goes on, from a copy in host memory of what a rank writes; false: wait, without a copy."""
+    best: str | None = None
+    """A number of the `eval` section's, TASK/ROW/NUMBER such as heldout/tlm/loss: the checkpoint where it was best
+    stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best where least."""
+
+    @model_validator(mode="after")
+    def names_a_number(self) -> Self:
+        if self.best is not None and self.best.count("/") < 2:
+            raise ValueError(f"best: {self.best!r} is not of the form TASK/ROW/NUMBER, such as heldout/tlm/loss")
+        return self
+
+
+INLINE = ("heldout", "retrieval", "alignment")
+"""Tasks that a run measures itself with."""
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvalTask:
+    name: str
+    """heldout: the loss of every stream, and of every language and pair in it, on records of `data`. retrieval: of
+    sentences' translations among pairs of `data`. alignment: of the words of the run's dictionaries. With `mode: job`
+    any task of xscale.eval.run, or any name with a `command`. A second task of one name is written NAME.WHATEVER."""
+    data: list[str] = dataclasses.field(default_factory=list)
+    """Shard directories that nothing is trained on."""
+    limit: Count = 1000
+    """Records of each language and pair, at most."""
+    mode: Literal["inline", "job"] = "inline"
+    """inline: within the run, split over the ranks, in seconds. job: a process of its own, beside the run, on an export
+    of the checkpoint, which is saved for it; the run neither waits for it nor ends with it."""
+    command: str | None = None
+    """Of a job: a line for the shell, with {model} for the exported model, {out} for the JSON file of scores to write,
+    and {step}, such as `sbatch --wait slurm/evaluate.sbatch --model {model} --data heldout --out {out}`. null:
+    xscale.eval.run on `data`."""
+
+    @model_validator(mode="after")
+    def can_be_measured(self) -> Self:
+        kind = self.name.partition(".")[0]
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
+            raise ValueError(f"name: {self.name!r} has other characters than letters, digits, dot, _ and -")
+        if self.mode == "inline" and kind not in INLINE:
+            raise ValueError(f"name: {self.name!r} is none of {', '.join(INLINE)}; other tasks have mode: job")
+        if not self.data and not self.command and kind != "alignment":
+            raise ValueError("data: needs shard directories" + (", or a command" if self.mode == "job" else ""))
+        if self.command and self.mode == "inline":
+            raise ValueError("command: is for mode: job")
+        if self.command and "{out}" not in self.command:
+            raise ValueError("command: has no {out}, the file of scores that it is to write")
+        return self
+
+
+@dataclass(frozen=True, config=STRICT)
+class EvalConfig:
+    """What the run is measured with, before step 1, every so many steps, and at the end."""
+
+    every: Count = 500
+    """Optimizer steps between evaluations."""
+    tasks: list[EvalTask] = dataclasses.field(default_factory=list)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -163,6 +221,7 @@ class Recipe:
     data: DataConfig
     train: TrainConfig
     checkpoint: CheckpointConfig
+    eval: EvalConfig = EvalConfig()
 
     def warmup_steps(self) -> int:
         warmup = self.train.warmup
@@ -185,7 +244,7 @@ class Recipe:
         fields = self.to_dict()
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
-        del fields["checkpoint"]
+        del fields["checkpoint"], fields["eval"]
         return fields
 
 
@@ -222,6 +281,7 @@ NOT_IDENTITY = {
         "measure_every",
         "time_limit",
         "stall_limit",
+        "tracker",
         "rollbacks",
     },
 }
@@ -318,12 +378,19 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
 
 
 def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
-    sections = {"model": ModelConfig, "data": DataConfig, "train": TrainConfig, "checkpoint": CheckpointConfig}
+    sections = {
+        "model": ModelConfig,
+        "data": DataConfig,
+        "train": TrainConfig,
+        "checkpoint": CheckpointConfig,
+        "eval": EvalConfig,
+    }
     for unknown in [name for name in tree if name not in (*sections, "streams")]:
         problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:
         train.setdefault("steps", BY_EPOCHS)
+    _build_tasks(tree.get("eval"), problems)
     built = {
         name: _build(cls, {} if tree.get(name) is None else tree[name], name, problems)
         for name, cls in sections.items()
@@ -337,10 +404,23 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)
+    if recipe.checkpoint.best and not recipe.eval.tasks:
+        problems.append(f"checkpoint.best: {recipe.checkpoint.best}, but the section eval has no tasks")
     rows, longest = recipe.train.max_tokens, recipe.data.max_length
     if rows is not None and rows < longest:
         problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")
     return recipe
+
+
+def _build_tasks(fields: Any, problems: list[str]) -> None:
+    """In the place of the fields of each of eval's tasks the task."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("tasks"), list):
+        return
+    tasks = [_build(EvalTask, task, f"eval.tasks[{i}]", problems) for i, task in enumerate(fields["tasks"])]
+    names = [task.name for task in tasks if task]
+    twice = {name for name in names if names.count(name) > 1}
+    problems += [f"eval.tasks: two are called {name}; write {name}.one, {name}.two" for name in sorted(twice)]
+    fields["tasks"] = [task for task in tasks if task]
 
 
 def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:

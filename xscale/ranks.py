@@ -99,6 +99,13 @@ def _launcher() -> tuple[str, str, str, str] | None:
     return None
 
 
+def without_launcher(env: dict[str, str]) -> dict[str, str]:
+    """For a process that is no rank of this run: what a launcher has said is left out."""
+    said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
+    of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
+    return {name: value for name, value in env.items() if name not in said and not name.startswith(of_launchers)}
+
+
 def _local_world(variable: str) -> int:
     """Ranks on this node. SLURM tells those of each node: "2(x3),1" is 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"

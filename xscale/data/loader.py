@@ -48,6 +48,8 @@ class StreamCollate:
     """Whether the examples carry the words of their texts."""
     lexicons: tuple[Any, ...] | None = None
     """The stream's own; None: the context's."""
+    names: tuple[str, ...] = ()
+    """Context.names."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,10 @@ class StepBatch:
     def targets(self) -> dict[tuple[str, str], int]:
         """Targets on this rank of each (stream, term)."""
         return {key: sum(row.targets[key] for row in self.rows) for key in self.rows[0].targets}
+
+    def counts(self) -> dict[tuple[str, str, str], int]:
+        """Row.counts of all rows."""
+        return {key: sum(row.counts[key] for row in self.rows) for key in self.rows[0].counts}
 
     def work(self) -> Work:
         return Work(*map(sum, zip(*(row.work for row in self.rows), strict=True)))
@@ -106,6 +112,7 @@ class StepDataset(Dataset):
                     self.context.max_length,
                     self.context.tokenizer.sep_id,
                     self.shape,
+                    {name: how.names for name, how in self.streams.items()},
                 ),
                 keys={name: found[row][1] for name, found in pieces.items()},
             )
@@ -123,13 +130,25 @@ class StepDataset(Dataset):
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
             share = Share(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
             piece = how.collate(samples, how.options, self.context_of(stream, share))
+            piece = replace(piece, pairs=self.count_pairs(stream, of_row))
             found.append((piece, [example.key for example in of_row]))
         return found
+
+    def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
+        """How many of each pair of languages are "drawn", and "too_long"."""
+        pairs = [name for name in self.streams[stream].names if "-" in name]
+        counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
+        room = self.context.max_length - self.context.tokenizer.pair.special
+        for example in examples if pairs else ():
+            name = pair_name("-".join(example.langs))
+            counts["drawn", name] += 1
+            counts["too_long", name] += sum(map(len, example.ids)) > room
+        return counts
 
     def context_of(self, stream: str, share: Share) -> Context:
         own = self.streams[stream].lexicons
         lexicons = self.context.lexicons if own is None else own
-        return replace(self.context, stream=stream, share=share, lexicons=lexicons)
+        return replace(self.context, stream=stream, share=share, lexicons=lexicons, names=self.streams[stream].names)
 
     def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]

@@ -10,6 +10,7 @@ import numpy as np
 
 from xscale.data.masking import mask_tokens
 from xscale.data.sequences import Example, Sequences, fit_pairs
+from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
 
 Types = Literal["languages", "segments"]
@@ -41,11 +42,23 @@ class Context:
     share: Share = Share()
     segments: bool = False
     """Whether the two sentences of a pair have token types of their own."""
+    names: tuple[str, ...] = ()
+    """Languages ("en") and pairs ("de-en") by which the stream's losses are told apart; none: they are not."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> tuple[list[Example], int]:
         """The pairs of samples of one each that fit max_length, and how many were too long."""
         special = self.tokenizer.pair.special
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
+
+    def name_numbers(self, sequences: Sequences) -> np.ndarray:
+        """Which of `names` each sequence is in, by its first and its last token; their number: none [B]."""
+        ends = np.cumsum(sequences.lengths)
+        first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
+        codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
+        language = {number: name for name, number in self.language_ids.items()}
+        of_codes = [pair_name("-".join(dict.fromkeys(language[n] for n in code))) for code in codes.tolist()]
+        numbers = [self.names.index(name) if name in self.names else len(self.names) for name in of_codes]
+        return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
         """What the token types of a sequence of pairs say."""
@@ -77,12 +90,16 @@ class Piece:
     samples: int
     labels: dict[str, np.ndarray] = field(default_factory=dict)
     """Term -> ids that it predicts from the vocabulary [M], in the order of the loss's predictions."""
+    names: dict[str, np.ndarray] = field(default_factory=dict)
+    """Term -> which of Context.names each of its labels is of [M]."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """What else the loss gets, on the device."""
     types: Types | None = None
     """What the token types say; None: 0 everywhere."""
     beside: "Beside | None" = None
     too_long: int = 0
+    pairs: dict[tuple[str, str], int] = field(default_factory=dict)
+    """How many of each pair of Context.names were "drawn", and how many of these are "too_long"."""
 
 
 class Beside(NamedTuple):
@@ -106,12 +123,14 @@ def masked_lm(
     """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. samples: default, the sequences."""
     whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
+    names = {"mlm": context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
     return Piece(
         sequences=replace(sequences, ids=ids),
         reads={"masked": Reads(targets)},
         targets={"mlm": len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,
         labels={"mlm": sequences.ids[targets]},
+        names=names,
         types=types,
         too_long=too_long,
     )

@@ -51,6 +51,8 @@ class Inputs(NamedTuple):
     """Of all states that any loss reads."""
     labels: Any
     """Of all predictions [M], int64."""
+    names: Any
+    """Which of Row.names each prediction is of [M], int64; their number: none."""
     arrays: dict[str, dict[str, Any]]
     """Stream -> what else its loss reads."""
     beside: dict[str, tuple[Tokens, Any]]
@@ -80,12 +82,23 @@ class Row:
     samples: int
     too_long: dict[str, int]
     """Stream -> how many of its pairs, or sentences, were over max_length."""
+    names: list[tuple[str, str, str]] = field(default_factory=list)
+    """(stream, term, language or pair) by which the sums of predictions are told apart."""
+    counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """(stream, term, language or pair) -> number of predictions; and of the pairs "drawn", and of those "too_long"."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Stream -> keys of its records, in the order in which they were drawn."""
 
 
-def make_row(pieces: dict[str, Piece], longest: int, filler: int, shape: Shape | None = None) -> Row:
-    """longest: data.max_length; filler: id of the tokens that fill a row up. What exceeds `shape` is not filled."""
+def make_row(
+    pieces: dict[str, Piece],
+    longest: int,
+    filler: int,
+    shape: Shape | None = None,
+    names: dict[str, tuple[str, ...]] | None = None,
+) -> Row:
+    """longest: data.max_length; filler: id of the tokens that fill a row up. What exceeds `shape` is not filled.
+    names: Context.names of each stream."""
     parts = list(pieces.values())
     tokens, places = lay_out([p.sequences for p in parts], [p.types for p in parts], longest, filler, shape)
     reads = [
@@ -94,22 +107,44 @@ def make_row(pieces: dict[str, Piece], longest: int, filler: int, shape: Shape |
         for read in p.reads.values()
     ]
     labels = [ids for p in parts for ids in p.labels.values()]
+    told_apart, of_predictions = names_of_predictions(pieces, names or {})
+    predicted = np.bincount(of_predictions, minlength=len(told_apart) + 1).tolist()
     beside = {name: _beside(p, longest, filler) for name, p in pieces.items() if p.beside is not None}
     return Row(
         Inputs(
             tokens,
             gather_index(reads, len(tokens.input_ids)),
             np.concatenate([np.empty(0, dtype=np.int64), *labels]),
+            of_predictions,
             {name: p.arrays for name, p in pieces.items()},
             beside,
         ),
         states={name: {read: len(p.reads[read]) for read in p.reads} for name, p in pieces.items()},
         predictions={(name, term): len(ids) for name, p in pieces.items() for term, ids in p.labels.items()},
         targets={(name, term): n for name, p in pieces.items() for term, n in p.targets.items()},
+        names=told_apart,
         work=_work(parts),
         samples=sum(p.samples for p in parts),
         too_long={name: p.too_long for name, p in pieces.items()},
+        counts=dict(zip(told_apart, predicted, strict=False))
+        | {(stream, what, name): n for stream, p in pieces.items() for (what, name), n in p.pairs.items()},
     )
+
+
+def names_of_predictions(
+    pieces: dict[str, Piece], names: dict[str, tuple[str, ...]]
+) -> tuple[list[tuple[str, str, str]], np.ndarray]:
+    """Row.names, and Inputs.names."""
+    told_apart: list[tuple[str, str, str]] = []
+    numbers: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
+    for stream, piece in pieces.items():
+        for term, labels in piece.labels.items():
+            known = names.get(stream, ()) if term in piece.names else ()
+            of_term = piece.names[term] if known else np.zeros(len(labels), dtype=np.int64)
+            numbers.append(np.where(of_term < len(known), of_term + len(told_apart), -1))
+            told_apart += [(stream, term, name) for name in known]
+    joined = np.concatenate(numbers)
+    return told_apart, np.where(joined < 0, len(told_apart), joined)
 
 
 def lay_out(

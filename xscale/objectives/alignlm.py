@@ -85,6 +85,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         piece,
         reads=piece.reads | {"linked": partners},
         labels={"mono": labels, "bi": labels[linked]},
+        names={"mono": piece.names["mlm"], "bi": piece.names["mlm"][linked]} if context.names else {},
         targets={"mono": len(masked), "bi": len(linked), "links": len(partners.places)},
         arrays=arrays,
     )

@@ -164,8 +164,11 @@ def word_level(sides: list[tuple[Example, int]], options: Options, context: Cont
     joined = join_segments(context.tokenizer, sequences, context.language_ids)
     types = None if options.replace_tlm_with_mlm else context.types(False)
     piece = masked_lm(joined, context, mask_prob=options.mask_prob, types=types)
-    (labels,), (count,) = piece.labels.values(), piece.targets.values()
-    return replace(piece, labels={options.word_term: labels}, targets={options.word_term: count})
+
+    def renamed(of_term: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip([options.word_term], of_term.values(), strict=False))
+
+    return replace(piece, labels=renamed(piece.labels), targets=renamed(piece.targets), names=renamed(piece.names))
 
 
 _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
@@ -217,7 +220,8 @@ class Moco:
         self.queue.to(places_S.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(key_encoder(tokens)[places_S])
-        self._batch.add(z_BD, arrays["number"], arrays["record"])
+        if trained.training:
+            self._batch.add(z_BD, arrays["number"], arrays["record"])
         return z_BD
 
     def update(self, applied: bool) -> None:

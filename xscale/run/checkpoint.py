@@ -336,12 +336,12 @@ def _seal(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
-def clean(folder: Path, keep: int, good: int | None) -> None:
-    """Remove what a kill left behind and all but the newest `keep` checkpoints and that of step `good`."""
+def clean(folder: Path, keep: int, needed: set[int]) -> None:
+    """Remove what a kill left behind and all but the newest `keep` checkpoints and those of the steps `needed`."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
-    kept = None if good is None else f"step_{good:08d}"
-    for path in (path for path in complete_steps(folder)[:-keep] if path.name != kept):
+    kept = {f"step_{step:08d}" for step in needed}
+    for path in (path for path in complete_steps(folder)[:-keep] if path.name not in kept):
         # Unmake it first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again

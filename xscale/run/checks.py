@@ -1,5 +1,6 @@
 """Tokenizer, dictionaries and word links of a recipe: found, and checked before any weight exists."""
 
+import importlib.util
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,12 @@ def find_tokenizer(recipe: Recipe, data: Path) -> str:
         f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
         f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
     )
+
+
+def check_tracker(name: str | None) -> None:
+    """Raises UserError."""
+    if name and importlib.util.find_spec(name) is None:
+        raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 
 
 def own_tokenizer(init: str) -> Path | None:

@@ -29,6 +29,7 @@ from xscale.ranks import Control, Process
 from xscale.run.checks import (
     check_needs,
     check_tokenizer,
+    check_tracker,
     find_tokenizer,
     load_lexicons,
     own_tokenizer,
@@ -226,7 +227,8 @@ class Job:
             name = spec.name if spec.name in recipe.streams else spec.name.rpartition(".")[0]
             objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
             lexicons = self.dictionaries.get(name, ())
-            collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons)
+            names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
+            collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons, names)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
 
     def batches(
@@ -260,6 +262,7 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
+    check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     found = load_lexicons(recipe, tokenizer, sources, data[0])
     dictionaries = stream_lexicons(recipe, found)

@@ -21,12 +21,14 @@ from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run.checkpoint import Checkpoint, Saver
+from xscale.run.evals import Results, find_tasks
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
 from xscale.run.metrics import LOG, Alarm, JsonLines, Reporter, StepRecord
 from xscale.run.pace import Pace, Skips
 from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
+from xscale.run.validation import LAST_WAIT, Validation
 from xscale.run.watch import Watch
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
@@ -123,8 +125,9 @@ class Trainer:
         self.pace = Pace(here.watch.names)
         self.last_flush = time.monotonic()
         self.flops = StepFlops(here.engine.module.encoder)
-        steps, streams = self.recipe.train.steps, list(self.recipe.streams)
-        self.reporter = Reporter(here.out, self.step, steps, streams) if here.process.is_main else None
+        self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
+        tasks = find_tasks(job, here.engine, here.process, self.measured_words)
+        self.validation = Validation(job, tasks, here.out, here.control, self.step, self.reporter)
         self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
@@ -158,10 +161,13 @@ class Trainer:
             if agreed.written == self.process.world:
                 self.settle()
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
-            if agreed.flush or last or due:
+            measured = self.validation.due(self.step)
+            if agreed.flush or last or due or measured:
                 self.flush()
+            due |= measured and self.measure()
             if last or due:
                 self.save(must=last)
+        self.finish_jobs()
         if self.too_long.total():
             long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
@@ -238,6 +244,24 @@ class Trainer:
                 scores[f"alignment/{name}"], scores[f"alignment_trained/{name}"] = gold.scores(table)
         return {name: score for name, score in scores.items() if score is not None}
 
+    def measured_words(self) -> Results:
+        """alignment_scores, as the results of a task."""
+        found: Results = {}
+        for name, score in self.alignment_scores().items():
+            kind, _, pair = name.partition("/")
+            found.setdefault(pair, {})["trained" if kind.endswith("trained") else "withheld"] = score
+        return found
+
+    def measure(self) -> bool:
+        """The tasks of the recipe's section eval. Returns whether the step is to be saved for what it scored."""
+        self.watch.note(f"measuring step {self.step}")
+        return self.validation.measure(self.step)
+
+    def finish_jobs(self) -> None:
+        limit = self.recipe.train.stall_limit
+        if self.process.is_main:
+            self.validation.finish(LAST_WAIT if limit is None else min(LAST_WAIT, 30 * limit))
+
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
         self.last_flush = time.monotonic()
@@ -247,15 +271,23 @@ class Trainer:
         sums = torch.stack([record.sums.values_K for record, _ in done])
         own_R = sums.new_zeros(self.process.world)
         own_R[self.process.rank] = sum(record.data_wait_s + record.sums.own_s() for record, _ in done) / len(done)
-        table = torch.cat([sums.flatten(), own_R])
+        of_rows = [batch.counts() for _, batch in done]
+        counts = torch.tensor([list(of_step.values()) for of_step in of_rows]).to(sums)
+        table = torch.cat([sums.flatten(), own_R, counts.flatten()])
         dist.all_reduce(table)
-        pace = self.pace.metrics(table[sums.numel() :].tolist())
-        totals = table[: sums.numel()].view_as(sums).tolist()
-        entries = [record.entry(of_step, self.recipe) | pace for (record, _), of_step in zip(done, totals, strict=True)]
+        totals, own, counted = table.split([sums.numel(), len(own_R), counts.numel()])
+        pace = self.pace.metrics(own.tolist())
+        entries = [
+            record.entry(of_step, self.recipe, dict(zip(names, map(int, numbers), strict=True))) | pace
+            for (record, _), of_step, names, numbers in zip(
+                done, totals.view_as(sums).tolist(), of_rows, counted.view_as(counts).tolist(), strict=True
+            )
+        ]
         if self.reporter:
             for entry in entries:
                 self.reporter.report(entry)
             self.reporter.flush()
+            self.validation.poll()
             for line in self.pace.warnings():
                 LOG.warning(line)
         for entry, pending in zip(entries, done, strict=True):
@@ -314,6 +346,7 @@ class Trainer:
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
+        self.validation.lines.flush(to_disk=True)
         self.settle()
         if self.step == self.saved:
             return
@@ -345,7 +378,9 @@ class Trainer:
             self.saved, self.good = step, step if self.sound else self.good
             if self.process.is_main:
                 self.alarm.clear()
-                checkpoints.clean(self.saver.folder, self.recipe.checkpoint.keep, self.good)
+                self.validation.saved(step, path)
+                needed = self.validation.needed() | ({self.good} if self.good is not None else set())
+                checkpoints.clean(self.saver.folder, self.recipe.checkpoint.keep, needed)
         self.note_wait(started)
         self.times["save_write_s"] = seconds
         if not problem:
@@ -370,5 +405,6 @@ class Trainer:
 
     def close(self) -> None:
         self.trace.close()
+        self.validation.close()
         if self.reporter:
             self.reporter.close()

@@ -4,6 +4,8 @@ Each file has every step once: a resume first cuts what lies past its checkpoint
 """
 
 import faulthandler
+import hashlib
+import importlib
 import json
 import logging
 import math
@@ -59,6 +61,14 @@ def log_to_files(line: str) -> None:
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
+
+
+def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Such as {"data.alpha": 0.7}."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
 
 
 class _FileHandler(logging.FileHandler):
@@ -196,13 +206,16 @@ class StepRecord:
     measured: dict[str, Any]
     """Further metrics."""
 
-    def entry(self, totals_K: list[float], recipe: Recipe) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. totals: `sums` of all ranks."""
+    def entry(
+        self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int] | None = None
+    ) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. totals: `sums` of all ranks; counts: so Row.counts."""
         shares = self.sums.shares(totals_K, recipe, self.targets)
         loss = sum(recipe.stream_weight(name, self.step - 1) * shares[f"loss/{name}"] for name in recipe.streams)
         entry = {"step": self.step, "loss": loss} | shares
         entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
+        entry |= self.sums.by_language(totals_K, recipe, counts or {})
         entry |= {name: getattr(self, name) for name in ("tokens", "samples", "too_long", "data_wait_s")}
         entry |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
         entry |= self.measured | {"step_s": self.step_s}
@@ -237,6 +250,16 @@ class Board:
                     if name != "step" and isinstance(value, int | float):
                         self.writer.add_scalar(name, value, entry["step"])
 
+    def describe(self, fields: dict[str, Any]) -> None:
+        """The recipe's fields, for TensorBoard's table of runs."""
+        from torch.utils.tensorboard.summary import hparams
+
+        plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in fields.items()}
+        if self.writer is not None:
+            with self._alarm():
+                for summary in hparams(plain, {"loss": 0}):
+                    self.writer.file_writer.add_summary(summary)
+
     def flush(self) -> None:
         if self.writer is not None:
             with self._alarm():
@@ -262,20 +285,49 @@ class Board:
                 self.writer.close()
 
 
+class Tracker:
+    """wandb, or what has its calls, as trackio. One that fails is left alone from then on."""
+
+    def __init__(self, name: str, out: Path, fields: dict[str, Any]):
+        self.name, self.alarm = name, Alarm(name)
+        # The same run after a resume, by the directory.
+        os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
+        project = os.environ.get("XSCALE_PROJECT", "xscale")
+        self._call("init", project=project, name=out.name, config=fields, resume="allow")
+
+    def add(self, entry: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
+        self._call("log", numbers, step=entry["step"])
+
+    def _call(self, name: str, *arguments: Any, **named: Any) -> None:
+        if self.alarm.on:
+            return
+        try:
+            getattr(importlib.import_module(self.name), name)(*arguments, **named)
+        except Exception as error:
+            self.alarm.set(f"{error}; training goes on without, metrics.jsonl has everything")
+
+    def close(self) -> None:
+        self._call("finish")
+
+
 class Reporter:
     """Rank 0's view of the run: one call for each step, in order."""
 
-    def __init__(self, out: Path, first_step: int, steps: int, streams: list[str]):
+    def __init__(self, out: Path, first_step: int, recipe: Recipe):
         self.metrics = JsonLines(out / "metrics.jsonl", first_step)
         self.board = Board(out / "tb", first_step)
-        self.steps, self.streams = steps, streams
+        self.steps, self.streams = recipe.train.steps, list(recipe.streams)
+        fields = flat(recipe.to_dict())
+        self.board.describe(fields)
+        self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
         self.started, self.first_step = time.monotonic(), first_step
         self.last_line = 0.0
-        self.bar = tqdm(total=steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
+        self.bar = tqdm(total=self.steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
 
     def report(self, entry: dict[str, Any]) -> None:
         self.metrics.write(entry)
-        self.board.add(entry)
+        self.add(entry)
         step = entry["step"]
         if self.bar is not None:
             self.bar.update()
@@ -287,6 +339,12 @@ class Reporter:
                 LOG.info(self.line(entry))
             else:
                 log_to_files(self.line(entry))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Numbers of a step, for the pictures."""
+        self.board.add(entry)
+        if self.tracker:
+            self.tracker.add(entry)
 
     def line(self, entry: dict[str, Any]) -> str:
         """Such as `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
@@ -307,5 +365,7 @@ class Reporter:
     def close(self) -> None:
         self.metrics.close()
         self.board.close()
+        if self.tracker:
+            self.tracker.close()
         if self.bar is not None:
             self.bar.close()

@@ -98,6 +98,8 @@ def train_on(
         try:
             with closing(trainer):
                 if not checkpoint:
+                    if trainer.validation.due(0):
+                        trainer.measure()
                     trainer.save(must=True)  # a run that cannot save fails now, not after a day
                 return trainer.loop(batches), trainer.step
         except NotFinite as error:

@@ -35,6 +35,8 @@ class Reported(NamedTuple):
     stream: str
     term: str
     """By whose targets it is divided."""
+    language: str = ""
+    """Or pair, where the number is of its targets alone."""
 
 
 class StepModule(nn.Module):
@@ -132,30 +134,31 @@ class StepModule(nn.Module):
                     loss = loss + weights[stream, term] * value
             assert "loss" not in losses.metrics, f"streams.{stream}: a metric cannot be called loss"
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
-        predicted, of_predictions = self.predict(row, predictions, inputs.labels, weights_M, largest)
-        self.reported = [*of_predictions, *numbers]
-        vector_K = torch.cat(
-            [*of_predictions.values(), *(value.reshape(1).to(loss.dtype) for value in numbers.values())]
-        )
-        return loss + predicted, vector_K
+        predicted, of_predictions, of_names = self.predict(row, predictions, inputs, weights_M, largest)
+        told_apart = [Reported("loss", *name) for name in row.names]
+        self.reported = [*of_predictions, *numbers, *told_apart]
+        others = [value.reshape(1).to(loss.dtype) for value in numbers.values()]
+        return loss + predicted, torch.cat([*of_predictions.values(), *others, of_names])
 
     def predict(
         self,
         row: Row,
         predictions: list[tuple[str, Prediction]],
-        labels_M: Tensor,
+        inputs: Inputs,
         weights_M: Tensor,
         largest: float,
-    ) -> tuple[Tensor, dict[Reported, Tensor]]:
-        """One call of the vocabulary head. Also for no places: rows of a recipe that predicts all touch its weights."""
+    ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
+        """One call of the vocabulary head. Also for no places: rows of a recipe that predicts all touch its weights.
+        Last, the sums of losses of each of row.names."""
         if not predictions:
-            return weights_M.new_zeros(()), {}
+            return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
-        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, labels_M, weights_M, largest)
+        loss, losses_M, right_M = self.encoder.vocabulary_loss(features_MH, inputs.labels, weights_M, largest)
         sizes = [row.predictions[stream, p.term] for stream, p in predictions]
         found: dict[Reported, Tensor] = {}
         both_2M = torch.stack([losses_M, right_M.to(losses_M.dtype)])
         for (stream, p), of_term in zip(predictions, both_2M.split(sizes, dim=1), strict=True):
             loss_1, right_1 = of_term.sum(1).split(1)
             found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
-        return loss, found
+        sums = losses_M.new_zeros(len(row.names) + 1).index_add_(0, inputs.names, losses_M)
+        return loss, found, sums[:-1]

@@ -34,7 +34,9 @@ class StepSums:
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Metrics by name, of the sums over all ranks and the targets of all ranks."""
         shares: dict[str, float] = {}
-        for (name, stream, term), value in zip(self.reported, totals_K, strict=True):
+        for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
+            if language:
+                continue
             if name != "loss":
                 shares[f"{name}/{stream}"] = value / max(targets[stream, term], 1)
                 continue
@@ -49,6 +51,24 @@ class StepSums:
             for name, (part, whole) in OBJECTIVES[config.objective].ratios.items():
                 shares[f"{name}/{stream}"] = targets[stream, part] / max(targets[stream, whole], 1)
         return shares
+
+    def by_language(
+        self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]
+    ) -> dict[str, float]:
+        """Such as loss/mlm/en and count/mlm/en, and too_long/tlm/de-en, the share of its pairs over max_length: of the
+        languages that the step has. counts: of all ranks."""
+        sums, found = dict(zip(self.reported, totals_K, strict=True)), dict[str, float]()
+        for (stream, what, language), count in counts.items():
+            if not count or what == "drawn":
+                continue
+            if what == "too_long":
+                found[f"too_long/{stream}/{language}"] = count / counts[stream, "drawn", language]
+                continue
+            config = recipe.streams[stream]
+            term = f".{what}" if len(OBJECTIVES[config.objective].terms(config.options)) > 1 else ""
+            found[f"loss/{stream}{term}/{language}"] = sums[Reported("loss", stream, what, language)] / count
+            found[f"count/{stream}{term}/{language}"] = count
+        return found
 
 
 class RowPass:
@@ -120,6 +140,29 @@ def optimizer_step(
         companion.update(applied=applied)
     assert values_K is not None
     return StepSums(engine.module.reported, values_K, own_s), norms
+
+
+@torch.no_grad()
+def measure_rows(engine: Any, recipe: Recipe, rows: list[Row], *, rank: int) -> StepSums:
+    """This rank's sums of rows that nothing is learnt from: no dropout, no smoothing. Nothing of the training changes.
+    recipe: the rows' streams; all ranks have as many rows."""
+    module, encoder = engine.module, engine.module.encoder
+    kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
+    module.eval()
+    try:
+        nothing = {
+            (name, term): 0.0
+            for name, stream in recipe.streams.items()
+            for term in OBJECTIVES[stream.objective].terms(stream.options)
+        }
+        passes = [RowPass(module, row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
+        share_vectors(module, passes)
+        values_K = sum(row_pass(module, nothing)[1].double() for row_pass in passes)
+        assert isinstance(values_K, Tensor)
+        return StepSums(module.reported, values_K, lambda: 0.0)
+    finally:
+        module.train()
+        encoder.label_smoothing, encoder.z_loss = kept
 
 
 def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:

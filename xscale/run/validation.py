@@ -1,0 +1,205 @@
+"""When a run is measured, where the results go, which checkpoint was best, and jobs that measure beside the run.
+
+evals.jsonl has an object a line, {"step", "results": {task: {row: {name: number}}}, "seconds"}; of a job a line of its
+own, when it ends. A resume cuts what lies past its checkpoint.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xscale import files, ranks
+from xscale.config import EvalTask
+from xscale.errors import UserError
+from xscale.ranks import Control
+from xscale.run.evals import Results, better, number_of
+from xscale.run.job import Job
+from xscale.run.metrics import LOG, JsonLines, Reporter
+
+EVALS, BEST = "evals.jsonl", "best"
+LAST_WAIT = 600.0
+"""Seconds that a run that is done waits for its jobs."""
+
+
+class Validation:
+    """Of one run, on every rank; files and jobs are rank 0's."""
+
+    def __init__(
+        self, job: Job, tasks: dict[str, Any], out: Path, control: Control, step: int, reporter: Reporter | None
+    ):
+        """tasks: evals.find_tasks'. step: that the run begins with."""
+        self.section, self.best_of = job.recipe.eval, job.recipe.checkpoint.best
+        self.tasks, self.out, self.control, self.reporter = tasks, out, control, reporter
+        self.last = job.recipe.train.steps
+        has = bool(self.section.tasks) and control.is_main
+        self.lines = JsonLines(out / EVALS if has else None, step)
+        self.jobs: list[Beside] = []
+        self.waiting = [task for task in self.section.tasks if task.mode == "job"]
+        self.best: tuple[int, float] | None = None
+        """Step and number of the best evaluation."""
+        self.kept: int | None = None
+        """The best checkpoint there is."""
+        if has and self.best_of:
+            self.read_best(step)
+
+    def read_best(self, step: int) -> None:
+        """What earlier starts of the run have found, up to `step`."""
+        assert self.best_of
+        for line in (self.out / EVALS).read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            self.compare(entry["step"], number_of(entry["results"], self.best_of))
+        pointer = self.out / "checkpoints" / BEST
+        with suppress(OSError, ValueError):
+            of = int(pointer.read_text().strip().removeprefix("step_"))
+            self.kept = of if of <= step else None
+
+    def compare(self, step: int, number: float | None) -> bool:
+        assert self.best_of
+        if number is None or not better(self.best_of, number, self.best and self.best[1]):
+            return False
+        self.best = step, number
+        return True
+
+    def due(self, step: int) -> bool:
+        return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
+
+    def measure(self, step: int) -> bool:
+        """The inline tasks, on all ranks. Returns whether the step is to be saved, for what it scored or for a job."""
+        results, started = dict[str, Results](), time.monotonic()
+        for name, task in self.tasks.items():
+            results[name] = task()
+        seconds = time.monotonic() - started
+        if results and self.lines.file:
+            self.report(step, results, seconds)
+        wanted = bool(self.waiting)
+        if self.best_of:
+            wanted |= self.control.from_main(lambda: self.is_best(step, results))
+        return wanted
+
+    def is_best(self, step: int, results: dict[str, Results]) -> bool:
+        """Rank 0 only. Raises UserError for a number that there is not."""
+        assert self.best_of
+        number = number_of(results, self.best_of)
+        if number is None and self.best_of.partition("/")[0] in results:
+            there = sorted(
+                f"{t}/{row}/{name}" for t, rows in results.items() for row, of in rows.items() for name in of
+            )
+            raise UserError(f"checkpoint.best: {self.best_of} is not measured; there are {', '.join(there)}")
+        return self.compare(step, number)
+
+    def report(self, step: int, results: dict[str, Results], seconds: float, **more: Any) -> None:
+        self.lines.write({"step": step, "results": results, "seconds": round(seconds, 3)} | more)
+        flat = {
+            f"eval/{t}/{row}/{n}": v for t, rows in results.items() for row, of in rows.items() for n, v in of.items()
+        }
+        if self.reporter:
+            self.reporter.add({"step": step} | flat)
+        shown = [
+            f"{t} {row} {name} {of[name]:.4g}"
+            for t, rows in results.items()
+            for row, of in rows.items()
+            for name in list(of)[:1]
+        ]
+        LOG.info(f"step {step}, measured in {seconds:.1f} s: {'; '.join(shown[:8])}{' ...' * (len(shown) > 8)}")
+
+    def saved(self, step: int, path: Path) -> None:
+        """A checkpoint is whole. Rank 0 only."""
+        if self.best and self.best[0] == step:
+            self.kept = step
+            with suppress(OSError):
+                files.write_text(path.parent / BEST, path.name + "\n")
+        if self.due(step):
+            for task in self.waiting:
+                self.start(task, step, path)
+
+    def start(self, task: EvalTask, step: int, path: Path) -> None:
+        running = [beside for beside in self.jobs if beside.task is task]
+        if running:
+            LOG.warning(f"eval.{task.name} of step {step} is left out: that of step {running[0].step} is not done")
+            return
+        try:
+            self.jobs.append(Beside(task, step, path, self.out))
+        except OSError as error:
+            LOG.warning(f"eval.{task.name} of step {step} could not be started: {error}")
+
+    def needed(self) -> set[int]:
+        """Checkpoints that must stay: the best, and those that a job has yet to read. Rank 0 only."""
+        best = set() if self.kept is None else {self.kept}
+        return best | {beside.step for beside in self.jobs if not beside.model.exists()}
+
+    def poll(self) -> None:
+        """What jobs have found by now. Rank 0 only."""
+        for beside in [beside for beside in self.jobs if beside.process.poll() is not None]:
+            self.jobs.remove(beside)
+            results, problem = beside.results()
+            if problem:
+                LOG.warning(f"eval.{beside.task.name} of step {beside.step} failed ({problem}); {beside.log} says why")
+                self.lines.write({"step": beside.step, "failed": {beside.task.name: problem}, "results": {}})
+            else:
+                self.report(beside.step, results, time.monotonic() - beside.started, job=True)
+
+    def close(self) -> None:
+        if self.jobs:
+            self.poll()
+        for beside in self.jobs:
+            LOG.info(f"eval.{beside.task.name} of step {beside.step} still runs; it will write {beside.scores}")
+        self.lines.close()
+
+    def finish(self, longest: float) -> None:
+        """Of a run that is done: wait for the jobs, at most so many seconds. Rank 0 only."""
+        started = time.monotonic()
+        if self.jobs:
+            LOG.info(f"waiting for {', '.join(beside.task.name for beside in self.jobs)}")
+        while self.jobs and time.monotonic() - started < longest:
+            time.sleep(0.2)
+            self.poll()
+
+
+class Beside:
+    """A job on the export of a checkpoint, in a session of its own."""
+
+    def __init__(self, task: EvalTask, step: int, path: Path, out: Path):
+        folder = out / "evals" / f"step_{step:08d}" / task.name
+        files.remove(folder)
+        folder.mkdir(parents=True)
+        self.task, self.step, self.started = task, step, time.monotonic()
+        self.model, self.scores, self.log = folder / "model", folder / "scores.json", folder / "log.txt"
+        python, model, scores = (
+            shlex.quote(str(part)) for part in (sys.executable, self.model.resolve(), self.scores.resolve())
+        )
+        data = " ".join(shlex.quote(path) for path in task.data)
+        own = f"{python} -m xscale.eval.run --model {{model}} --task {task.name.partition('.')[0]} --data {data}"
+        command = task.command or f"{own} --limit {task.limit} --out {{out}}"
+        for name, value in {"model": model, "out": scores, "step": str(step)}.items():
+            command = command.replace(f"{{{name}}}", value)
+        export = f"{python} -m xscale.export {shlex.quote(str(path.resolve()))} {model}"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                ["sh", "-c", f"{export} && {command}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=ranks.without_launcher(dict(os.environ)),
+                start_new_session=True,
+            )
+
+    def results(self) -> tuple[dict[str, Results], str]:
+        """By the task's name; or what went wrong."""
+        if self.process.returncode:
+            return {}, f"exit code {self.process.returncode}"
+        try:
+            found = json.loads(self.scores.read_text(encoding="utf-8"))["results"]
+            rows = {row: numbers for of_task in found.values() for row, numbers in of_task.items()}
+            return {self.task.name: {row: _numbers(of) for row, of in rows.items()}}, ""
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            return {}, f"{self.scores}: {type(error).__name__}: {error}"
+
+
+def _numbers(of: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in of.items() if isinstance(value, int | float)}
