@@ -197,11 +197,20 @@ class Control:
         return self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
+        return self.begin_sum(numbers)()
+
+    def begin_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
+        """Send the numbers on their way; what it returns waits for the sums. Other messages may overtake it."""
         if self.group is None:
-            return numbers
+            return lambda: numbers
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
+        message = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+        def finish() -> list[int]:
+            message.wait()
+            return tensor.tolist()
+
+        return finish
 
     def agree(self, ok: bool) -> bool:
         """True where every rank says True."""

@@ -1,12 +1,12 @@
 """The training loop, and what it keeps between steps."""
 
-import errno
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,11 +20,12 @@ from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
-from xscale.run.checkpoint import Checkpoint, Saver
+from xscale.run.checkpoint import Checkpoint
 from xscale.run.evals import Results, find_tasks
 from xscale.run.gold import gold_of
 from xscale.run.job import Job
-from xscale.run.metrics import LOG, Alarm, JsonLines, Reporter, StepRecord
+from xscale.run.keeper import Keeper
+from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
 from xscale.run.pace import Pace, Skips
 from xscale.run.status import STOPPED
 from xscale.run.stop import StopRequest
@@ -64,6 +65,17 @@ class Pending(NamedTuple):
     batch: StepBatch
 
 
+class Coming(NamedTuple):
+    """A step whose numbers are on their way."""
+
+    batch: Any
+    """StepBatch."""
+    agreed: Callable[[], "Agreed"]
+    """Waits for them."""
+    saving: int | None
+    """The checkpoint under way when they were sent."""
+
+
 class Agreed(NamedTuple):
     """A step's numbers, summed over ranks."""
 
@@ -77,6 +89,10 @@ class Agreed(NamedTuple):
     flush: int
     written: int = 0
     """How many ranks have written their part of the checkpoint under way."""
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
@@ -109,17 +125,10 @@ class Trainer:
         self.config, self.engine, self.out, self.process, self.control, self.stop, self.watch = here
         self.step: int = state["step"]
         """Steps done."""
-        self.saved: int | None = checkpoint.step if checkpoint else None
-        self.good: int | None = self.saved
-        """The newest checkpoint that was begun while no step was skipped."""
-        self.sound = True
-        """Whether the checkpoint under way was."""
-        self.saver = Saver(here.engine, here.out / "checkpoints", here.control)
-        self.alarm = Alarm(str(here.out / "checkpoints"))
-        self.blocked, self.times = 0.0, dict[str, float]()
-        """Seconds that steps have waited for the checkpoint under way; what the next step's metrics say of that."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
+        self.announced, self.waited = self.step, 0.0
+        """Steps whose records are read; seconds that the step under way has waited for records."""
         self.warned = set(job.dropped())
         self.pending: list[Pending] = []
         self.pace = Pace(here.watch.names)
@@ -128,38 +137,37 @@ class Trainer:
         self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
         tasks = find_tasks(job, here.engine, here.process, self.measured_words)
         self.validation = Validation(job, tasks, here.out, here.control, self.step, self.reporter)
+        folder, keep = here.out / "checkpoints", self.recipe.checkpoint.keep
+        self.keeper = Keeper(here.engine, folder, here.control, here.watch, self.validation, keep, checkpoint)
         self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
-        if (job.lexicons or job.measured) and self.recipe.train.measure_every:
+        if (job.lexicons or job.measured) and (self.recipe.train.measure_every or self.measured_words in tasks.values()):
             here.control.from_main(lambda: self.gold.update(gold_of(job, here.out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
-        recipe = self.recipe
-        while self.step < recipe.train.steps:
-            started = time.monotonic()
-            self.watch.note(f"reading the records of step {self.step + 1}")
-            batch = next(batches)
-            waited = time.monotonic() - started
-            assert batch.step == self.step, (batch.step, self.step)
+        recipe, started = self.recipe, time.monotonic()
+        coming = self.announce(batches)
+        while coming:
             self.watch.note(f"at the beginning of step {self.step + 1}")
-            agreed = self.agree(batch, flush=started - self.last_flush >= FLUSH_SECONDS)
+            agreed, batch = coming.agreed(), coming.batch
             if agreed.stop:
                 return self.stop_early()
             check_targets(agreed, self.step + 1, recipe)
+            ahead = self.announce(batches)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.condemned:
                 leave_out_step(self.engine)
             else:
-                self.pending.append(Pending(self.train_step(batch, agreed, started, waited), batch))
-                self.pending[-1].record.measured.update(self.times)
-                self.times.clear()
+                self.pending.append(Pending(self.train_step(batch, agreed, started), batch))
+                self.pending[-1].record.measured.update(self.keeper.times)
+                self.keeper.times.clear()
             self.trace_step(batch)
             self.step, self.state = self.step + 1, batch.state
             self.count_dropped(agreed.too_long)
-            if agreed.written == self.process.world:
-                self.settle()
+            if agreed.written == self.process.world and coming.saving == self.keeper.under_way:
+                self.keeper.settle()
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
             measured = self.validation.due(self.step)
             if agreed.flush or last or due or measured:
@@ -167,6 +175,7 @@ class Trainer:
             due |= measured and self.measure()
             if last or due:
                 self.save(must=last)
+            coming, started = ahead, time.monotonic()
         self.finish_jobs()
         if self.too_long.total():
             long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
@@ -174,17 +183,36 @@ class Trainer:
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
-    def agree(self, batch: StepBatch, flush: bool) -> Agreed:
-        """The step's numbers of all ranks, by one small message."""
+    def announce(self, batches: Iterator[StepBatch]) -> "Coming | None":
+        """The next step that has not been announced; None after the last. Its numbers travel, in one small message,
+        while the step before it is made. What is wrong with its records is raised when it is its turn."""
+        if self.announced == self.recipe.train.steps:
+            return None
+        self.announced += 1
+        self.watch.note(f"reading the records of step {self.announced}")
+        started = time.monotonic()
+        try:
+            batch = next(batches)
+        except Exception as error:
+            return Coming(None, partial(_raise, error), None)
+        assert batch.step == self.announced - 1, (batch.step, self.announced)
+        now = time.monotonic()
+        self.waited += now - started
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
-        asked = [int(bool(self.stop)), int(flush and self.process.is_main), int(self.saver.written)]
-        sums = iter(self.control.sum([*targets.values(), *work, *long.values(), batch.samples(), *asked]))
-        return Agreed(
-            {key: next(sums) for key in targets},
-            Work(*(next(sums) for _ in work)),
-            Counter({stream: next(sums) for stream in long}),
-            *sums,
-        )
+        flush = self.process.is_main and now - self.last_flush >= FLUSH_SECONDS
+        asked = [int(bool(self.stop)), int(flush), int(self.keeper.saver.written)]
+        finish = self.control.begin_sum([*targets.values(), *work, *long.values(), batch.samples(), *asked])
+
+        def agreed() -> Agreed:
+            sums = iter(finish())
+            return Agreed(
+                {key: next(sums) for key in targets},
+                Work(*(next(sums) for _ in work)),
+                Counter({stream: next(sums) for stream in long}),
+                *sums,
+            )
+
+        return Coming(batch, agreed, self.keeper.under_way)
 
     def count_dropped(self, too_long: Counter[str]) -> None:
         """Of a step that is done. Warns once of each stream that drops more than a few per cent."""
@@ -198,7 +226,7 @@ class Trainer:
                 LOG.warning(line)
             self.warned.add(stream)
 
-    def train_step(self, batch: StepBatch, agreed: Agreed, started: float, waited: float) -> StepRecord:
+    def train_step(self, batch: StepBatch, agreed: Agreed, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
         # Also in the first step: what a measurement takes of memory shows at once.
@@ -219,7 +247,7 @@ class Trainer:
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         measured = norms | (self.alignment_scores() if measure else {})
-        seconds = time.monotonic() - started
+        seconds, waited, self.waited = time.monotonic() - started, self.waited, 0.0
         return StepRecord(
             step=self.step + 1,
             sums=sums,
@@ -313,21 +341,21 @@ class Trainer:
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Raises NotFinite, when the records of the step are written down. finite: this rank's own losses."""
-        self.settle()
-        path = self.out / NOT_FINITE
+        self.keeper.settle()
+        path, newest = self.out / NOT_FINITE, self.keeper.good
         ranks = self.control.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk is not what ends the run
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        good = f"the newest good checkpoint is of step {self.good}" if self.good is not None else "none was saved"
+        good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
             f"on from there into another --out (--resume DIR) with a lower train.lr or weight, or let the run go back "
             f"by itself (train.rollbacks)",
             # What fp16 skips has changed nothing: of steps skipped in a row the update before them is the bad one.
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
-            self.good,
+            newest,
         )
 
     def trace_step(self, batch: StepBatch) -> None:
@@ -342,55 +370,13 @@ class Trainer:
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """A checkpoint of the steps done, where there is none yet. must: wait for it, and raise OSError without it."""
+        """A checkpoint of the steps done. must: wait for it, and raise OSError without it."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
-        self.settle()
-        if self.step == self.saved:
-            return
-        wait, started = must or not self.recipe.checkpoint.background, time.monotonic()
-        self.watch.note(f"saving step {self.step}")
-        self.sound = not self.skips.in_a_row
-        self.saver.begin(self.step, self.manifest(), self.write_more, copies=not wait)
-        self.note_wait(started)
-        if wait:
-            self.settle(must)
-
-    def settle(self, must: bool = False) -> None:
-        """Publish the checkpoint under way, once all ranks have written it. All ranks call it together."""
-        if self.saver.step is None:
-            return
-        started, step, path = time.monotonic(), self.saver.step, self.saver.final
-        self.watch.note(f"waiting for the checkpoint of step {step}")
-        problem, seconds = self.saver.finish()
-        if problem and must:
-            then = "begin" if self.saved is None else f"go on from step {self.saved}"
-            text = f"step {step} is not saved ({problem}); free some disk space to {then}"
-            raise OSError(errno.EIO, text, str(self.saver.folder))
-        if problem and self.process.is_main:
-            self.alarm.set(
-                f"step {step} is not saved ({problem}); training goes on, older checkpoints are untouched, and the "
-                f"next save tries again"
-            )
-        if not problem:
-            self.saved, self.good = step, step if self.sound else self.good
-            if self.process.is_main:
-                self.alarm.clear()
-                self.validation.saved(step, path)
-                needed = self.validation.needed() | ({self.good} if self.good is not None else set())
-                checkpoints.clean(self.saver.folder, self.recipe.checkpoint.keep, needed)
-        self.note_wait(started)
-        self.times["save_write_s"] = seconds
-        if not problem:
-            LOG.info(f"saved {path} in {seconds:.2f} s, for which training waited {self.blocked:.2f} s")
-        self.blocked = 0.0
-
-    def note_wait(self, started: float) -> None:
-        seconds = time.monotonic() - started
-        self.blocked += seconds
-        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
+        behind, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
+        self.keeper.save(self.step, self.manifest(), self.write_more, sound=sound, behind=behind, must=must)
 
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
