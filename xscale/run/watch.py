@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -24,8 +25,9 @@ from xscale.run.metrics import LOG
 LOOK_SECONDS = 5.0
 """Between looks, at most."""
 FIRST_WARNING_SECONDS = 60.0
-ANSWER = timedelta(seconds=3)
-"""How long the store is waited for; it lives in rank 0, which may be the one that is stopped."""
+ANSWER = 3.0
+"""Seconds that the store is waited for. It may live in rank 0, which may be the one that is stopped: of that no timeout
+of the store's own knows."""
 END_SECONDS = 8.0
 """From a rank's last words to its end: others, which look at other moments, must have said theirs. It ends then also
 where its log is on the file system that hangs."""
@@ -56,6 +58,7 @@ class Watch:
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last new beat of each rank, and when it came."""
         self.closed = threading.Event()
+        self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
         """The rank has come so far: called from its main thread, many times a step."""
@@ -73,14 +76,14 @@ class Watch:
 
     def _look(self) -> None:
         assert self.limit is not None
-        store = self._join()
+        store = self._within(self._join)
         pause = min(LOOK_SECONDS, self.limit / 8)
         warned, number = FIRST_WARNING_SECONDS, 0
         while True:
             number += 1
             if store:
-                with suppress(Exception):  # without an answer nobody is named
-                    store.set(self._key(self.process.rank), json.dumps(Beat(number, self.marks, self.doing)))
+                beat = json.dumps(Beat(number, self.marks, self.doing))
+                self._within(partial(store.set, self._key(self.process.rank), beat))
             if self.closed.wait(pause):
                 return
             still = time.monotonic() - self.since
@@ -98,10 +101,23 @@ class Watch:
         """A connection of the thread's own: the main thread's may be waiting for an answer."""
         if self.process.world == 1:
             return None
-        with suppress(Exception):
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            return dist.TCPStore(host, port, is_master=False, timeout=ANSWER, wait_for_workers=False)
-        return None
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        timeout = timedelta(seconds=ANSWER)
+        return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    def _within(self, ask: Callable[[], Any]) -> Any:
+        """What the store answers; None where it does not, now or since before."""
+        answers: list[Any] = []
+
+        def run() -> None:
+            with suppress(Exception):
+                answers.append(ask())
+
+        if self.asking is None or not self.asking.is_alive():
+            self.asking = threading.Thread(target=run, name="xscale-watch-ask", daemon=True)
+            self.asking.start()
+            self.asking.join(ANSWER)
+        return answers[0] if answers else None
 
     @staticmethod
     def _key(rank: int) -> str:
@@ -115,16 +131,18 @@ class Watch:
             return "logs/rank0.log may say for whom it waits"
         if store is None:
             return "the other ranks cannot be asked"
+        beats = self._within(partial(self._beats, store))
+        if beats is None:
+            return f"{self.names[0]} does not answer"
         now = time.monotonic()
-        with suppress(Exception):
-            for rank in range(self.process.world):
-                if not store.check([self._key(rank)]):
-                    continue
-                beat = Beat(*json.loads(store.get(self._key(rank))))
-                if rank not in self.heard or self.heard[rank][0].number != beat.number:
-                    self.heard[rank] = beat, now
-            return self._missing(now)
-        return f"{self.names[0]} does not answer"
+        for rank, beat in beats.items():
+            if rank not in self.heard or self.heard[rank][0].number != beat.number:
+                self.heard[rank] = beat, now
+        return self._missing(now)
+
+    def _beats(self, store: dist.Store) -> dict[int, Beat]:
+        keys = {rank: self._key(rank) for rank in range(self.process.world)}
+        return {rank: Beat(*json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _missing(self, now: float) -> str:
         assert self.limit is not None
