@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from data_tools import write_shards
 from data_tools.demo_world import World
+from data_tools.ranks import Ranks
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint
@@ -40,7 +41,7 @@ def heldout(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         sentences = [line for number in range(5001, 5009) for line in world.document(language, number)]
         (folder / f"{language}.txt").write_text("\n".join(sentences) + "\n", encoding="utf-8")
         text = ["--text", str(folder / f"{language}.txt"), "--lang", language, "--out", str(folder / language)]
-        assert write_shards.main(["mono", *text]) == 0
+        write_shards.main(Ranks(), ["mono", *text])
     (folder / "pairs").symlink_to(demo / "heldout" / "pairs")
     return folder
 
@@ -102,7 +103,7 @@ def test_losses_by_language(demo: Path) -> None:
 def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     """Every stream's own loss on records that are held out, beside transformers where it masks; twice the same; no
     dropout, no smoothing; the queue and the random numbers of the training are left alone."""
-    queue = ["streams.ppa.queue_size=64"] if recipe in ("mixed", "ppa") else []
+    queue = ["streams.ppa.queue_size=128"] if recipe in ("mixed", "ppa") else []
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
     job = prepare(recipe, sets, [demo]).calibrated()
     engine = engine_of(job)

@@ -142,7 +142,9 @@ class Trainer:
         self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
-        if (job.lexicons or job.measured) and (self.recipe.train.measure_every or self.measured_words in tasks.values()):
+        if (job.lexicons or job.measured) and (
+            self.recipe.train.measure_every or self.measured_words in tasks.values()
+        ):
             here.control.from_main(lambda: self.gold.update(gold_of(job, here.out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:

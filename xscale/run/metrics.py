@@ -299,11 +299,11 @@ class Tracker:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
         self._call("log", numbers, step=entry["step"])
 
-    def _call(self, name: str, *arguments: Any, **named: Any) -> None:
+    def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
         if self.alarm.on:
             return
         try:
-            getattr(importlib.import_module(self.name), name)(*arguments, **named)
+            getattr(importlib.import_module(self.name), function)(*arguments, **named)
         except Exception as error:
             self.alarm.set(f"{error}; training goes on without, metrics.jsonl has everything")
 
