@@ -71,6 +71,12 @@ class StepBatch:
         """Targets on this rank of each (stream, term)."""
         return {key: sum(row.targets[key] for row in self.rows) for key in self.rows[0].targets}
 
+    def beside(self) -> dict[str, int]:
+        """By stream, how many states a companion reads."""
+        return {
+            stream: sum(len(row.inputs.beside[stream][1]) for row in self.rows) for stream in self.rows[0].inputs.beside
+        }
+
     def counts(self) -> dict[tuple[str, str, str], int]:
         """Row.counts of all rows."""
         return {key: sum(row.counts[key] for row in self.rows) for key in self.rows[0].counts}

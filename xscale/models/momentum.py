@@ -139,17 +139,19 @@ class GlobalBatch:
         records = torch.zeros_like(numbers_B) if records_B is None else records_B
         self._parts.append((vectors_BD, torch.stack([numbers_B, records], 1)))
 
-    def take(self) -> tuple[Tensor, Tensor]:
-        """Vectors [N, D] and whose they are [N]. All ranks call it together. The host does not wait for the device."""
+    def take(self, counts: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Vectors [N, D] and whose they are [N]. All ranks call it together. The host does not wait for the device.
+        counts: vectors of each rank; None: ranks ask each other."""
         vectors, numbers_N2 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
         self._parts.clear()
         if dist.is_initialized() and dist.get_world_size() > 1:
-            vectors, numbers_N2 = self._gather(vectors, numbers_N2)
+            vectors, numbers_N2 = self._gather(vectors, numbers_N2, counts or self._counts(len(vectors)))
         order = numbers_N2[:, 0].argsort()
         return vectors[order], numbers_N2[order, 1]
 
-    def _gather(self, vectors: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        counts, width = self._counts(len(vectors)), vectors.shape[1]
+    def _gather(self, vectors: Tensor, numbers: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
+        width = vectors.shape[1]
         rows = torch.cat([vectors, numbers.view(vectors.dtype)], 1)  # bit by bit, so that one message takes both
         rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
         everyone = [torch.empty_like(rows) for _ in counts]

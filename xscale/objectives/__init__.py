@@ -1,7 +1,17 @@
 """One paper, one file. A new objective is a new line in this table, here or by a plug-in (xscale/plugins.py)."""
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
-from xscale.objectives.base import Companion, Losses, Objective, Parts, Prediction, Prefilled, Scheduled, own_share
+from xscale.objectives.base import (
+    Companion,
+    Gathering,
+    Losses,
+    Objective,
+    Parts,
+    Prediction,
+    Prefilled,
+    Scheduled,
+    own_share,
+)
 
 OBJECTIVES: dict[str, Objective] = {
     "align_mlm": align_mlm.OBJECTIVE,
@@ -16,6 +26,7 @@ OBJECTIVES: dict[str, Objective] = {
 __all__ = [
     "OBJECTIVES",
     "Companion",
+    "Gathering",
     "Losses",
     "Objective",
     "Parts",

@@ -67,6 +67,14 @@ class Scheduled(Companion, Protocol):
 
 
 @runtime_checkable
+class Gathering(Companion, Protocol):
+    """A companion that gathers what it has read of all ranks, once a step."""
+
+    counts: list[int] | None
+    """How many states each rank reads in the step under way; None: the companion has to ask."""
+
+
+@runtime_checkable
 class Prefilled(Companion, Protocol):
     """A companion that reads samples of its stream before step 1, with the initial weights."""
 

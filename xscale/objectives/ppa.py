@@ -212,6 +212,8 @@ class Moco:
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
         """Optimizer steps done, and those of the run, which the step's module says."""
+        self.counts: list[int] | None = None
+        """Keys of each rank in the step under way."""
         self._batch = GlobalBatch()
 
     @torch.no_grad()
@@ -233,7 +235,7 @@ class Moco:
 
     def _enqueue(self, step: int) -> None:
         if self._batch:
-            keys_ND, records_N = self._batch.take()
+            keys_ND, records_N = self._batch.take(self.counts)
             self.queue.push(keys_ND, step, records_N)
 
     def finish_prefill(self) -> int:

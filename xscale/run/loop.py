@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -18,6 +19,7 @@ from xscale.data.loader import StepBatch
 from xscale.data.row import Work
 from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
+from xscale.objectives import Gathering
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run.checkpoint import Checkpoint
@@ -89,6 +91,8 @@ class Agreed(NamedTuple):
     flush: int
     written: int = 0
     """How many ranks have written their part of the checkpoint under way."""
+    beside: dict[str, list[int]] = {}  # noqa: RUF012
+    """By stream whose companion gathers, how many states it reads on each rank."""
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -133,6 +137,8 @@ class Trainer:
         self.pending: list[Pending] = []
         self.pace = Pace(here.watch.names)
         self.last_flush = time.monotonic()
+        companions = here.engine.module.companions.items()
+        self.gathering = {stream: one for stream, one in companions if isinstance(one, Gathering)}
         self.flops = StepFlops(here.engine.module.encoder)
         self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
         tasks = find_tasks(job, here.engine, here.process, self.measured_words)
@@ -203,7 +209,11 @@ class Trainer:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and now - self.last_flush >= FLUSH_SECONDS
         asked = [int(bool(self.stop)), int(flush), int(self.keeper.saver.written)]
-        finish = self.control.begin_sum([*targets.values(), *work, *long.values(), batch.samples(), *asked])
+        rank, world = self.process.rank, self.process.world
+        own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}
+        of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
+        numbers = [*targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
+        finish = self.control.begin_sum(numbers)
 
         def agreed() -> Agreed:
             sums = iter(finish())
@@ -211,7 +221,8 @@ class Trainer:
                 {key: next(sums) for key in targets},
                 Work(*(next(sums) for _ in work)),
                 Counter({stream: next(sums) for stream in long}),
-                *sums,
+                *islice(sums, 1 + len(asked)),
+                {stream: [*islice(sums, world)] for stream in own},
             )
 
         return Coming(batch, agreed, self.keeper.under_way)
@@ -233,6 +244,8 @@ class Trainer:
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
         # Also in the first step: what a measurement takes of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
+        for stream, companion in self.gathering.items():
+            companion.counts = agreed.beside[stream]
         try:
             sums, norms = optimizer_step(
                 engine,
