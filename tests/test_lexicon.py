@@ -35,6 +35,7 @@ from xscale.data.lexicon import (
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.run import job as jobs
 
 
 @pytest.fixture
@@ -146,6 +147,28 @@ def test_only_dictionaries_of_the_data_s_languages(demo: Path, tmp_path: Path, d
     dictionary("lexicon/en-xx.0-5000.txt", "a b")
     assert find_lexicons(sources, tmp_path) == [lexicon / "en-xx.0-5000.txt"]
     assert find_lexicons(sources[:1], tmp_path) == [] and sources[0].langs == ("en",)
+
+
+def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
+    """Is left out of the scores, with a line; an objective that reads dictionaries, or who names it, is refused."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("pairs", "mono_en", "mono_xx", "tokenizer"):
+        (shards / name).symlink_to(demo / name)
+    (shards / "lexicon").mkdir()
+    bad = shards / "lexicon" / "en-xx.txt"
+    bad.write_text("one two three\n")
+    job = jobs.prepare("tlm", [], [shards])
+    assert job.measured == () and any("no alignment score by" in line and f"{bad}" in line for line in job.notes())
+    for recipe, sets in (("align_mlm", []), ("tlm", [f"data.lexicons=[{bad}]"])):
+        with pytest.raises(UserError, match="line 1"):
+            jobs.prepare(recipe, sets, [shards])
+
+
+def test_languages_that_differ_in_case() -> None:
+    jobs.check_language_names(["de", "en", "xx"])
+    with pytest.raises(UserError, match="text in EN and in en, which would be two languages"):
+        jobs.check_language_names(["EN", "de", "en"])
 
 
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:

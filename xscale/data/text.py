@@ -26,6 +26,8 @@ _FORMS = {
     b"\xfe\xff": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
 }
 """First bytes of what is no plain text."""
+_OLD_MAC = 8
+"""Carriage returns within a file's first line from which on they are its line ends."""
 _END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])|(?<=[。！？])")
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 
@@ -56,6 +58,8 @@ def _check_form(path: Path, line: bytes) -> None:
     form = next((form for start, form in _FORMS.items() if line.startswith(start)), None)
     if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
         form = _FORMS[b"\xff\xfe"]
+    if form is None and line.rstrip(b"\r\n").count(b"\r") >= _OLD_MAC:
+        form = "has the line ends of old Macs, \\r alone; convert it first: `tr '\\r' '\\n'`"
     if form:
         raise UserError(f"{path} {form}")
 

@@ -19,15 +19,26 @@ LINKED_SAMPLE = 16
 """Records of a source that are looked at for word links."""
 
 
-def load_lexicons(recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path) -> tuple[Lexicon, ...]:
-    """In the order of their names. Raises UserError where one is missing, malformed or the wrong way round."""
+def load_lexicons(
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path
+) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
+    """In the order of their names; and lines about those that are left out. Raises UserError where one that an
+    objective reads, or the recipe names, is missing, malformed or the wrong way round."""
     paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
-    lexicons = []
+    must = bool(recipe.data.lexicons) or any(
+        OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
+    )
+    lexicons, left_out = [], []
     for path in paths:
-        lexicon = load_lexicon(path, tokenizer)
-        check_order(lexicon, path, sources)
-        lexicons.append(lexicon)
-    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint)))
+        try:
+            lexicon = load_lexicon(path, tokenizer)
+            check_order(lexicon, path, sources)
+            lexicons.append(lexicon)
+        except UserError as error:
+            if must:
+                raise
+            left_out.append(f"warning: no alignment score by {path}: {error}")
+    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint))), tuple(left_out)
 
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:

@@ -66,6 +66,8 @@ class Job:
     """Whether the two sentences of a pair have token types of their own."""
     unseen: float
     """Share of the dictionaries' entries that neither this run nor the one of model.init trains."""
+    left_out: tuple[str, ...] = ()
+    """Lines about dictionaries that could not be measured with."""
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
@@ -117,6 +119,7 @@ class Job:
         """Lines to print before anything is trained."""
         heldout = self.recipe.data.lexicon_heldout
         lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
+        lines += self.left_out
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -264,7 +267,8 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
     check_tokenizer(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
-    found = load_lexicons(recipe, tokenizer, sources, data[0])
+    check_language_names(languages)
+    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0])
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
@@ -282,7 +286,20 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
         dictionaries,
         uses_segments(recipe, tokenizer),
         min(before, recipe.data.lexicon_heldout),
+        left_out,
     )
+
+
+def check_language_names(languages: list[str]) -> None:
+    """Raises UserError for two that differ in case alone."""
+    of_lower: dict[str, str] = {}
+    for name in languages:
+        other = of_lower.setdefault(name.lower(), name)
+        if other != name:
+            raise UserError(
+                f"--data has text in {other} and in {name}, which would be two languages; write the shards of one of "
+                f"them again under the other's name (--lang, --langs)"
+            )
 
 
 def check_sizes(sources: list[Source], control: Control | None) -> None:
