@@ -166,7 +166,7 @@ class Trainer:
             ahead = self.announce(batches)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.condemned:
-                leave_out_step(self.engine)
+                self.leave_out(agreed)
             else:
                 self.pending.append(Pending(self.train_step(batch, agreed, started), batch))
                 self.pending[-1].record.measured.update(self.keeper.times)
@@ -190,6 +190,16 @@ class Trainer:
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
+
+    def leave_out(self, agreed: Agreed) -> None:
+        """A step that reads its records and changes nothing."""
+        self.flush()
+        leave_out_step(self.engine)
+        if self.reporter:
+            numbers = {"samples": agreed.samples, "tokens": agreed.work.tokens}
+            self.reporter.metrics.write(
+                {"step": self.step + 1, "loss": None, "skipped": 1, "condemned": True} | numbers
+            )
 
     def announce(self, batches: Iterator[StepBatch]) -> "Coming | None":
         """The next step that has not been announced; None after the last. Its numbers travel, in one small message,

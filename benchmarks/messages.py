@@ -1,0 +1,73 @@
+"""What a step waits for the small message by which ranks agree on it: nothing, since it travels during the step before.
+
+    python benchmarks/messages.py [--delay 0.05] [--steps 40]
+
+Two ranks train `mixed` on the demo corpus, with messages as they are and with messages that take longer, in turn, three
+times each. It prints the median step of each run; in a loop that waited, they would differ by the delay.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from common import print_table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(arguments: list[str], delay: float) -> None:
+    """One rank, whose messages arrive `delay` seconds after they were sent, or later."""
+    from xscale import train
+    from xscale.ranks import Control
+
+    begin = Control.begin_sum
+
+    def begin_sum(self: Control, numbers: list[int]) -> Callable[[], list[int]]:
+        finish, arrives = begin(self, numbers), time.monotonic() + delay
+
+        def late() -> list[int]:
+            time.sleep(max(0.0, arrives - time.monotonic()))
+            return finish()
+
+        return late
+
+    Control.begin_sum = begin_sum  # type: ignore[method-assign]
+    code = train.main(arguments)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def median_step(delay: float, steps: int, folder: Path) -> float:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29517"]
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--out", str(folder)]
+    words = [*common, "--steps", str(steps), "--set", "train.measure_every=0", "streams.ppa.queue_size=256"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "DELAY": str(delay)}
+    subprocess.run([*launcher, __file__, "--rank", *words], cwd=ROOT, env=env, check=True, stdout=subprocess.DEVNULL)
+    seconds = [json.loads(line)["step_s"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return median(seconds[5:])
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--rank"]:
+        train(sys.argv[2:], float(os.environ["DELAY"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--delay", type=float, default=0.05, help="seconds")
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(3):
+            pair = [median_step(d, args.steps, Path(folder) / f"{number}-{d}") for d in (0.0, args.delay)]
+            rows.append([str(number), *(f"{1000 * s:.0f}" for s in pair), f"{pair[1] / pair[0]:.3f}"])
+    print_table(["pair", "ms a step", f"with messages of {1000 * args.delay:.0f} ms", "ratio"], rows)
+
+
+if __name__ == "__main__":
+    main()
