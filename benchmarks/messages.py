@@ -66,7 +66,9 @@ def main() -> None:
         for number in range(3):
             pair = [median_step(d, args.steps, Path(folder) / f"{number}-{d}") for d in (0.0, args.delay)]
             rows.append([str(number), *(f"{1000 * s:.0f}" for s in pair), f"{pair[1] / pair[0]:.3f}"])
-    print_table(["pair", "ms a step", f"with messages of {1000 * args.delay:.0f} ms", "ratio"], rows)
+    print_table(
+        "The message of a step", ["pair", "ms a step", f"with messages of {1000 * args.delay:.0f} ms", "ratio"], rows
+    )
 
 
 if __name__ == "__main__":
