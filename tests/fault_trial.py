@@ -141,7 +141,7 @@ class Trial:
         """SIGSTOP for good: the others end the run."""
         self.live(lambda process: os.kill(self.random.choice(self.ranks(process)), signal.SIGSTOP))
         said = json.loads((self.out / "status.json").read_text())
-        assert said["code"] == 5 and "has not answered" in said["why"], said
+        assert said["code"] == 5 and "answer" in said["why"], said
 
     def pause_rank(self) -> None:
         """SIGSTOP for a moment, of which nothing must be seen; then an end by SIGTERM."""
