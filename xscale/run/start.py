@@ -22,7 +22,7 @@ from xscale.run.job import Job, prepare
 from xscale.run.loop import Surroundings, Trainer
 from xscale.run.metrics import LOG, start_logging
 from xscale.run.prefill import prefill
-from xscale.run.status import DONE, STOPPED, STUCK, Status
+from xscale.run.status import DONE, STOPPED, Status
 from xscale.run.stop import StopRequest
 from xscale.run.watch import Watch, names_of_ranks
 from xscale.step import engine as engines
@@ -38,8 +38,8 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
     control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
     status.ours = True
     log = start_logging(args.out, process.rank)
-    watch = Watch(process, names_of_ranks(control), log, lambda why: status.ended(STUCK, why), STUCK)
-    watch.begin(job.recipe.train.stall_limit)
+    watch = Watch(process, names_of_ranks(control), log, status.cut_off, stop)
+    watch.begin(job.recipe.train.stall_limit, job.recipe.train.stop_limit)
     with closing(watch):
         hardware = Hardware.here()
         config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
