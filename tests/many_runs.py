@@ -1,6 +1,8 @@
 """Several training runs in one launch, since importing torch and deepspeed costs seconds: `torchrun ... FILE.json`.
 
-FILE.json: a list of argument lists of xscale/train.py.
+FILE.json: a list of argument lists of xscale/train.py. With UNTIL=N in the environment a run stops after its step N, or
+the next.
+OUT/sent.RANKS.json then says for each step what its collectives were given: {"all_reduce": bytes, ...}.
 """
 
 import gc
@@ -8,14 +10,65 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
-from xscale import ranks
-from xscale.plugins import load_plugins
-from xscale.ranks import Control
-from xscale.run.start import train_run
-from xscale.run.status import Status
-from xscale.train import parse_arguments
+import torch.distributed as dist
+
+SENT: Counter[str] = Counter()
+"""By collective, bytes of whole tensors since the step began."""
+
+
+def count(name: str, kind: str, place: int) -> None:
+    """place: of the tensor among the arguments, or of a list of them."""
+    original = getattr(dist, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        keys = {"all_reduce": "tensor", "all_gather": "tensor_list", "all_gather_into_tensor": "output_tensor"}
+        given = args[place] if len(args) > place else kwargs[keys.get(name, "input")]
+        SENT[kind] += sum(tensor.nbytes for tensor in (given if isinstance(given, list) else [given]))
+        return original(*args, **kwargs)
+
+    setattr(dist, name, counted)
+
+
+for _name, _kind, _place in (
+    ("all_reduce", "all_reduce", 0),
+    ("all_gather", "all_gather", 0),
+    ("all_gather_into_tensor", "all_gather", 0),
+    ("reduce_scatter_tensor", "reduce_scatter", 1),
+):
+    count(_name, _kind, _place)  # before deepspeed takes them
+
+from xscale import ranks  # noqa: E402
+from xscale.plugins import load_plugins  # noqa: E402
+from xscale.ranks import Control  # noqa: E402
+from xscale.run import loop  # noqa: E402
+from xscale.run.start import train_run  # noqa: E402
+from xscale.run.status import DONE, STOPPED, Status  # noqa: E402
+from xscale.train import parse_arguments  # noqa: E402
+
+UNTIL = int(os.environ.get("UNTIL", "0"))
+steps: list[dict[str, int]] = []
+take_step, trace_step = loop.optimizer_step, loop.Trainer.trace_step
+
+
+def counted_step(*args: Any, **options: Any) -> Any:
+    SENT.clear()
+    made = take_step(*args, **options)
+    steps.append(dict(SENT))
+    return made
+
+
+def stopping_step(self: loop.Trainer, *args: Any) -> None:
+    trace_step(self, *args)
+    if self.step + 1 == UNTIL:
+        self.stop.reason = "the test"
+
+
+vars(loop)["optimizer_step"] = counted_step
+loop.Trainer.trace_step = stopping_step  # type: ignore[method-assign]
 
 process = ranks.find_process()
 ranks.start(process)
@@ -24,8 +77,11 @@ try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         args = parse_arguments(arguments)
         load_plugins(args.plugin)
+        steps.clear()
         code = train_run(args, process, control, Status(args.out, process))
-        assert code == 0, arguments
+        assert code in ((DONE, STOPPED) if UNTIL else (DONE,)), arguments
+        if process.is_main:
+            (args.out / f"sent.{process.world}.json").write_text(json.dumps(steps))
         gc.collect()  # engines are cycles
     control.barrier()
     code = 0

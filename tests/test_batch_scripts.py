@@ -11,16 +11,21 @@ from tests.launch import ROOT
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
 
 
-def run(tmp_path: Path, script: str, srun: str, **environment: str) -> tuple[int, list[str], list[str]]:
-    """Exit code, srun's words, scontrol's. srun: what it does then."""
-    for name, body in (("srun", srun), ("scontrol", "")):
-        (tmp_path / name).write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/{name}.words\n{body}\n')
+def run(tmp_path: Path, script: str, srun: str, *more: str, **environment: str) -> tuple[int, list[str], list[str]]:
+    """Exit code, srun's words, and the lines of scontrol's calls, which knows a job's comment. srun: what it does."""
+    words = {name: tmp_path / f"{name}.words" for name in ("srun", "scontrol")}
+    comment = f'sed -n "s/.*comment=/   Comment=/p" {words["scontrol"]} | tail -n 1'
+    bodies = {
+        "srun": f'printf "%s\\n" "$@" > {words["srun"]}\n{srun}',
+        "scontrol": f'[ "$1" = show ] && {comment} || echo "$@" >> {words["scontrol"]}',
+    }
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_JOB_ID": "7", "VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"} | environment
-    command = ["bash", f"slurm/{script}.sbatch", "--recipe", "a b"]
+    command = ["bash", f"slurm/{script}.sbatch", *more, "--recipe", "a b"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=20)
-    words = [tmp_path / f"{name}.words" for name in ("srun", "scontrol")]
-    return done.returncode, *(path.read_text().splitlines() if path.exists() else [] for path in words)
+    return done.returncode, *(path.read_text().splitlines() if path.exists() else [] for path in words.values())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +47,23 @@ def run(tmp_path: Path, script: str, srun: str, **environment: str) -> tuple[int
 def test_what_requeues_a_job(tmp_path: Path, srun: str, requeued: bool) -> None:
     _, words, called = run(tmp_path, "pretrain", srun)
     assert words[-4:] == ["python", "xscale/train.py", "--recipe", "a b"]
-    assert called == (["requeue", "7"] if requeued else [])
+    assert called == (["requeue 7"] if requeued else [])
+
+
+@pytest.mark.parametrize("code", [4, 5])
+def test_what_the_machine_has_ended_is_tried_again(tmp_path: Path, code: int) -> None:
+    """Three times in a row, and three times more once there is a new checkpoint; then the job ends with its code."""
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    tries = []
+    for newest in ("", "", "step_00000005", *["step_00000010"] * 5):
+        if newest:
+            latest.parent.mkdir(parents=True, exist_ok=True)
+            latest.write_text(newest)
+        ended, _, called = run(tmp_path, "pretrain", f"exit {code}", f"--out={tmp_path / 'run'}")
+        assert ended == code
+        tries.append(called.count("requeue 7"))
+    assert tries == [1, 2, 3, 4, 5, 6, 6, 6]
+    assert called[-2:] == ["update jobid=7 comment=retry 3 step_00000010", "requeue 7"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +76,7 @@ def test_what_requeues_a_job(tmp_path: Path, srun: str, requeued: bool) -> None:
 def test_container(tmp_path: Path, image: str, expected: list[str]) -> None:
     code, words, called = run(tmp_path, "container", "env > $0.env; exit 75", IMAGE=image, MOUNTS="/a,/b")
     assert words[3:] == [*expected, "python", "xscale/train.py", "--recipe", "a b"]
-    assert code == 75 and called == ["requeue", "7"]
+    assert code == 75 and called == ["requeue 7"]
     assert "\nMASTER_ADDR=" in (tmp_path / "srun.env").read_text()
 
 

@@ -143,17 +143,6 @@ def test_one_copy_moves_all_arrays() -> None:
     assert len({t.untyped_storage().data_ptr() for t in moved}) == 1
 
 
-def test_counters_move_to_where_the_fused_optimizer_reads_them() -> None:
-    here, there, plain = (nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta", "meta"))
-    groups = [{"params": [here, there], "fused": True}, {"params": [plain]}]
-    optimizer = torch.optim.AdamW(groups)
-    for p in (here, there, plain):
-        optimizer.state[p] = {"step": torch.tensor(7.0), "exp_avg": torch.zeros_like(p)}
-    checkpoint.move_counters(optimizer)
-    assert [optimizer.state[p]["step"].device.type for p in (here, there, plain)] == ["cpu", "meta", "cpu"]
-    assert optimizer.state[here]["step"] == 7
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -18,7 +18,7 @@ FLOORS = (
     {"step"},
     {"eval"},
     {"run"},
-    {"train", "export", "conformance"},
+    {"train", "export", "conformance", "doctor"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run"}

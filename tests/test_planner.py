@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,14 @@ def test_plans_of_the_process_are_those_of_the_mixture() -> None:
     for a, b in zip(one, other, strict=True):
         assert (a.step, a.state, plain(a)) == (b.step, b.state, plain(b))
     assert multiprocessing.active_children() == []
+
+
+def test_processes_are_called_by_what_they_are() -> None:
+    """A worker's signal, or its memory, is not taken for the trainer's."""
+    batches = through_workers(mixture(1, 3, 100), 2, 100)
+    next(batches)
+    names = {Path(f"/proc/{child.pid}/comm").read_text() for child in multiprocessing.active_children()}
+    assert names == {"xscale1 plan\n", "xscale1 load0\n", "xscale1 load1\n"}
 
 
 def test_an_error_of_the_plan_is_the_run_s() -> None:

@@ -4,15 +4,21 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import launch
+from xscale.ranks import Process
 from xscale.run import checkpoint as checkpoints
+from xscale.run import watch
 from xscale.run.pace import LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Pace, Skips
+from xscale.run.status import STOPPED
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -44,6 +50,63 @@ def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
                                               "train.lr, or take bf16"]  # fmt: skip
     said = [skips.count(False, scale) for scale in (2.0, LOW_SCALE, LOW_SCALE, 2.0, LOW_SCALE)]
     assert [bool(line) for line in said] == [False, True, False, False, True]
+
+
+HANGS = """
+import ctypes, os, signal, sys
+from pathlib import Path
+from xscale.ranks import Process
+from xscale.run import watch
+from xscale.run.status import Status
+from xscale.run.stop import StopRequest, hold
+
+hold()
+watch.END_SECONDS = 0.2
+out, alone = Path(sys.argv[1]), Process(0, 1, 0, 1)
+stop, status = StopRequest(None), Status(out, alone)
+status.ours = True
+status.running()
+found = watch.Watch(alone, ["rank 0"], out / "rank0.log", status.cut_off, stop)
+found.begin(None, 0.5 / 60)
+found.note("in step 8")
+os.kill(os.getpid(), signal.SIGTERM)
+lock = ctypes.create_string_buffer(64)
+for _ in range(2):  # the second time for ever, where Python runs no handler
+    ctypes.CDLL(None).pthread_mutex_lock(lock)
+"""
+
+
+def test_a_step_that_does_not_end_after_a_signal(tmp_path: Path) -> None:
+    """75, and stacks."""
+    done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], cwd=launch.ROOT, timeout=120)
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert (done.returncode, told["status"], told["code"]) == (STOPPED, "stopped", STOPPED)
+    assert told["why"].startswith("SIGTERM, but no step has ended in 0 s, in step 8; it is the only rank")
+    assert "stacks of this rank" in (tmp_path / "rank0.log").read_text()
+
+
+@pytest.mark.parametrize(("doing", "ends"), [("in a step", True), ("saving", False), ("not told", False)])
+def test_a_run_that_saves_may_take_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str, ends: bool
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(watch, "END_SECONDS", 0.0)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    stop: Any = Told("SIGUSR2" if doing != "not told" else "")
+    found = watch.Watch(Process(0, 1, 0, 1), ["rank 0"], tmp_path / "log", lambda code, why: ended.append(code), stop)
+    found.begin(None, 0.1 / 60)
+    found.stopping = doing == "saving"
+    time.sleep(0.5)
+    found.close()
+    assert set(ended) == ({STOPPED} if ends else set())
+
+
+class Told(str):
+    """A StopRequest's answer."""
+
+    @property
+    def why(self) -> str:
+        return str(self)
 
 
 @pytest.mark.slow
@@ -112,6 +175,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(
             assert time.monotonic() < end and process.poll() is None, process.communicate()[0][-3000:]
             time.sleep(0.2)
         (stopped,) = (pid for pid in launch.rank_pids(process) if f"process {pid}" in _log(out, which))
+        assert Path(f"/proc/{stopped}/comm").read_text() == f"xscale rank {which}\n"
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
         while (named := json.loads((out / "status.json").read_text()))["status"] == "running":

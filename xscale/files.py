@@ -4,6 +4,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,3 +85,22 @@ def sync(path: Path) -> None:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_speed(folder: Path, size: int = 64 << 20) -> float:
+    """Bytes a second that get to disk in a folder, by one process."""
+    data = os.urandom(1 << 20)  # a file system may compress
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        started = time.perf_counter()
+        for _ in range(size >> 20):
+            file.write(data)
+        os.fsync(file.fileno())
+        return size / (time.perf_counter() - started)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The path, or what is there of those above it."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

@@ -1,5 +1,7 @@
 """Where this process stands among the others, whichever launcher started it; and the small talk between ranks."""
 
+import contextlib
+import ctypes
 import logging
 import os
 import socket
@@ -65,6 +67,13 @@ def find_process() -> Process:
     if not 0 < number_of("MASTER_PORT", 0) < 1 << 16:
         raise UserError(f"MASTER_PORT={env['MASTER_PORT']} is no port; unset it, or choose one from 1024 to 65535")
     return process
+
+
+def name_process(name: str) -> None:
+    """What ps, top and /proc/PID/comm call it: the first 15 characters."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)
 
 
 def check_launch() -> None:

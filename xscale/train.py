@@ -47,10 +47,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
     parser.add_argument("--dry_run", action="store_true", help="resolve, validate and print everything; train nothing")
+    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry_run: plan for so many, on another machine")
     parser.add_argument("--trace", action="store_true", help="write the keys of every consumed record")
     parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.ranks is not None and not (args.dry_run and args.ranks > 0):
+        parser.error("--ranks N, of 1 or more, goes with --dry_run; a run has as many ranks as its launcher starts")
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     args.out = args.out or Path("runs") / Path(args.recipe).stem
     return args
@@ -101,6 +104,7 @@ def bring(args: argparse.Namespace, process: Process) -> None:
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     bring(args, process)
+    ranks.name_process(f"xscale rank {process.rank}")
     ranks.start(process)
     control = Control()
     code = train_run(args, process, control, status)

@@ -33,6 +33,7 @@ from xscale.data.shards import Source, pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import RankError, UserError
+from xscale.ranks import name_process
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
 """(samples, options of the stream, context) -> piece; a sample is a list of one or more examples."""
@@ -243,7 +244,7 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
         num_workers=workers,
         prefetch_factor=2 if workers else None,
         collate_fn=_same,
-        worker_init_fn=_leave_signals_to_parent,
+        worker_init_fn=partial(_begin_worker, mixture.rank),
     )
     return map(_unwrap, iter(loader))  # workers start now
 
@@ -281,6 +282,7 @@ def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
 
 
 def _plan(mixture: Mixture, steps: int, pipe: Connection) -> None:
+    name_process(f"xscale{mixture.rank} plan")
     _leave_signals_to_parent()
     with contextlib.suppress(BrokenPipeError):
         try:
@@ -310,12 +312,18 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _leave_signals_to_parent(worker: int = 0) -> None:
+def _begin_worker(rank: int, worker: int) -> None:
+    name_process(f"xscale{rank} load{worker}")
+    _leave_signals_to_parent()
+
+
+def _leave_signals_to_parent() -> None:
     """A worker inherits the trainer's handlers; the trainer alone decides when to stop, and a worker ends with it."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     allow_open_files()
+    signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -10,11 +10,8 @@ import errno
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -355,54 +352,23 @@ def clean(folder: Path, keep: int, needed: set[int]) -> None:
 def load(engine: Any, checkpoint: Checkpoint, control: Control) -> None:
     """Weights, optimizer, loss scale and schedule. The step and the stream's state are in the manifest.
 
-    A checkpoint of another number of ranks is converted to DeepSpeed's universal form first; the engine must have
-    been built with `load_universal` then (step/zero.py). At stage 0 every rank has all of it, and no form is needed.
+    One of another number of ranks, or another ZeRO stage, is read by parameter (step/rescale.py).
     """
-    path = checkpoint.path
-    universal = None
-    if checkpoint.ranks != control.size and engine.zero_optimization():
-        universal = path.with_name(path.name + ".universal" + PARTIAL)
-        if control.is_main:
-            _to_universal(path, universal)
-        control.barrier()
-    engine._config.load_universal_checkpoint = universal is not None  # a run that goes back loads again
-    loaded, _ = engine.load_checkpoint(str(path.parent), tag=(universal or path).name)
-    if loaded is None:
+    from xscale.step.rescale import load_rescaled
+
+    path, stage = checkpoint.path, engine.zero_optimization_stage()
+    before = checkpoint.engine["stage"] if checkpoint.engine else stage
+    if (checkpoint.ranks, before) != (control.size, stage):
+        load_rescaled(engine, path)
+    elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
         raise UserError(f"{path}: DeepSpeed found nothing to load there")
-    if universal:
-        move_counters(engine.basic_optimizer)
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     for name, state in _companions(checkpoint).items():
         engine.module.companions[name].load_state_dict(state)
     control.barrier()
-    if universal and control.is_main:
-        files.remove(universal)
-
-
-def move_counters(optimizer: torch.optim.Optimizer) -> None:
-    """Counters of steps come from a universal checkpoint on the CPU; torch's fused optimizers want them beside the
-    weights."""
-    for group in optimizer.param_groups:
-        states = [optimizer.state[p] for p in group["params"]] if group.get("fused") else []
-        for state in (state for state in states if "step" in state):  # not before step 1
-            state["step"] = state["step"].to(state["exp_avg"].device)
 
 
 def _companions(checkpoint: Checkpoint) -> dict[str, Any]:
     """Saved companion states by stream."""
     path = checkpoint.path / COMPANIONS
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}
-
-
-def _to_universal(path: Path, universal: Path) -> None:
-    """One file for each parameter's weight and optimizer state, independent of the number of ranks."""
-    files.remove(universal)
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_merge_workers", "1"]
-    done = subprocess.run(
-        [*command, "--input_folder", str(path), "--output_folder", str(universal), "--num_extract_workers", "1"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # its forked workers hang in torch's threads otherwise
-    )
-    if done.returncode:
-        raise RuntimeError(f"ds_to_universal failed on {path}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")

@@ -1,32 +1,42 @@
 """What --dry_run prints."""
 
 import argparse
+from pathlib import Path
 
 import yaml
 
 from xscale.ranks import Control, Process
 from xscale.run import folder
+from xscale.run.forecast import forecast
 from xscale.run.job import Job, prepare
 from xscale.run.start import calibration, check_engine
 from xscale.step import cost
-from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
 from xscale.step.engine import check_module
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Resolve and check all that a start of train.py would, and print it. args: train.py's. Raises UserError."""
+    if args.ranks:
+        process = Process(0, args.ranks, 0, args.ranks)
     job = prepare(args.recipe, args.set, args.data)
     folder.claim_out(args.out, job.identity(), args.resume)
     checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Control())
-    hardware = Hardware.here()
+    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
-    check_engine(checkpoint, config, process.world)
+    check_engine(checkpoint, config)
     print(*config.notes, *job.notes(), sep="\n")
-    describe(job.calibrated(calibration(job, checkpoint, Control())), config, process, hardware.device)
+    describe(job.calibrated(calibration(job, checkpoint, Control())), config, process, hardware.device, args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
 
 
-def describe(job: Job, config: EngineConfig, process: Process, device: str) -> None:
+def planned_hardware(ds_config: Path) -> Hardware:
+    """Of another machine: GPUs, for a ds_config that asks for half precision; else one like this."""
+    here, asked = Hardware.here(), read_ds_config(ds_config)
+    return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
+
+
+def describe(job: Job, config: EngineConfig, process: Process, device: str, out: Path) -> None:
     module = job.module()
     check_module(module, config.stage)
     parameters = sum(p.numel() for p in module.parameters())
@@ -47,8 +57,9 @@ def describe(job: Job, config: EngineConfig, process: Process, device: str) -> N
     print(*(f"heads: {note}\n" for note in module.notes), sep="", end="")
     rows, shape = job.fit(process, device)
     print(
-        f"ranks: {process.world}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"ranks: {process.world} of {device}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
         f"train.max_tokens {job.max_tokens(device):,}; precision: {config.precision}"
     )
     print(f"parameters: {parameters:,} (vocabulary {job.tokenizer.vocab_size:,})")
     print(cost.estimate(module, job.recipe, config.resolved, config.precision, process.world, device, shape.tokens))
+    print(*forecast(job, module, config, process.world, rows, out), sep="\n")

@@ -389,6 +389,7 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
+        self.watch.stopping = True
         self.flush()
         self.save(must=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")

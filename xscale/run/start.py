@@ -22,11 +22,10 @@ from xscale.run.job import Job, prepare
 from xscale.run.loop import Surroundings, Trainer
 from xscale.run.metrics import LOG, start_logging
 from xscale.run.prefill import prefill
-from xscale.run.status import DONE, STOPPED, STUCK, Status
+from xscale.run.status import DONE, STOPPED, Status
 from xscale.run.stop import StopRequest
 from xscale.run.watch import Watch, names_of_ranks
 from xscale.step import engine as engines
-from xscale.step import zero
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 
 
@@ -39,15 +38,15 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
     control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
     status.ours = True
     log = start_logging(args.out, process.rank)
-    watch = Watch(process, names_of_ranks(control), log, lambda why: status.ended(STUCK, why), STUCK)
-    watch.begin(job.recipe.train.stall_limit)
+    watch = Watch(process, names_of_ranks(control), log, status.cut_off, stop)
+    watch.begin(job.recipe.train.stall_limit, job.recipe.train.stop_limit)
     with closing(watch):
         hardware = Hardware.here()
         config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
         for note in [*config.notes, *job.notes()]:
             LOG.info(note)
         checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
-        check_engine(checkpoint, config, process.world)
+        check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
         if first >= job.recipe.train.steps:
             LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
@@ -128,17 +127,15 @@ def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpo
     return found
 
 
-def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int) -> None:
+def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Raises UserError where DeepSpeed could not load the checkpoint into such an engine."""
     saved = checkpoint.engine if checkpoint else None
     if checkpoint is None:
         return
-    stages = {config.stage, saved["stage"]} if saved else {config.stage}
-    if saved and (saved["precision"] != config.precision or not (len(stages) == 1 or stages == {1, 2})):
+    if saved and saved["precision"] != config.precision:
         raise UserError(
-            f"{checkpoint.path} was saved at ZeRO stage {saved['stage']} in {saved['precision']}, this ds_config asks "
-            f"for stage {config.stage} in {config.precision}; go on with the former, or start a new run from it: "
-            f"model.init={checkpoint.path} and another --out"
+            f"{checkpoint.path} was saved in {saved['precision']}, this ds_config asks for {config.precision}; go on "
+            f"with the former, or start a new run from it: model.init={checkpoint.path} and another --out"
         )
     kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved} if saved else {}
     changed = folder.compare(kept, {key: config.saved()[key] for key in kept})
@@ -147,8 +144,6 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig, world: int
             f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would go on with; go on with the "
             f"ds_config that it was started with:\n" + "\n".join(f"  {line}" for line in changed)
         )
-    if checkpoint.ranks != world:
-        zero.check_rescaled(config.stage, f"{checkpoint.path}", checkpoint.ranks, world)
 
 
 def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
@@ -194,8 +189,6 @@ def make_engine(
     control: Control,
 ) -> Any:
     """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
-    if checkpoint and checkpoint.ranks != control.size:
-        zero.load_rescaled(config.resolved)
     module = job.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)

@@ -71,11 +71,21 @@ class Status:
             self._write("running", None, "")
 
     def ended(self, code: int, why: str) -> None:
-        if self.process.is_main if code in NAMES or not self.ours else self._read() == "running":
-            try:
-                self._write(NAMES.get(code, "failed"), code, why)
-            except OSError as error:  # such as a full disk: the run has ended all the same
-                LOG.warning(f"{self.out / folder.STATUS} cannot be written ({error.strerror})")
+        if code not in NAMES and self.ours:
+            self.cut_off(code, why)
+        elif self.process.is_main:
+            self._tell(code, why)
+
+    def cut_off(self, code: int, why: str) -> None:
+        """An end that the ranks do not come to together: the first of them says why."""
+        if self._read() == "running":
+            self._tell(code, why)
+
+    def _tell(self, code: int, why: str) -> None:
+        try:
+            self._write(NAMES.get(code, "failed"), code, why)
+        except OSError as error:  # such as a full disk: the run has ended all the same
+            LOG.warning(f"{self.out / folder.STATUS} cannot be written ({error.strerror})")
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:

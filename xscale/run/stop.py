@@ -1,6 +1,7 @@
 """When a run should save and end before its last step."""
 
 import contextlib
+import os
 import signal
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import psutil
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
 PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 
@@ -21,15 +23,19 @@ def hold() -> None:
 
 
 class StopRequest:
-    """Set by a signal or the time limit; read at step boundaries."""
+    """Set by a signal or the time limit; read at step boundaries, and by the thread that waits for one (watch.py)."""
 
     def __init__(self, minutes: float | None):
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """Killed, some of them leave their ranks alone."""
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        for number in SIGNALS:
             signal.signal(number, self._note)  # of SIGUSR2 for threads from before `hold`
+        # Python runs a handler between two of its own instructions, and a collective that hangs is one: a signal is
+        # also written into a pipe, at once.
+        self.woken, told = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
         hold()
 
     def _note(self, number: int, frame: Any) -> None:
@@ -40,6 +46,9 @@ class StopRequest:
         return self.reason or "another rank was told to"
 
     def __bool__(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            for number in os.read(self.woken, 64):
+                self.reason = self.reason or (signal.Signals(number).name if number in SIGNALS else "")
         if not self.reason and signal.SIGUSR2 in signal.sigpending():
             self.reason = signal.SIGUSR2.name
         if not self.reason and self.deadline is not None and time.monotonic() >= self.deadline:

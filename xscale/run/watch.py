@@ -2,11 +2,13 @@
 
 Each tells the others, through the store by which they met, what its rank is doing. A rank that has come no further for
 `train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and ends with exit code 5:
-of a process that is stopped, of one that hangs in a file system, in a collective or in a lock.
+of a process that is stopped, of one that hangs in a file system, in a collective or in a lock. So does, with exit code
+75, one that was told to stop and for `train.stop_limit` minutes has not come to the end of a step.
 """
 
 import faulthandler
 import json
+import math
 import os
 import threading
 import time
@@ -21,6 +23,8 @@ import torch.distributed as dist
 
 from xscale.ranks import Control, Process
 from xscale.run.metrics import LOG
+from xscale.run.status import STOPPED, STUCK
+from xscale.run.stop import StopRequest
 
 LOOK_SECONDS = 5.0
 """Between looks, at most."""
@@ -48,13 +52,17 @@ class Beat(NamedTuple):
 class Watch:
     """What this rank is doing, and the thread that looks after it."""
 
-    def __init__(self, process: Process, names: list[str], stacks: Path, ended: Callable[[str], None], code: int):
-        """names: host and process of each rank; stacks: the file that they are written to; ended: told why the run
-        ends, before it does with `code`."""
-        self.process, self.names, self.stacks, self.ended, self.code = process, names, stacks, ended, code
+    def __init__(
+        self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
+    ):
+        """names: host and process of each rank; stacks: the file that they are written to; ended: told the exit code
+        and why, before the run ends so."""
+        self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
-        self.limit: float | None = None
+        self.limit = self.stop_limit = math.inf
         """Seconds."""
+        self.stopping = False
+        """Whether the step after which the run stops is over."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last new beat of each rank, and when it came."""
         self.closed = threading.Event()
@@ -64,21 +72,20 @@ class Watch:
         """The rank has come so far: called from its main thread, many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
-    def begin(self, minutes: float | None) -> None:
-        """minutes: train.stall_limit."""
+    def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
+        """minutes: train.stall_limit; stop_minutes: train.stop_limit."""
         self.note("starting")
-        if minutes is not None:
-            self.limit = 60 * minutes
+        self.limit, self.stop_limit = (math.inf if limit is None else 60 * limit for limit in (minutes, stop_minutes))
+        if min(self.limit, self.stop_limit) < math.inf:
             threading.Thread(target=self._look, name="xscale-watch", daemon=True).start()
 
     def close(self) -> None:
         self.closed.set()
 
     def _look(self) -> None:
-        assert self.limit is not None
         store = self._within(self._join)
-        pause = min(LOOK_SECONDS, self.limit / 8)
-        warned, number = FIRST_WARNING_SECONDS, 0
+        pause = min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
+        warned, number, told = FIRST_WARNING_SECONDS, 0, math.inf
         while True:
             number += 1
             if store:
@@ -86,14 +93,18 @@ class Watch:
                 self._within(partial(store.set, self._key(self.process.rank), beat))
             if self.closed.wait(pause):
                 return
+            told = min(told, time.monotonic() if self.stop else math.inf)
+            if time.monotonic() - told >= self.stop_limit and not self.stopping:
+                why = f"{self.stop.why}, but no step has ended in {self.stop_limit:.0f} s, {self.doing}"
+                self._end(f"{why}; {self._listen(store)}", STOPPED)
             still = time.monotonic() - self.since
             if still < min(self.limit / 2, warned):
                 warned = FIRST_WARNING_SECONDS
                 continue
             others = self._listen(store)
             if still >= self.limit:
-                self._end(f"no progress for {still:.0f} s, {self.doing}; {others}")
-            if still >= warned and self.process.is_main:
+                self._end(f"no progress for {still:.0f} s, {self.doing}; {others}", STUCK)
+            if still >= warned and self.limit < math.inf and self.process.is_main:
                 LOG.warning(f"no progress for {still:.0f} s, {self.doing}; {others}")
                 warned = 2 * still
 
@@ -145,9 +156,8 @@ class Watch:
         return {rank: Beat(*json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
 
     def _missing(self, now: float) -> str:
-        assert self.limit is not None
         absent = [name for rank, name in enumerate(self.names) if rank not in self.heard]
-        silent = 3 * min(LOOK_SECONDS, self.limit / 8)
+        silent = 3 * min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
         stopped = [
             f"{self.names[rank]} has not answered for {now - at:.0f} s (stopped, or its machine is gone)"
             for rank, (_, at) in sorted(self.heard.items())
@@ -162,14 +172,14 @@ class Watch:
             found = [f"{self.names[rank]} is behind, {self.heard[rank][0].doing}" for rank in behind]
         return "waiting for others: " + "; ".join(found[:8])
 
-    def _end(self, why: str) -> None:
-        threading.Timer(END_SECONDS, os._exit, [self.code]).start()
+    def _end(self, why: str, code: int) -> None:
+        threading.Timer(END_SECONDS, os._exit, [code]).start()
         with suppress(OSError), self.stacks.open("a") as file:
             file.write("stacks of this rank, which has come no further:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
-        self.ended(why)
+        self.ended(code, why)
         threading.Event().wait()
 
 

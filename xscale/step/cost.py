@@ -1,4 +1,4 @@
-"""What a step costs: memory by ZeRO stage, and model FLOPs."""
+"""What a run costs: memory and communication by ZeRO stage, the size of a checkpoint, and model FLOPs."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from xscale.data.row import Work
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.step.module import StepModule
+from xscale.step.zero import stage_of
 
+WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
+"""Bytes of a number."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """Dense 16-bit matrix FLOP/s of a device, from its data sheet; for MFU."""
 
@@ -24,15 +27,36 @@ def estimate(
     device: str,
     row_tokens: int,
 ) -> str:
-    """Memory of one rank, in lines: what stays, and the greatest of a row's passes, the update and a measurement.
+    """Memory of one rank, in lines: what stays, and the greatest of a row's passes, the update and a measurement."""
+    kept, phases = memory(module, recipe, ds_config, precision, world, device, row_tokens)
+    lines = [f"memory per rank, ZeRO stage {stage_of(ds_config)}: about {most(kept, phases) / 1e9:.2f} GB"]
+    for title, parts in ({"kept": kept} | phases).items():
+        lines.append(f"  {title}: " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in parts.items()))
+    return "\n".join(lines)
+
+
+def most(kept: dict[str, float], phases: dict[str, dict[str, float]]) -> float:
+    """Bytes at the most of what `memory` says."""
+    return sum(kept.values()) + max(sum(parts.values()) for parts in phases.values())
+
+
+def memory(
+    module: StepModule,
+    recipe: Recipe,
+    ds_config: dict[str, Any],
+    precision: str,
+    world: int,
+    device: str,
+    row_tokens: int,
+) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """Bytes of one rank: what stays, and what each phase of a step takes besides.
 
     Weights, gradients, optimizer after Rajbhandari et al. 2020. row_tokens: of a row, see data/mixture.py's `fit`.
     """
     zero = ds_config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    offload = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    stage, offload = stage_of(ds_config), offloads(ds_config)
     n = sum(p.numel() for p in module.parameters())
-    width = 4 if precision == "fp32" else 2
+    width = WIDTH[precision]
     owned = n / world if stage >= 1 else n
     gradients = n / world if stage >= 2 else n
     master = 0 if precision == "fp32" and stage == 0 else 4
@@ -57,11 +81,60 @@ def estimate(
     phases = {f"a row of {row_tokens:,} tokens": backward, "or update": update}
     if recipe.train.measure_every and stage < 3:
         phases["or gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
-    most = max(phases.values(), key=lambda parts: sum(parts.values()))
-    lines = [f"memory per rank, ZeRO stage {stage}: about {sum((kept | most).values()) / 1e9:.2f} GB"]
-    for title, parts in ({"kept": kept} | phases).items():
-        lines.append(f"  {title}: " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in parts.items()))
-    return "\n".join(lines)
+    return kept, phases
+
+
+def offloads(ds_config: dict[str, Any]) -> bool:
+    """Whether the optimizer is in host memory."""
+    zero = ds_config.get("zero_optimization", {})
+    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+
+
+def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
+    """Of a checkpoint, and of the part that rank 0 writes, which is the largest."""
+    n, stage = sum(p.numel() for p in module.parameters()), stage_of(ds_config)
+    weights = WIDTH[precision] * n
+    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 fp32 weights are the model's own
+    shared = optimizer + (weights if stage >= 3 else 0)
+    alone = module.companion_bytes() + (0 if stage >= 3 else weights)
+    return alone + shared, alone + shared / (world if stage >= 1 else 1)
+
+
+def communication(
+    module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, rows: int
+) -> dict[str, tuple[str, float]]:
+    """What a step's collectives are for -> (collective, bytes of the whole tensors). Small ones are left out.
+
+    Each gradient is reduced once a step, whatever the rows (step/zero.py); stages 1 and 2 then gather the weights that
+    each rank has updated. Stages 1 and 2 reduce their buckets whole, by all-reduce. Stage 3 gathers weights for each
+    row, where forward and backward pass share them up to stage3_max_live_parameters (10^9); small ones once a step.
+    """
+    n, stage, width = sum(p.numel() for p in module.parameters()), stage_of(ds_config), WIDTH[precision]
+    reduced = WIDTH.get(ds_config.get("communication_data_type") or precision, width)
+    found = {"gradients": ("reduce_scatter" if stage >= 3 else "all_reduce", float(n * reduced))}
+    if stage in (1, 2):
+        found["weights"] = ("all_gather", float(n * width))
+    if stage >= 3:
+        least = ds_config.get("zero_optimization", {}).get("stage3_param_persistence_threshold", 1e5)
+        small = sum(p.numel() for p in module.parameters() if p.numel() <= least)
+        found["weights"] = ("all_gather", float(width * (small + (n - small) * rows)))
+    vectors = sum(
+        (stream.samples or 0) * (4 * stream.options.projection + 16)
+        for name, stream in recipe.streams.items()
+        if name in module.companions and hasattr(stream.options, "projection")
+    )
+    if vectors:
+        found["keys"] = ("all_gather", float(vectors))
+    if recipe.train.measure_every and stage < 3:
+        streams = len(recipe.streams)
+        found["gradient norms"] = ("all_reduce", 4.0 * n * streams / recipe.train.measure_every)
+    return found
+
+
+def sent(collective: str, size: float, world: int) -> float:
+    """Bytes that a rank sends, of a ring's (Patarasuk and Yuan 2009): an all-reduce is a reduce-scatter and an
+    all-gather."""
+    return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
 def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:

@@ -52,24 +52,6 @@ def check_companions(stage: int, companions: Iterable[str]) -> None:
         )
 
 
-def check_rescaled(stage: int, checkpoint: str, before: int, now: int) -> None:
-    """Raises UserError for a checkpoint of another number of ranks at stage 3."""
-    if stage >= 3:
-        raise UserError(
-            f"{checkpoint} was saved by {before} ranks, this run has {now}; with ZeRO stage 3 a run goes on with as "
-            f"many as before (stages 0 to 2 rescale)"
-        )
-
-
-def load_rescaled(ds_config: dict[str, Any]) -> None:
-    """Have the engine load a checkpoint of another number of ranks.
-
-    Stages 1 and 2 load DeepSpeed's universal form; at stage 0 every rank has all of it, and no form is needed.
-    """
-    if stage_of(ds_config) > 0:
-        ds_config["checkpoint"] = ds_config.get("checkpoint", {}) | {"load_universal": True}
-
-
 # Whole weights
 
 

@@ -1,0 +1,172 @@
+"""What xscale.doctor finds on this machine, and in what SLURM says of others."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from xscale import doctor
+from xscale.run import slurm
+
+CONFIG = """\
+Configuration data as of 2026-01-31T12:00:00
+KillWait                = {wait} sec
+PreemptMode             = {mode}
+PreemptType             = {kind}
+SlurmctldParameters     = {more}
+"""
+PARTITIONS = """\
+PartitionName=cpu AllocNodes=ALL Default=YES GraceTime=0 MaxTime=UNLIMITED PreemptMode=OFF
+PartitionName=gpu AllocNodes=ALL Default=NO GraceTime={grace} MaxTime=1-00:00:00 PreemptMode={mode}
+"""
+JOB = "JobId=7 JobName=xscale Partition=gpu Requeue={requeue} Restarts=1 NumNodes=2 NumTasks=16 EndTime=2026-02-01"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """site(...): what is said of a SLURM with these settings, to a job in partition gpu, or outside of any."""
+
+    def say(
+        wait: int = 30,
+        mode: str = "REQUEUE",
+        kind: str = "preempt/qos",
+        more: str = "enable_configless,preempt_send_user_signal",
+        grace: int = 600,
+        requeue: int = 1,
+        job: bool = True,
+    ) -> list[str]:
+        answers = {
+            "config": CONFIG.format(wait=wait, mode=mode, kind=kind, more=more),
+            "partition": PARTITIONS.format(grace=grace, mode=mode),
+            "job": JOB.format(requeue=requeue),
+        }
+        for name, text in answers.items():
+            (tmp_path / name).write_text(text)
+        program = tmp_path / "scontrol"
+        program.write_text(f'#!/bin/bash\ncat {tmp_path}/"$2"\n')
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+        if job:
+            monkeypatch.setenv("SLURM_JOB_ID", "7")
+        return list(slurm.advice())
+
+    return say
+
+
+def warnings(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("warning:")]
+
+
+def test_a_site_that_signals_in_time(site: Callable[..., list[str]]) -> None:
+    lines = site()
+    assert not warnings(lines) and "partition gpu: jobs are preempted, PreemptMode=REQUEUE, GraceTime=600" in lines
+    assert lines[0] == ("job 7 in partition gpu: 2 node(s), 16 tasks, until 2026-02-01, restarts 1")
+    assert not warnings(site(kind="preempt/none", grace=0, more="(null)"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"more": "(null)"}, "SlurmctldParameters has no preempt_send_user_signal"),
+        ({"grace": 0}, "gpu gives 0 s between a preemption and the end"),
+        ({"mode": "SUSPEND,GANG"}, "train.stall_limit counts that time"),
+        ({"wait": 5}, "KillWait 5 s is short"),
+        ({"requeue": 0}, "sbatch --requeue"),
+    ],
+)
+def test_where_the_signal_does_not_arrive(site: Callable[..., list[str]], settings: dict, named: str) -> None:
+    (line,) = warnings(site(**settings))
+    assert named in line
+
+
+def test_outside_of_a_job_all_partitions_are_told(site: Callable[..., list[str]]) -> None:
+    lines = site(job=False, grace=0)
+    assert "partition cpu: jobs are not preempted" in lines and "gpu gives 0 s" in warnings(lines)[0]
+
+
+def test_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert list(slurm.advice()) == ["none: no scontrol here"]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert "MASTER_ADDR" in next(slurm.advice())
+    program = tmp_path / "scontrol"
+    program.write_text("#!/bin/bash\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "scontrol does not answer" in next(slurm.advice())
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process without a launcher, far from any SLURM."""
+    monkeypatch.setattr(doctor, "advice", lambda: iter(["none"]))
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
+    monkeypatch.setattr(os, "environ", variables | {"MASTER_PORT": "29500"})
+
+
+def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture) -> None:
+    code = doctor.main(["--recipe", "ppa", "--data", str(demo), "--out", str(tmp_path / "runs" / "ppa")])
+    told = capsys.readouterr().out
+    assert code == 0 and "error:" not in told and told.endswith("a run could start\n"), told
+    titles = [line.split()[0] for line in told.splitlines() if line[0] not in " ["]  # without DeepSpeed's own lines
+    assert titles == [
+        "network",
+        "machine",
+        "versions",
+        "launcher",
+        "limits",
+        "out",
+        "slurm",
+        "data",
+        "ds_configs",
+        "memory",
+    ]
+    assert len(told.splitlines()) < 50 and not (tmp_path / "runs").exists() and not list(tmp_path.glob(".doctor*"))
+    assert "rank 0 of 1" in told and "MB/s to disk" in told and "en-xx (pair): 600 records" in told
+    runs = next(line for line in told.splitlines() if "run here:" in line)
+    assert "zero2_cpu" in runs and "zero3" not in runs and "zero3_fp16_nodes: streams.ppa has a momentum" in told
+    stage_2 = next(line for line in told.splitlines() if "ZeRO 2" in line).split()[2:]
+    assert sorted(map(float, stage_2), reverse=True) == [float(size) for size in stage_2] and len(stage_2) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--recipe", "nothing"], "recipe 'nothing' not found"),
+        (["--recipe", "tlm", "--set", "train.lrr=1"], "train.lrr: unknown key"),
+        (["--recipe", "tlm", "--out", "{file}/run"], "file is a file; choose another"),
+        (["--recipe", "tlm", "--data", "{file}"], "error:"),
+    ],
+)
+def test_what_keeps_a_run_from_starting(
+    demo: Path, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture, words: list[str], named: str
+) -> None:
+    (tmp_path / "file").touch()
+    words = [word.format(file=tmp_path / "file") for word in words]
+    data = [] if "--data" in words else ["--data", str(demo)]
+    assert doctor.main([*data, "--out", str(tmp_path / "out"), *words]) == 2
+    told = capsys.readouterr().out
+    assert named in told and "1 of these keep a run from starting" in told
+
+
+def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "SECONDS", 0.2)
+    monkeypatch.setattr(doctor, "probe", lambda place: time.sleep(5))
+    with pytest.raises(ValueError, match="no answer within"):
+        list(doctor.file_system(tmp_path))
+
+
+def test_a_file_system_without_atomic_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "replace", lambda old, new: None)
+    with pytest.raises(OSError, match="a rename does not replace"):
+        doctor.probe(tmp_path)
+
+
+def test_one_process_where_several_were_meant(alone: None) -> None:
+    os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
+    with pytest.raises(ValueError, match="start it with srun"):
+        list(doctor.launcher(doctor.Process(0, 1, 0, 1)))

@@ -1,0 +1,92 @@
+"""What a dry run foretells, against what a run then draws and computes."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+from xscale.data.mixture import FIT_SAMPLES, initial_state
+from xscale.data.row import Work
+from xscale.ranks import Process
+from xscale.run import forecast
+from xscale.run.describe import dry_run
+from xscale.run.job import Job
+from xscale.step import cost
+
+ALONE = Process(0, 1, 0, 1)
+
+
+def job_of(demo: Path, recipe: str, *sets: str) -> Job:
+    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo), "--set"]
+    return launch.job_of([*words, "data.workers=0", "model.preset=tiny", *sets])
+
+
+def numbers(line: str) -> list[float]:
+    return [float(text) for text in re.findall(r"\d+\.\d+(?:e[+-]\d+)?|\d+", line.replace(",", ""))]
+
+
+def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records by language, and epochs, are those that the first steps consume."""
+    job = job_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
+    monkeypatch.setattr(forecast, "FIT_SAMPLES", 50 * 8)
+    assert FIT_SAMPLES > 50 * 8
+    found: Counter[str] = Counter()
+    for batch in job.batches(ALONE, "cpu", initial_state(job.specs), 8):
+        for stream, keys in batch.keys().items():
+            found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
+    lines = list(forecast.draws(job))
+    assert len(lines) == len(found) == sum(len(spec.sources) for spec in job.specs)
+    records = {source.name: source.records for source in job.sources}
+    for line in lines:
+        _, stream, source, *_ = line.split()
+        drawn = found[f"{stream} {source}"] / 8
+        _, of_step, epochs, _ = numbers(line.partition(source)[2])
+        assert of_step == pytest.approx(drawn, abs=0.1)
+        assert epochs == pytest.approx(500 * drawn / records[source], abs=0.05)
+
+
+def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and FLOPs are those of the first step, and of a large one by a part of it; PPA's prefill is that of the
+    pairs that it reads."""
+    job = job_of(demo, "ppa", "streams.ppa.samples=64", "streams.ppa.queue_size=256")
+    module = job.module()
+    (batch,) = job.batches(ALONE, "cpu", initial_state(job.specs), 1)
+    flops = cost.StepFlops(module.encoder).flops(batch.work())
+    step, before = forecast.computed(job, module, world=8)
+    tokens, total, *_, on_each = numbers(step)
+    assert tokens == batch.work().tokens
+    assert (total, on_each) == pytest.approx((sum(flops.values()), sum(flops.values()) / 8), rel=6e-3)
+    assert numbers(before)[2] == pytest.approx(4 * flops["beside"], rel=6e-3) and "the text of 4 steps" in before
+    monkeypatch.setattr(forecast, "READ", 16)
+    (spec,) = job.specs
+    assert forecast.work_of(job, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
+    assert isinstance(forecast.work_of(job, spec), Work)
+
+
+@pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])
+def test_a_plan_for_another_machine(
+    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture, ds_config: str, device: str
+) -> None:
+    """Half precision on GPUs, whatever is here. Nothing is written."""
+    words = ["--ds_config", str(launch.ROOT / "ds_configs" / f"{ds_config}.json"), "--recipe", "xlm", "--dry_run"]
+    words += ["--data", str(demo), "--out", str(tmp_path / "out"), "--ranks", "64"]
+    dry_run(launch.parse_arguments(words), ALONE)
+    told = capsys.readouterr().out
+    assert f"ranks: 64 of {device}" in told and "memory per rank" in told and not list(tmp_path.iterdir())
+    assert ("by reduce_scatter" in told) == ds_config.startswith("zero3")
+    assert "epochs in" in told and "FLOPs" in told and "checkpoint: " in told
+
+
+def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
+    for words in (["--ranks", "8"], ["--ranks", "0", "--dry_run"]):
+        with pytest.raises(SystemExit):
+            launch.parse_arguments(["--ds_config", "x.json", *words])
+        assert "goes with --dry_run" in capsys.readouterr().err
+
+
+def test_what_a_ring_sends() -> None:
+    """Of two ranks each sends half of the numbers and gets the other half, twice for an all-reduce."""
+    assert cost.sent("all_reduce", 8e6, 2) == 8e6 and cost.sent("all_gather", 8e6, 2) == 4e6
+    assert cost.sent("reduce_scatter", 8e6, 4) == 6e6 and cost.sent("all_reduce", 8e6, 1) == 0
