@@ -154,6 +154,20 @@ def test_threshold_and_rates_are_those_of_scikit_learn() -> None:
     assert elsewhere["F1"] == pytest.approx(f1_score(truth, guess)) and elsewhere["F1"] < best
 
 
+def test_no_other_threshold_is_better() -> None:
+    """Of few pairs with few different scores, all thresholds by hand."""
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(draw.integers(1, 9))
+        found = mining.Candidates(np.stack([np.arange(n)] * 2, 1), -np.sort(-draw.integers(1, 6, n) / 4))
+        gold = {(i, i) for i in draw.integers(0, 12, 6).tolist()}
+        best = 0.0
+        for threshold in found.scores.tolist():
+            mined = {(i, i) for i in range(n) if found.scores[i] >= threshold}
+            best = max(best, 2 * len(mined & gold) / (len(mined) + len(gold)))
+        assert mining.rates(found, gold, mining.best_threshold(found, gold))["F1"] == pytest.approx(best)
+
+
 def write_bitext(prefix: Path, first: list[str], second: list[str], gold: list[tuple[int, int]]) -> None:
     a, b = prefix.name.split(".")[0].split("-")
     for lang, texts in ((a, first), (b, second)):
@@ -212,22 +226,22 @@ def induced_by_hand(
     """P@1 and P@5, by loops. pairs: (source word, target word)."""
     ours, theirs = list(dict.fromkeys(a for a, _ in pairs)), list(dict.fromkeys(b for _, b in pairs))
 
-    def cosine(a: Any, b: Any) -> float:
-        return float(torch.cosine_similarity(vectors[a], vectors[b], dim=0))
-
-    r = {b: np.mean(sorted((cosine(a, b) for a in ours if a != b), reverse=True)[:10]) for b in theirs}
-    hits = []
+    rows = {word: vector.detach().double().numpy() / float(vector.norm()) for word, vector in vectors.items()}
+    cosine = {(a, b): float(rows[a] @ rows[b]) for a, b in product(ours, theirs)}
+    r = {b: np.mean(sorted((cosine[a, b] for a in ours if a != b), reverse=True)[:10]) for b in theirs}
+    hits, gold = [], set(pairs)
     for a in asked:
-        score = {b: 2 * cosine(a, b) - r[b] if margin == "csls" else cosine(a, b) for b in theirs if a != b}
-        hits.append([(a, b) in pairs for b in sorted(score, key=lambda b: -score[b])[:5]])
+        score = {b: 2 * cosine[a, b] - r[b] if margin == "csls" else cosine[a, b] for b in theirs if a != b}
+        hits.append([(a, b) in gold for b in sorted(score, key=lambda b: -score[b])[:5]])
     return tuple(np.mean([any(of_word[:k]) for of_word in hits]) for k in (1, 5))  # type: ignore[return-value]
 
 
 def test_induction_is_a_search_by_hand(demo: Path, tmp_path: Path, tokenizer: Tokenizer, model: Exported) -> None:
     """Words of several tokens, with several translations, the same in both languages; by embeddings and a layer; the
     same from files of either direction."""
-    lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()[::4][:300]
-    lines += [f"{lines[i].split()[0]} {lines[i + 1].split()[1]}" for i in range(0, 300, 5)]
+    lines = (demo / "lexicon" / "en-xx.txt").read_text().splitlines()[::4][:200]
+    lines += [f"{lines[i].split()[0]} {lines[i + 1].split()[1]}" for i in range(0, 200, 5)]
+    lines += [f"{lines[i].split()[0]} {lines[i + 9].split()[0]}" for i in range(0, 180, 3)]  # words of both languages
     lines += ["same same", "both both"]
     path, other = tmp_path / "en-xx.txt", tmp_path / "xx-en.txt"
     path.write_text("\n".join(lines))
