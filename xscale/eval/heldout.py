@@ -44,27 +44,37 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     longest = positions(model.encoder.lm.config)
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     loss = correct = targets = dropped = 0.0
-    with torch.inference_mode():
-        for start in range(0, len(samples), BATCH):
-            piece = tlm.collate(samples[start : start + BATCH], options, context)
-            inputs = to_device(make_row({"tlm": piece}, longest, model.tokenizer.sep_id).inputs, model.device)
-            states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
-            _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
-            loss += float(losses_M.double().sum())
-            correct += float(right_M.sum())
-            targets += len(losses_M)
-            dropped += piece.too_long
+    for start in range(0, len(samples), BATCH):
+        piece = tlm.collate(samples[start : start + BATCH], options, context)
+        of_piece = masked_lm_sums(model, piece)
+        loss, correct, targets = loss + of_piece[0], correct + of_piece[1], targets + of_piece[2]
+        dropped += piece.too_long
     if not targets:
         raise UserError(f"{source.directory}: no pair has a token to predict in the model's {longest} positions")
-    counts = np.bincount(np.concatenate([np.array(side, dtype=np.int64) for side in ids]))
-    p = counts[counts > 0] / counts.sum()
     return {
         "tlm_loss": loss / targets,
         "masked_accuracy": correct / targets,
-        "unigram_entropy": float(-(p * np.log(p)).sum()),
+        "unigram_entropy": unigram_entropy(ids),
         "targets": targets,
         "dropped": dropped,
     } | alignlm_losses(model, source, limit)
+
+
+@torch.inference_mode()
+def masked_lm_sums(model: Exported, piece: Piece) -> tuple[float, float, int]:
+    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made."""
+    row = make_row({"": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
+    inputs = to_device(row.inputs, model.device)
+    states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
+    _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
+    return float(losses_M.double().sum()), float(right_M.sum()), len(losses_M)
+
+
+def unigram_entropy(texts: list[list[int]]) -> float:
+    """Of the texts' own tokens, in nats."""
+    counts = np.bincount(np.concatenate([np.array(ids, dtype=np.int64) for ids in texts]))
+    p = counts[counts > 0] / counts.sum()
+    return float(-(p * np.log(p)).sum())
 
 
 def alignlm_losses(model: Exported, source: Source, limit: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoModelForMaskedLM
@@ -13,6 +14,13 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
+
+
+class Spoken(Protocol):
+    """What is in some languages: a source, a dictionary, a test set."""
+
+    @property
+    def langs(self) -> tuple[str, ...]: ...
 
 
 class Exported:
@@ -43,7 +51,7 @@ class Exported:
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
         """Share of a dictionary's words that training withheld."""
 
-    def language_ids(self, source: Source) -> dict[str, int]:
+    def language_ids(self, source: Spoken) -> dict[str, int]:
         """Numbers of the languages that the model was trained with. Raises UserError where one is needed and absent."""
         known = {language: number for number, language in enumerate(self.languages)}
         absent = [language for language in source.langs if language not in known]

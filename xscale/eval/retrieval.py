@@ -47,7 +47,8 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Accuracy in both directions and their mean, for each combination: under the names of what differs from
     mean-pooled last states and cosine, "" for these alone."""
-    numbers = layer_numbers(layers, model.encoder.lm.config.num_hidden_layers)
+    last = model.encoder.lm.config.num_hidden_layers
+    numbers = layer_numbers(layers, last)
     records = read_all(source, limit)
     sides = [
         embed(
@@ -62,12 +63,16 @@ def evaluate(
     found = {}
     for pooling, layer, margin in product(poolings, numbers, margins):
         first, second = (of_side[pooling, layer] for of_side in sides)
-        parts = (pooling, poolings, POOLINGS[0]), (margin, margins, MARGINS[0])
-        named = [name for name, asked, default in parts if len(asked) > 1 or name != default]
-        if len(numbers) > 1 or layer != -1:
-            named.append(f"layer {model.encoder.lm.config.num_hidden_layers + 1 + layer}")
-        found[" ".join(named)] = accuracies(first @ second.T, margin, source.langs)
+        chosen = [(pooling, poolings, POOLINGS[0]), (margin, margins, MARGINS[0])]
+        found[variant(chosen, layer, numbers, last)] = accuracies(first @ second.T, margin, source.langs)
     return found
+
+
+def variant(chosen: Sequence[tuple[str, Sequence[str], str]], layer: int, layers: Sequence[int], last: int) -> str:
+    """A combination's name: what of it differs from the default, or was asked for beside others. chosen: value, all
+    that were asked for, default."""
+    named = [name for name, asked, default in chosen if len(set(asked)) > 1 or name != default]
+    return " ".join([*named, f"layer {last + 1 + layer}"] if len(layers) > 1 or layer != -1 else named)
 
 
 def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
@@ -104,8 +109,15 @@ def embed(
 ) -> dict[tuple[str, int], Tensor]:
     """Unit vectors [n_texts, H] of each pooling and layer: the mean over a sentence's tokens without special tokens, or
     the state of [CLS]."""
+    return embed_ids(model, model.tokenizer.encode(texts), language, poolings, layers)
+
+
+def embed_ids(
+    model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str], layers: Sequence[int]
+) -> dict[tuple[str, int], Tensor]:
+    """Likewise of sentences' token ids without special tokens."""
     limit = positions(model.encoder.lm.config)
-    ids = [sentence[: limit - 2] for sentence in model.tokenizer.encode(texts)]
+    ids = [sentence[: limit - 2] for sentence in sentences]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
     for start in range(0, len(order), BATCH):
@@ -123,11 +135,12 @@ def embed(
 
 
 def piece_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> Piece:
-    """`[CLS] s [SEP]` of each; a state of each for each pooling, in their order."""
+    """`[CLS] s [SEP]` of each; a state of each for each pooling, in their order, or of each of its tokens."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
     counts = np.array([len(sentence) for sentence in sentences])
-    reads = {"mean": Reads(np.flatnonzero(~special), counts), "cls": Reads(sequences.starts)}
+    tokens = np.flatnonzero(~special)
+    reads = {"mean": Reads(tokens, counts), "cls": Reads(sequences.starts), "tokens": Reads(tokens)}
     types: Types | None = "languages" if model.language_embeddings else None
     return Piece(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -1,0 +1,185 @@
+"""Word alignment from hidden states: alignment error rate (Och & Ney 2003) against links made by hand, by layer.
+
+    AER = 1 - (|A & S| + |A & P|) / (|A| + |S|);    precision = |A & P| / |A|;    recall = |A & S| / |S|
+
+A: links found; S: sure links, P: sure and possible ones. Sums are over the whole set; F1 is of precision and recall.
+
+A is found between tokens, and two words are linked if any tokens of theirs are, by either method:
+
+    argmax   a token pair that is most similar by cosine in both directions (SimAlign; Jalili Sabet et al. 2020)
+    softmax  of dot products over either sentence, both above 0.001 (awesome-align; Dou & Neubig 2021)
+
+The words are the gold's own, between spaces; each has the tokens that it has inside a sentence. The two sentences go
+through the encoder one by one.
+
+Shape letters: I tokens of the first sentence, J of the second, T of either, L layers, H width.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xscale.data.row import make_row
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+from xscale.eval.model import Exported
+from xscale.eval.retrieval import ALL, layer_numbers, piece_of
+from xscale.models.build import positions
+from xscale.ops.alignment_gather import alignment_gather
+from xscale.step.step import to_device
+
+BATCH = 32
+THRESHOLD = 1e-3
+"""Of softmax, as awesome-align has it."""
+Links = set[tuple[int, int]]
+"""(word of the first sentence, word of the second), from 0."""
+_LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
+
+
+@dataclass(frozen=True)
+class Gold:
+    langs: tuple[str, str]
+    words: list[tuple[list[str], list[str]]]
+    """Of each pair of sentences."""
+    sure: list[Links]
+    possible: list[Links]
+    """With the sure ones."""
+
+
+def argmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
+    """Which pairs of tokens are linked [I, J]."""
+    cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
+    there, back = F.one_hot(cosine.argmax(1), cosine.shape[1]), F.one_hot(cosine.argmax(0), cosine.shape[0])
+    return (there * back.T).bool()
+
+
+def softmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
+    """Likewise."""
+    product_IJ = x_IH @ y_JH.T
+    return (product_IJ.softmax(1) > THRESHOLD) & (product_IJ.softmax(0) > THRESHOLD)
+
+
+METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"argmax": argmax, "softmax": softmax}
+
+
+@dataclass(frozen=True)
+class Sentence:
+    states_LTH: Tensor
+    words: list[int]
+    """Number of each token's word [T]."""
+    cut: bool
+    """Whether words at its end have no place in the model."""
+
+
+def evaluate(model: Exported, gold: Gold, layers: Sequence[str | int] = (ALL,)) -> dict[str, dict[str, float]]:
+    """Error rates of both methods at each layer; `cut`: pairs of which the model has no positions for all words."""
+    last = model.encoder.lm.config.num_hidden_layers
+    numbers = layer_numbers(layers, last)
+    found: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, numbers)}
+    language, cut = model.language_ids(gold), 0
+    for start in range(0, len(gold.words), BATCH):
+        pairs = gold.words[start : start + BATCH]
+        sides = [
+            word_states(model, [pair[side] for pair in pairs], language[gold.langs[side]], numbers) for side in (0, 1)
+        ]
+        for first, second in zip(*sides, strict=True):
+            cut += first.cut or second.cut
+            for (method, layer), links in found.items():
+                x, y = (side.states_LTH[numbers.index(layer)] for side in (first, second))
+                pairs_of = METHODS[method](x, y).nonzero().tolist() if len(x) and len(y) else []
+                links.append({(first.words[i], second.words[j]) for i, j in pairs_of})
+    return {
+        f"{method} layer {last + 1 + layer}": error_rates(links, gold) | {"sentences": len(links), "cut": cut}
+        for (method, layer), links in found.items()
+    }
+
+
+@torch.inference_mode()
+def word_states(model: Exported, sentences: list[list[str]], language: int, layers: Sequence[int]) -> list[Sentence]:
+    """Of the tokens of each sentence's words. layers: counted from the end."""
+    longest = positions(model.encoder.lm.config)
+    ids = iter(model.tokenizer.encode_inside([word for words in sentences for word in words]))
+    tokens = [[(number, token) for number in range(len(words)) for token in next(ids)] for words in sentences]
+    kept = [of_sentence[: longest - 2] for of_sentence in tokens]
+    piece = piece_of(model, [[token for _, token in of_sentence] for of_sentence in kept], language, ["tokens"])
+    inputs = to_device(make_row({"": piece}, longest, model.tokenizer.sep_id).inputs, model.device)
+    hidden = model.encoder.hidden_states(inputs.tokens)
+    states_LNH = torch.stack([alignment_gather(hidden[layer], *inputs.gather) for layer in layers]).cpu()
+    parts = states_LNH.split([len(of_sentence) for of_sentence in kept], 1)
+    return [
+        Sentence(states, [number for number, _ in of_sentence], len(of_sentence) < len(whole))
+        for states, of_sentence, whole in zip(parts, kept, tokens, strict=True)
+    ]
+
+
+def error_rates(found: Sequence[Links], gold: Gold) -> dict[str, float]:
+    links = sure = right = right_sure = 0
+    for a, s, p in zip(found, gold.sure, gold.possible, strict=True):
+        links, sure, right, right_sure = links + len(a), sure + len(s), right + len(a & p), right_sure + len(a & s)
+    precision, recall = right / max(links, 1), right_sure / max(sure, 1)
+    return {
+        "AER": 1 - (right_sure + right) / max(links + sure, 1),
+        "precision": precision,
+        "recall": recall,
+        "F1": 2 * precision * recall / max(precision + recall, 1e-12),
+    }
+
+
+def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> Gold:
+    """A table of three columns, `sentence<TAB>sentence<TAB>links` (XL-WA); or `sentence ||| sentence` lines, and a file
+    of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0, or from 1 where
+    no link has a 0 and some has the last word's number by that count. Raises UserError naming file and line."""
+    lines = list(read_lines(text))
+    of_links = lines if links is None else list(read_lines(links))
+    if len(lines) != len(of_links):
+        raise UserError(f"{links} has {len(of_links):,} lines, {text} has {len(lines):,}; line n of both is one pair")
+    mark, columns = ("\t", 3) if links is None else ("|||", 2)
+    words, rows = [], []
+    for (number, line), (_, given) in zip(lines, of_links, strict=True):
+        cells = line.split(mark)
+        if len(cells) != columns or not all(map(str.split, cells[:2])):
+            form = "`sentence<TAB>sentence<TAB>links`" if links is None else "`sentence ||| sentence`"
+            raise UserError(f"{text}: line {number}: {line[:60]!r} is not {form}")
+        words.append((cells[0].split(), cells[1].split()))
+        rows.append((number, cells[2] if links is None else given))
+    return Gold(langs, words, *read_gold_links(rows, words, links or text))
+
+
+def read_gold_links(
+    rows: list[tuple[int, str]], words: list[tuple[list[str], list[str]]], path: Path
+) -> tuple[list[Links], list[Links]]:
+    """Sure links of each pair, and with them the possible ones. rows: line number, links."""
+    found: list[list[tuple[int, str, int]]] = []
+    for number, line in rows:
+        matches = [(link, _LINK.fullmatch(link)) for link in line.split()]
+        wrong = next((link for link, match in matches if not match), None)
+        if wrong:
+            raise UserError(f"{path}: line {number}: {wrong!r} is no link; needs i-j, or ipj for a possible one")
+        found.append([(int(m[1]), m[2], int(m[3])) for _, m in matches if m])
+    if not any(found):
+        raise UserError(f"{path} holds no link")
+    numbers = [(i, j) for links in found for i, _, j in links]
+    sizes = [(len(first), len(second)) for links, (first, second) in zip(found, words, strict=True) for _ in links]
+    has_zero = any(0 in link for link in numbers)
+    has_last = any(i == n or j == m for (i, j), (n, m) in zip(numbers, sizes, strict=True))
+    if not has_zero and not has_last:
+        raise UserError(
+            f"{path}: no link has word 0, and none the last word by a count from 1, so it does not say from where "
+            f"words are counted; it needs a pair whose first or last words are linked"
+        )
+    base = 0 if has_zero else 1
+    for (number, _), links, (first, second) in zip(rows, found, words, strict=True):
+        for i, kind, j in links:
+            if not (i - base < len(first) and j - base < len(second)):
+                raise UserError(
+                    f"{path}: line {number}: link {i}{kind}{j} does not fit sentences of {len(first)} and "
+                    f"{len(second)} words, counted from {base}"
+                )
+    possible = [{(i - base, j - base) for i, _, j in links} for links in found]
+    return [{(i - base, j - base) for i, kind, j in links if kind == "-"} for links in found], possible

@@ -1,0 +1,183 @@
+"""Mining of parallel sentences (BUCC; Zweigenbaum et al. 2018): which pairs of two monolingual lists are translations?
+
+Scored by the ratio margin of Artetxe & Schwenk (2019), with the k = 4 nearest neighbours of either:
+
+    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
+
+The candidates are each sentence's best of its k neighbours, in both directions; of those that share a sentence the one
+of the higher score is kept (their "max. score"). Pairs from a threshold on are mined. The threshold is that of the best
+F1 on a development set; without one, on the pairs themselves, which flatters: such rows are named `own threshold`.
+
+Shape letters: N sentences of the first list, M of the second, C candidates, H width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+from xscale.eval.model import Exported
+from xscale.eval.neighbours import nearest
+from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variant
+
+NEIGHBOURS = 4
+OWN = "own threshold"
+
+
+@dataclass(frozen=True)
+class Bitext:
+    """Two lists of sentences, and which pairs of them are translations."""
+
+    langs: tuple[str, str]
+    texts: tuple[list[str], list[str]]
+    gold: set[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Best first."""
+
+    pairs: np.ndarray
+    """Sentence of the first list, sentence of the second [C, 2]."""
+    scores: np.ndarray
+    """[C]"""
+
+
+def evaluate(
+    model: Exported,
+    bitext: Bitext,
+    dev: Bitext | None = None,
+    poolings: Sequence[str] = POOLINGS[:1],
+    layers: Sequence[str | int] = (-1,),
+) -> dict[str, dict[str, float]]:
+    """Precision, recall and F1 of what is mined, for each combination."""
+    last = model.encoder.lm.config.num_hidden_layers
+    numbers = layer_numbers(layers, last)
+    sides = embed_both(model, bitext, poolings, numbers)
+    dev_sides = embed_both(model, dev, poolings, numbers) if dev else sides
+    found = {}
+    for key in product(poolings, numbers):
+        candidates = mine(sides[0][key], sides[1][key])
+        of_dev = mine(dev_sides[0][key], dev_sides[1][key]) if dev else candidates
+        threshold = best_threshold(of_dev, (dev or bitext).gold)
+        name = variant([(key[0], poolings, POOLINGS[0])], key[1], numbers, last)
+        found[name if dev else f"{name} {OWN}".strip()] = rates(candidates, bitext.gold, threshold)
+    return found
+
+
+def embed_both(
+    model: Exported, bitext: Bitext, poolings: Sequence[str], layers: Sequence[int]
+) -> list[dict[tuple[str, int], Tensor]]:
+    languages = model.language_ids(bitext)
+    return [
+        embed(model, texts, languages[lang], poolings, layers)
+        for lang, texts in zip(bitext.langs, bitext.texts, strict=True)
+    ]
+
+
+def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
+    """No sentence stands in two candidates. x, y: unit vectors."""
+    there, back = ([part.cpu().double().numpy() for part in nearest(*pair, k)] for pair in ((x_NH, y_MH), (y_MH, x_NH)))
+    r_N, r_M = there[0].mean(1), back[0].mean(1)
+    there_rows, back_rows = there[1].astype(np.int64), back[1].astype(np.int64)
+    forward = there[0] / ((r_N[:, None] + r_M[there_rows]) / 2)
+    backward = back[0] / ((r_M[:, None] + r_N[back_rows]) / 2)
+    first, second = np.arange(len(r_N)), np.arange(len(r_M))
+    best_there, best_back = forward.argmax(1), backward.argmax(1)
+    pairs = np.concatenate(
+        [
+            np.stack([first, there_rows[first, best_there]], 1),
+            np.stack([back_rows[second, best_back], second], 1),
+        ]
+    )
+    scores = np.concatenate([forward[first, best_there], backward[second, best_back]])
+    taken: tuple[set[int], set[int]] = (set(), set())
+    kept = []
+    order = np.argsort(-scores, kind="stable")
+    for place, (i, j) in zip(order.tolist(), pairs[order].tolist(), strict=True):
+        if i not in taken[0] and j not in taken[1]:
+            kept.append(place)
+            taken[0].add(i)
+            taken[1].add(j)
+    return Candidates(pairs[kept], scores[kept])
+
+
+def right(candidates: Candidates, gold: set[tuple[int, int]]) -> np.ndarray:
+    """Whether each candidate is a gold pair [C]."""
+    return np.array([(i, j) in gold for i, j in candidates.pairs.tolist()], dtype=bool)
+
+
+def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
+    """Half way between the last candidate of the best F1 and the next."""
+    scores = candidates.scores
+    ends = np.flatnonzero(np.diff(scores, append=-np.inf))  # equal scores are mined together, or not
+    f1 = 2 * np.cumsum(right(candidates, gold))[ends] / (ends + 1 + len(gold))
+    best = int(ends[f1.argmax()])
+    return float(scores[best : best + 2].mean())
+
+
+def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> dict[str, float]:
+    mined = candidates.scores >= threshold
+    correct = int(right(candidates, gold)[mined].sum())
+    return {
+        "precision": correct / max(int(mined.sum()), 1),
+        "recall": correct / len(gold),
+        "F1": 2 * correct / (int(mined.sum()) + len(gold)),
+        "threshold": threshold,
+        "mined": int(mined.sum()),
+        "gold": len(gold),
+    }
+
+
+def load_bitext(prefix: Path) -> Bitext:
+    """BUCC's files: PREFIX.de and PREFIX.en, `ID<TAB>sentence`, and PREFIX.gold, `ID<TAB>ID`, each plain, .gz or .xz,
+    for a prefix such as de-en.training. Raises UserError naming file and line."""
+    langs = languages_of(prefix)
+    lists = [read_ids(find(prefix, lang)) for lang in langs]
+    places = [{name: place for place, name in enumerate(of_list)} for of_list in lists]
+    path, gold = find(prefix, "gold"), set()
+    for number, line in read_lines(path):
+        names = line.split("\t")
+        if len(names) != 2 or any(name not in known for name, known in zip(names, places, strict=True)):
+            raise UserError(
+                f"{path}: line {number}: {line!r} is not an ID of {prefix.name}.{langs[0]}, a tab and one of "
+                f"{prefix.name}.{langs[1]}"
+            )
+        gold.add((places[0][names[0]], places[1][names[1]]))
+    if not gold:
+        raise UserError(f"{path} holds no pair")
+    return Bitext(langs, (list(lists[0].values()), list(lists[1].values())), gold)
+
+
+def read_ids(path: Path) -> dict[str, str]:
+    """ID -> sentence. Raises UserError."""
+    found: dict[str, str] = {}
+    for number, line in read_lines(path):
+        name, tab, text = line.partition("\t")
+        if not (name and tab and text.strip()) or name in found:
+            what = f"{name!r} stands twice" if name in found else f"{line!r} is not `ID<TAB>sentence`"
+            raise UserError(f"{path}: line {number}: {what}")
+        found[name] = text
+    if not found:
+        raise UserError(f"{path} holds no sentence")
+    return found
+
+
+def languages_of(prefix: Path) -> tuple[str, str]:
+    """("de", "en") of .../de-en.training."""
+    names = prefix.name.partition(".")[0].split("-")
+    if len(names) != 2 or not all(names) or names[0] == names[1]:
+        raise UserError(f"--mining {prefix}: the name says no languages, as de-en.training does for de-en.training.de")
+    return names[0], names[1]
+
+
+def find(prefix: Path, extension: str) -> Path:
+    """PREFIX.EXTENSION, or compressed."""
+    path = prefix.with_name(f"{prefix.name}.{extension}")
+    packed = (path.with_name(path.name + suffix) for suffix in ("", ".xz", ".gz"))
+    return next((found for found in packed if found.exists()), path)
