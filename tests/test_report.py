@@ -323,6 +323,7 @@ def test_alignment_against_delta_is_the_papers(tang: list[Path], tmp_path: Path)
     """rho_s = 0.727, p < .01, of the paper's own twelve points."""
     text, parsed = page_of("--scores", *tang, out=tmp_path / "report.html")
     scores = read_scores(tang)
+    assert "<h3>xnli</h3>" not in text and "<h3>alignment</h3>" in text
     (points,) = transfer.aligned(transfer.transfers(scores), scores, [])[0].values()
     pairs = [of.point for of in points]
     assert np.array(pairs) == pytest.approx(np.array([p for of in TABLE_8.values() for p in of]))

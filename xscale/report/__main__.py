@@ -100,7 +100,7 @@ def print_table(table: Table) -> None:
             names.append(name.ljust(width))
             first += span
         print("  ".join(names).rstrip())
-    numeric = [all(not isinstance(row[n], str) for row in table.rows) for n in range(len(widths))]
+    numeric = [all(tables.is_number(row[n]) for row in table.rows) for n in range(len(widths))]
     for row in cells:
         aligned = (
             cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)

@@ -27,7 +27,7 @@ INK, FAINT = "#1b2430", "#d5dbe3"
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")
 IN_THE_DARK = ("#7ab8ff", "#ff9d66", "#6fdc8c", "#cf9fff", "#e6c229", "#ff8fc2", "#4fd6c8", "#c9c4bd")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
-MARKERS = "os^Dv<>P"
+MARKERS, GLYPHS = "os^Dv<>P", "●■▲◆▼◀▶✚"
 FEW = 12
 """Points that each have a marker."""
 LONGEST = 16
@@ -68,14 +68,14 @@ class Pictures:
             draw_lines(axes, chart)
             return self.finish(figure, axes, chart.title)
 
-    def scatter(self, points: Sequence[tuple[float, float]], title: str, x: str, y: str) -> str:
+    def scatter(self, points: Sequence[tuple[float, float]], looks: Sequence[int], title: str, x: str, y: str) -> str:
         """Points by their numbers, from 1."""
-        with drawing(bottom=32, left=44) as (figure, axes):
+        with drawing(left=44, bottom=32, height=220) as (figure, axes):
             axes.set_xlabel(x)
             axes.set_ylabel(y)
-            for number, (a, b) in enumerate(points, 1):
-                axes.plot([a], [b], "o", color=COLOURS[0], markersize=4)
-                axes.annotate(f"{number}", (a, b), (3, 2), textcoords="offset points")
+            for number, ((a, b), look) in enumerate(zip(points, looks, strict=True), 1):
+                axes.plot([a], [b], **look_of(look))
+                axes.annotate(f"{number}", (a, b), (3, 1), textcoords="offset points", fontsize=7)
             axes.margins(0.08)
             return self.finish(figure, axes, title)
 

@@ -5,7 +5,7 @@ from html import escape
 from xscale.report import curves, tables, transfer
 from xscale.report.contents import Contents, Guesses, Shown, WordPairs
 from xscale.report.curves import Chart
-from xscale.report.draw import COLOURS, IN_THE_DARK, Pictures
+from xscale.report.draw import COLOURS, GLYPHS, IN_THE_DARK, Pictures
 from xscale.report.read import Run
 from xscale.report.tables import Cell, Table
 
@@ -85,19 +85,23 @@ def score_parts(contents: Contents, pictures: Pictures) -> dict[str, str]:
     layers = curves.layer_charts(scores)
     if layers:
         parts["By layer"] = "<p>Layer 0 is what the embeddings give.</p>" + drawn(layers, pictures)
-    if scores:
-        all_scores = "".join(f"<h3>{escape(task)}</h3>{table(t)}" for task, t in tables.score_tables(scores).items())
-        failed = tables.failures(scores)
-        parts["Scores"] = all_scores + (f"<h3>failed</h3>{table(failed)}" if failed.rows else "")
+    listed = tables.score_tables(scores)
+    failed = tables.failures(scores)
+    if failed.rows:
+        listed["failed"] = failed
+    if listed:
+        parts["Scores"] = "".join(f"<h3>{escape(task)}</h3>{table(made)}" for task, made in listed.items())
     return parts
 
 
 def scatter(task: str, of_task: list[transfer.Aligned], kind: str, pictures: Pictures) -> str:
-    points = [of.point for of in of_task]
+    points, models = [of.point for of in of_task], [of.transfer.model for of in of_task]
+    looks = [list(dict.fromkeys(models)).index(model) for model in models]
     words = f"alignment of {kind} words, %"
-    picture = pictures.scatter(points, f"alignment and Δ, {task}", words, f"Δ of {task}, points")
+    picture = pictures.scatter(points, looks, f"alignment and Δ, {task}", words, f"Δ of {task}, points")
     rows: list[list[Cell]] = [
-        [str(n), of.transfer.model, of.transfer.language, *of.point] for n, of in enumerate(of_task, 1)
+        [str(n), f"{GLYPHS[look % len(GLYPHS)]} {of.transfer.model}", of.transfer.language, *of.point]
+        for n, (of, look) in enumerate(zip(of_task, looks, strict=True), 1)
     ]
     listed = table(Table(["", "model", "language", "alignment", "Δ"], rows))
     return f"<div>{figure(picture, task, str(transfer.spearman(points)))}{listed}</div>"
@@ -160,7 +164,7 @@ def figure(svg: str, title: str, note: str = "") -> str:
 
 def table(made: Table) -> str:
     """Numbers whole in `data-value`, and short where they are seen."""
-    numeric = [any(isinstance(row[n], float) for row in made.rows) for n in range(len(made.head))]
+    numeric = [all(tables.is_number(row[n]) for row in made.rows) for n in range(len(made.head))]
     groups = "".join(f'<th colspan="{span}">{escape(name)}</th>' for name, span in made.groups)
     groups = f'<tr class="groups">{groups}</tr>' if groups else ""
     head = "".join(f"<th{' class=n' * n}>{escape(name)}</th>" for name, n in zip(made.head, numeric, strict=True))
@@ -200,6 +204,7 @@ svg text { font-family: system-ui, sans-serif; }
 table { border-collapse: collapse; font-size: .85rem; width: max-content; }
 th, td { padding: 2px 10px 2px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--faint); }
 td { overflow-wrap: normal; max-width: 45ch; } th { white-space: nowrap; }
+td:first-child, th:first-child { position: sticky; left: 0; background: var(--paper); }
 .groups th { border-bottom: 0; padding-top: 4px; }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 .text { margin-top: 1rem; } section > p.text { color: inherit; }

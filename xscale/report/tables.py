@@ -36,6 +36,11 @@ def number(value: Cell) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
+def is_number(value: Cell) -> bool:
+    """Or nothing, or a number as text."""
+    return not isinstance(value, str) or bool(re.fullmatch(r"-?[\d.]+( ± [\d.]+)?", value))
+
+
 def run_table(runs: list[Run]) -> Table:
     """How each run stands."""
     rows: list[list[Cell]] = []
@@ -105,14 +110,20 @@ def shown(recipe: Mapping[str, Any], name: str) -> str:
 
 
 def score_tables(scores: list[Scores]) -> dict[str, Table]:
-    """By task: a line for each model and row, a column for each metric."""
-    found = {}
+    """By task: a line for each model and row, a column for each metric; without rows of transfer."""
+    found: dict[str, Table] = {}
     for task in dict.fromkeys(task for model in scores for task in model.results):
-        of_task = [(model.name, row, n) for model in scores for row, n in model.results.get(task, {}).items()]
+        of_models = [(model.name, *of_row) for model in scores for of_row in model.results.get(task, {}).items()]
+        of_task = [(model, row, numbers) for model, row, numbers in of_models if not is_transfer(numbers)]
         metrics = list(dict.fromkeys(metric for _, _, numbers in of_task for metric in numbers))
         rows: list[list[Cell]] = [[model, row, *map(numbers.get, metrics)] for model, row, numbers in of_task]
-        found[task] = Table(["model", "", *metrics], rows)
+        found |= {task: Table(["model", "", *metrics], rows)} if rows else {}
     return found
+
+
+def is_transfer(numbers: Mapping[str, float]) -> bool:
+    """Whether a row tells of a language's zero-shot, supervised and translate-train scores (transfer.py)."""
+    return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
 
 
 def failures(scores: list[Scores]) -> Table:

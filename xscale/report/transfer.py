@@ -9,8 +9,11 @@ import numpy as np
 from scipy import stats
 
 from xscale.report.read import Run, Scores
-from xscale.report.tables import Cell, Table
+from xscale.report.tables import Cell, Table, is_transfer
 
+COLUMNS = {"sup": "SUP", "zs": "ZS", "tt": "translate-train", "delta": "Δ", "majority": "majority"}
+ALWAYS = ("sup", "zs", "delta")
+"""The others where some model has them."""
 FEWEST = 3
 """Points below which a correlation says nothing."""
 
@@ -23,41 +26,37 @@ class Transfer:
     language: str
     task: str
     numbers: dict[str, float]
-    """sup, zs, delta = sup - zs, each with NAME_std where there are several seeds; majority."""
+    """By names of COLUMNS, each with NAME_std where there are several seeds."""
 
 
 def transfers(scores: list[Scores]) -> list[Transfer]:
-    """Of rows with `zs` or `sup`."""
+    """Of each row that says `zs`, `sup` or `tt`."""
     found = []
     for model in scores:
         for task, rows in model.results.items():
             for row, of_row in rows.items():
-                if "zs" in of_row or "sup" in of_row:
-                    numbers = dict(of_row)
-                    if {"zs", "sup"} <= of_row.keys():
-                        numbers.setdefault("delta", of_row["sup"] - of_row["zs"])
-                    found.append(Transfer(model.name, row, task, numbers))
+                if is_transfer(of_row):
+                    both = {"delta": of_row["sup"] - of_row["zs"]} if {"zs", "sup"} <= of_row.keys() else {}
+                    found.append(Transfer(model.name, row, task, both | of_row))
     return found
 
 
 def transfer_table(found: list[Transfer]) -> Table:
     """Tang et al. 2022, table 3: a line for each model and language, and SUP, ZS and Delta of each task, in percent."""
-    tasks = list(dict.fromkeys(transfer.task for transfer in found))
     by_place = {(t.model, t.language, t.task): t.numbers for t in found}
-    with_majority = {task for task in tasks if any("majority" in t.numbers for t in found if t.task == task)}
+    columns = {
+        task: [name for name in COLUMNS if name in ALWAYS or any(name in t.numbers for t in found if t.task == task)]
+        for task in dict.fromkeys(transfer.task for transfer in found)
+    }
     rows: list[list[Cell]] = []
     for model, language in dict.fromkeys((t.model, t.language) for t in found):
         cells: list[Cell] = [model, language]
-        for task in tasks:
+        for task, names in columns.items():
             numbers = by_place.get((model, language, task), {})
-            names = ("sup", "zs", "delta", *(("majority",) if task in with_majority else ()))
             cells += [percent(numbers.get(name), numbers.get(f"{name}_std")) for name in names]
         rows.append(cells)
-    head, groups = ["model", "language"], [("", 2)]
-    for task in tasks:
-        own = ["SUP", "ZS", "Δ", *(["majority"] if task in with_majority else [])]
-        head, groups = head + own, [*groups, (task, len(own))]
-    return Table(head, rows, groups)
+    head = ["model", "language", *(COLUMNS[name] for names in columns.values() for name in names)]
+    return Table(head, rows, [("", 2), *((task, len(names)) for task, names in columns.items())])
 
 
 def percent(value: float | None, deviation: float | None = None) -> str | None:
