@@ -18,10 +18,11 @@ FLOORS = (
     {"step"},
     {"eval"},
     {"run"},
+    {"report"},
     {"train", "export", "conformance", "doctor"},
 )
 """Of xscale/, from the ground up: modules and folders."""
-COMMANDS = FLOORS[-1] | {"eval.run"}
+COMMANDS = FLOORS[-1] | {"eval.run", "report.__main__"}
 LONGEST = 60
 """Lines of a function."""
 

@@ -1,0 +1,597 @@
+"""The report: what a page and the console say is what the files say, and a page stands by itself at any width."""
+
+import html.parser
+import json
+import math
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from scipy import stats
+from transformers import AutoModelForMaskedLM, BertConfig
+
+from tests.conftest import tar_lines
+from tests.rows import one_thread  # noqa: F401
+from xscale.data.piece import Context
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split
+from xscale.errors import UserError
+from xscale.eval.model import Exported
+from xscale.models.heads import KeptHeads, save_heads
+from xscale.objectives import alignlm
+from xscale.report import __main__ as command
+from xscale.report import curves, draw, examples, transfer, words
+from xscale.report.contents import Contents
+from xscale.report.draw import Pictures
+from xscale.report.page import page
+from xscale.report.read import Curve, Run, read_runs, read_scores
+
+Entry = dict[str, Any]
+WIDTHS = (1280, 400)
+
+
+def entry(step: int, draw: np.random.Generator) -> Entry:
+    numbers = ["loss", "loss/mlm", "loss/alignlm", "loss/alignlm.mono", "loss/alignlm.bi", "accuracy/mlm", "lr"]
+    numbers += ["loss/mlm/en", "loss/mlm/de", "loss/alignlm/de-en", "count/mlm/en", "queue_age/ppa", "own_keys/ppa"]
+    numbers += ["tokens", "step_s", "tokens_per_s", "grad_norm", "grad_norm/mlm", "loss_scale"]
+    found: Entry = {"step": step} | {name: 10 / step + float(draw.uniform(0.1, 1)) for name in numbers}
+    if step % 4 == 0:
+        found |= {"alignment/en-de": float(draw.uniform()), "alignment_trained/en-de": float(draw.uniform())}
+    return found | {"skipped": int(step == 3), "count/mlm": 7 * step}
+
+
+def make_run(folder: Path, entries: list[Entry], evals: list[Entry] = [], **config: Any) -> Path:  # noqa: B006
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    if evals:
+        (folder / "evals.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evals))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "status.json").write_text(json.dumps({"status": "done", "why": "24 of 24 steps", "step": 24}))
+    return folder
+
+
+def evaluation(step: int, draw: np.random.Generator) -> Entry:
+    rows = {row: {"accuracy": float(draw.uniform()), "sentences": 1000} for row in ("en-de mean", "en-de cls")}
+    return {"step": step, "results": {"retrieval": rows, "heldout": {"mlm en": {"loss": 9 / step}}}, "seconds": 1.2}
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> tuple[Path, list[Entry]]:
+    draw = np.random.default_rng(0)
+    entries = [entry(step, draw) for step in range(1, 25)]
+    evals = [evaluation(step, draw) for step in (8, 16, 24)]
+    recipe = {"train": {"lr": 0.001, "steps": 24}, "streams": {"mlm": {"samples": 4}}}
+    return make_run(tmp_path / "runs" / "one", entries, evals, **recipe), entries
+
+
+class Parsed(html.parser.HTMLParser):
+    """Refuses tags that do not match, and whatever a browser would load."""
+
+    EMPTY = ("meta", "br")
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: Counter[str] = Counter()
+        self.ids: list[str] = []
+        self.referred: set[str] = set()
+        self.rows: list[list[tuple[str, str | None]]] = []
+        """Text and `data-value` of each cell of each row."""
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        assert tag not in ("script", "link", "img", "iframe", "object") and "src" not in given
+        assert not any(name.startswith("on") for name in given)
+        self.tags[tag] += 1
+        self.ids += [given["id"] or ""] if "id" in given else []
+        for name, value in given.items():
+            if name == "href":
+                assert (value or "").startswith("#")
+                self.referred.add((value or "")[1:])
+            self.referred |= set(re.findall(r"url\(#([^)]+)\)", value or ""))
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append(("", given.get("data-value")))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            text, value = self.rows[-1][-1]
+            self.rows[-1][-1] = (text + data, value)
+
+    def row(self, name: str) -> list[tuple[str, str | None]]:
+        (found,) = (row[1:] for row in self.rows if row and row[0][0] == name)
+        return found
+
+
+def page_of(*arguments: object, out: Path) -> tuple[str, Parsed]:
+    assert command.main([*map(str, arguments), "--out", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    parsed = Parsed(text)
+    assert "http" not in text and "url(" not in text.replace("url(#", "")
+    assert len(set(parsed.ids)) == len(parsed.ids) and parsed.referred <= set(parsed.ids)
+    return text, parsed
+
+
+# A run's page
+
+
+def test_numbers_of_the_page_are_those_of_the_file(one: tuple[Path, list[Entry]], tmp_path: Path) -> None:
+    """Last, mean of the last tenth, best and its step: whole in the page, read again by loops."""
+    folder, entries = one
+    text, parsed = page_of(folder, out=tmp_path / "report.html")
+    names = [name for name in entries[-1] if re.match(r"loss(/|$)|accuracy|alignment|tokens_per_s", name)]
+    assert len(names) > 10
+    for name in names:
+        values = [(e["step"], e[name]) for e in entries if name in e]
+        best = (min if name.startswith("loss") else max)(values, key=lambda at: at[1])
+        late = [value for _, value in values[-math.ceil(len(values) / 10) :]]
+        expected = [values[-1][1], sum(late) / len(late), best[1], best[0]]
+        cells = parsed.row(name)
+        assert [float(whole or "nan") for _, whole in cells] == pytest.approx(expected, rel=1e-12), name
+        assert [shown for shown, _ in cells] == [f"{value:.4g}" for value in expected]
+    last = json.loads((folder / "evals.jsonl").read_text().splitlines()[-1])["results"]
+    for row, numbers in last["retrieval"].items():
+        assert float(parsed.row(f"retrieval accuracy, {row}")[0][1] or "nan") == numbers["accuracy"]
+    assert "retrieval sentences" not in text, "the size of the data is no curve"
+    tokens, hours, skipped = (float(whole or "nan") for _, whole in parsed.row("one")[2:])
+    assert tokens == pytest.approx(sum(e["tokens"] for e in entries))
+    assert hours == pytest.approx(sum(e["step_s"] for e in entries) / 3600) and skipped == 1
+
+
+def test_a_curve_is_drawn_as_the_file_has_it(one: tuple[Path, list[Entry]]) -> None:
+    """Each point of the SVG's path is an affine function of a step and its number, with a gap where there is none."""
+    (run,), entries = read_runs([one[0]]), one[1]
+    values = np.array([e["lr"] for e in entries])
+    values[9] = np.nan
+    svg = Pictures().chart(curves.Chart("lr", [curves.Line("", Curve(run.metrics["lr"].steps, values), 0)]))
+    drawn = [path for path in ElementTree.fromstring(svg).iter("path") if "var(--c0)" in path.get("style", "")]
+    (line,) = (path.get("d", "") for path in drawn if path.get("d", "").count("L") > 5)
+    assert line.count("M") == 2
+    points = np.array(re.findall(r"[ML] (\S+) (\S+)", line), dtype=float)
+    known = np.flatnonzero(np.isfinite(values))
+    assert len(points) == 23
+    for drawn_N, data_N in ((points[:, 0], known), (points[:, 1], values[known])):
+        slope, shift = np.polyfit(data_N, drawn_N, 1)
+        assert np.abs(slope * data_N + shift - drawn_N).max() < 0.11 and abs(slope) > 1
+
+
+@pytest.mark.parametrize("steps", [151, 1000, 1234])
+def test_thinned_curves_are_means_least_and_largest_of_each_column(steps: int) -> None:
+    draw = np.random.default_rng(1)
+    values = draw.normal(size=steps)
+    values[draw.uniform(size=steps) < 0.2] = np.nan
+    values[300:330] = np.nan
+    at = np.cumsum(draw.integers(1, 4, steps))
+    found = curves.thin(Curve(at, values), 150)
+    assert found is not None and len(found.steps) <= 150
+    columns: dict[int, list[int]] = {}
+    for n, step in enumerate(at.tolist()):
+        columns.setdefault((step - int(at[0])) * 150 // (int(at[-1]) - int(at[0]) + 1), []).append(n)
+    for column, members in enumerate(columns.values()):
+        known = [values[n] for n in members if not math.isnan(values[n])]
+        assert found.steps[column] == pytest.approx(np.mean([at[n] for n in members]))
+        expected = (sum(known) / len(known), min(known), max(known)) if known else (math.nan,) * 3
+        got = (found.means[column], found.least[column], found.largest[column])
+        assert got == pytest.approx(expected, nan_ok=True)
+    assert curves.thin(Curve(at[:150], values[:150]), 150) is None
+
+
+def long_run(name: str, steps: int = 100_000) -> Run:
+    """Five streams and twelve languages."""
+    draw = np.random.default_rng(2)
+    at = np.arange(1, steps + 1)
+    streams = ["mlm", "tlm", "alignlm", "alignlm.mono", "alignlm.bi", "ppa", "align_mlm"]
+    names = ["loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s", "tokens", "samples", "loss_scale"]
+    names += [f"{q}/{s}" for s in streams for q in ("loss", "accuracy", "count", "grad_norm")]
+    names += [f"{q}/mlm/l{n}" for n in range(12) for q in ("loss", "count")]
+    return Run(name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, {}, {})
+
+
+def test_the_page_of_a_long_run_is_small() -> None:
+    assert len(page(Contents([long_run("a")]), Pictures())) < 1_000_000
+
+
+def test_runs_of_every_kind_have_a_page(tmp_path: Path, one: tuple[Path, list[Entry]]) -> None:
+    """One step; no step; a metric that never was a number; other streams; no recipe; a run that is being written."""
+    made = {
+        "step": [{"step": 1, "loss": 3.0}],
+        "none": [],
+        "null": [{"step": s, "loss": None, "grad_norm": None, "lr": 0.1, "note": "x"} for s in range(1, 5)],
+        "other": [{"step": s, "loss": 1.0, "loss/ppa": 2.0 + s, "skipped": 0} for s in range(1, 900)],
+    }
+    folders = [make_run(tmp_path / name, entries) for name, entries in made.items()]
+    (folders[0] / "config.yaml").unlink()
+    (folders[0] / "status.json").unlink()
+    with (folders[3] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 900, "loss": 777')
+    for folder in folders:
+        page_of(folder, out=tmp_path / "single.html")
+    text, parsed = page_of(*folders, one[0], out=tmp_path / "all.html")
+    assert "777" not in text
+    assert [cell for cell, _ in parsed.row("loss")[::4]] == ["3", "–", "–", "1", f"{one[1][-1]['loss']:.4g}"]
+    assert [cell for cell, _ in parsed.row("loss/ppa")[::4]] == ["–", "–", "–", "901", "–"]
+    assert "No step has been written yet" in (page_of(folders[1], out=tmp_path / "single.html")[0])
+
+
+def test_pictures_are_written_too(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", [{"step": s, "loss": 1 / s, "loss/mlm/en": s} for s in range(1, 4)])
+    _, parsed = page_of(run, "--png", tmp_path / "png", out=tmp_path / "report.html")
+    pictures = sorted((tmp_path / "png").iterdir())
+    assert [path.name for path in pictures] == ["001-loss.png", "002-loss-mlm-by-language.png"]
+    assert parsed.tags["svg"] == 2 and all(path.read_bytes()[:4] == b"\x89PNG" for path in pictures)
+
+
+def test_many_lines_share_charts_and_a_range() -> None:
+    lines = [curves.Line(f"l{n}", Curve(np.arange(3), np.arange(3.0) + n), n) for n in range(20)]
+    made = curves.charts("loss", lines)
+    assert [len(chart.lines) for chart in made] == [8, 8, 4]
+    assert {(chart.bottom, chart.top) for chart in made} == {(0.0, 21.0)}
+
+
+def test_labels_at_the_ends_do_not_overlap() -> None:
+    draw_ = np.random.default_rng(3)
+    for count in range(1, 9):
+        for _ in range(50):
+            moved = draw.spread(np.sort(draw_.uniform(-0.2, 1.2, count)), 0.1)
+            assert moved.min() >= -1e-9 and moved.max() <= 1 + 1e-9 and np.diff(moved).min(initial=1) >= 0.1 - 1e-9
+
+
+# Several runs
+
+
+def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path, capsys: Any) -> None:
+    draw = np.random.default_rng(4)
+    entries = [entry(step, draw) for step in range(1, 9)]
+    other = make_run(
+        tmp_path / "runs" / "two", entries, train={"lr": 0.002, "steps": 24}, streams={"mlm": {"samples": 4}}
+    )
+    assert command.main([str(one[0]), str(other)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (differing,) = (line.split() for line in lines if line.startswith("train.lr"))
+    assert differing == ["train.lr", "0.001", "0.002"]
+    assert not any(line.startswith(("train.steps", "streams.mlm")) for line in lines)
+    (loss,) = (line.split() for line in lines if line.split()[:1] == ["loss/mlm"])
+    assert loss[1] == f"{one[1][-1]['loss/mlm']:.4g}" and loss[5] == f"{entries[-1]['loss/mlm']:.4g}"
+    best = min(entries, key=lambda e: e["loss/mlm"])
+    assert loss[7:] == [f"{best['loss/mlm']:.4g}", str(best["step"])]
+    (retrieval,) = (line.split() for line in lines if line.startswith("retrieval accuracy, en-de mean"))
+    assert retrieval[-4:] == ["–"] * 4
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [make_run(tmp_path / name / "run", [{"step": 1, "loss": 1.0}]) for name in ("a", "b")]
+    assert [run.name for run in read_runs([*folders, folders[0]])] == ["a/run", "b/run"]
+    long = [make_run(tmp_path / ("x" * 20 + name), [{"step": 1, "loss": 1.0}]) for name in "ab"]
+    assert curves.labels_of(read_runs(long)) == ["1", "2"]
+
+
+# Scores
+
+TABLE_8 = {  # of Tang et al. 2022: alignment, XNLI Delta
+    "MLM": ((90.0, 1.5), (0.3, 17.2), (57.3, 4.5)),
+    "XLM": ((97.7, 0.2), (85.6, 8.2), (98.6, 1.9)),
+    "DICT-MLM": ((95.7, 1.1), (64.2, 9.2), (93.7, 2.2)),
+    "ALIGN-MLM": ((98.4, -0.5), (95.2, 6.7), (98.2, 3.6)),
+}
+
+
+@pytest.fixture
+def tang(tmp_path: Path) -> list[Path]:
+    """A file of scores for each method, with a language for each transformation; alignment in a file of its own."""
+    paths = []
+    for method, points in TABLE_8.items():
+        named = dict(zip(("trans", "inv", "syn"), points, strict=True))
+        xnli = {
+            language: {"sup": 0.75, "sup_std": 0.004, "zs": 0.75 - delta / 100, "zs_std": 0.01, "majority": 1 / 3}
+            for language, (_, delta) in named.items()
+        }
+        alignment = {
+            f"en-{language}": {f"en->{language}": score / 100, "words": 900.0, f"en->{language} trained": 0.99}
+            for language, (score, _) in named.items()
+        }
+        for kind, results in (("xnli", xnli), ("alignment", alignment)):
+            paths.append(tmp_path / f"{method}.{kind}.json")
+            paths[-1].write_text(json.dumps({"model": f"hf/{method}", "results": {kind: results}, "failed": {}}))
+    return paths
+
+
+def test_alignment_against_delta_is_the_papers(tang: list[Path], tmp_path: Path) -> None:
+    """rho_s = 0.727, p < .01, of the paper's own twelve points."""
+    text, parsed = page_of("--scores", *tang, out=tmp_path / "report.html")
+    scores = read_scores(tang)
+    assert "<h3>xnli</h3>" not in text and "<h3>alignment</h3>" in text
+    (points,) = transfer.aligned(transfer.transfers(scores), scores, [])[0].values()
+    pairs = [of.point for of in points]
+    assert np.array(pairs) == pytest.approx(np.array([p for of in TABLE_8.values() for p in of]))
+    found = transfer.spearman(pairs)
+    expected = stats.spearmanr([a for a, _ in pairs], [b for _, b in pairs])
+    assert (found.rho, found.p) == (expected.statistic, expected.pvalue)
+    assert found.rho == pytest.approx(-0.727, abs=5e-4) and found.p < 0.01
+    ranks = np.array([[sum(w < v for w in side) + 1 for v in side] for side in zip(*pairs, strict=True)], dtype=float)
+    by_hand = 1 - 6 * ((ranks[0] - ranks[1]) ** 2).sum() / (12 * (12**2 - 1))
+    assert found.rho == pytest.approx(by_hand, abs=0.02)
+    assert escape(f"Spearman's ρ = {found.rho:.3f}, p = {found.p:.3f} (two-tailed), 12 points") in text
+    rows = [[shown for shown, _ in row] for row in parsed.rows]
+    assert ["model", "language", "SUP", "ZS", "Δ", "majority"] in rows
+    assert ["XLM", "inv", "75.0 ± 0.4", "66.8 ± 1.0", "8.2", "33.3"] in rows
+
+
+def test_too_few_points_have_no_correlation() -> None:
+    assert "needs 3" in str(transfer.spearman([(1.0, 2.0), (2.0, 1.0)]))
+    assert "no correlation" in str(transfer.spearman([(1.0, 2.0), (1.0, 1.0), (1.0, 3.0)]))
+
+
+def test_alignment_of_a_run_stands_in_for_that_of_its_model(tmp_path: Path) -> None:
+    """At its last step; and where some model has no withheld words, all points are of trained ones."""
+    (tmp_path / "s.json").write_text(json.dumps({"model": "hf/a", "results": {"pos": {"de": {"zs": 0.5, "sup": 0.9}}}}))
+    scores = read_scores([tmp_path / "s.json"])
+    entries = [{"step": s, "alignment/en-de": s / 10, "alignment_trained/en-de": s / 5} for s in (1, 2)]
+    (run,) = read_runs([make_run(tmp_path / "a", [*entries, {"step": 3, "alignment/en-de": None}])])
+    found, kind = transfer.aligned(transfer.transfers(scores), scores, [run])
+    assert kind == "withheld" and found["pos"][0].point == pytest.approx((20, 40))
+    del run.metrics["alignment/en-de"]
+    found, kind = transfer.aligned(transfer.transfers(scores), scores, [run])
+    assert kind == "trained" and found["pos"][0].point == pytest.approx((40, 40))
+
+
+def test_retrieval_by_layer(tmp_path: Path) -> None:
+    rows = {f"en-de {pooling} layer {n}": {"accuracy": n / 10} for n in (2, 0, 10, 1) for pooling in ("mean", "cls")}
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path in paths:
+        path.write_text(json.dumps({"model": path.stem, "results": {"retrieval": rows}, "failed": {}}))
+    (chart,) = curves.layer_charts(read_scores(paths[:1]))
+    assert [line.label for line in chart.lines] == ["en-de mean", "en-de cls"]
+    assert chart.lines[0].curve.steps.tolist() == [0, 1, 2, 10]
+    assert chart.lines[0].curve.values.tolist() == [0.0, 0.1, 0.2, 1.0]
+    both = curves.layer_charts(read_scores(paths))
+    assert [[line.label for line in chart.lines] for chart in both] == [["a", "b"], ["a", "b"]]
+
+
+def test_what_failed_is_said(tmp_path: Path) -> None:
+    scores = {"model": "a", "results": {}, "failed": {"alignment": {"en-de": "needs a <dictionary>"}}}
+    (tmp_path / "s.json").write_text(json.dumps(scores))
+    assert "needs a &lt;dictionary&gt;" in page_of("--scores", tmp_path / "s.json", out=tmp_path / "r.html")[0]
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def linked(demo: Path) -> Source:
+    return Source(demo / "pairs")
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A random model, large enough that its states differ, with heads of AlignLM."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    config = BertConfig(**shape, vocab_size=tokenizer.vocab_size, max_position_embeddings=128, initializer_range=0.3)
+    path = tmp_path_factory.mktemp("model") / "hf"
+    AutoModelForMaskedLM.from_config(config).save_pretrained(path)
+    tokenizer.hf.save_pretrained(path)
+    weights = {name: torch.randn(32, 32) / 4 for name in ("W2.weight", "W3.weight", "linear.weight")}
+    weights |= {name: torch.randn(32) / 4 for name in ("W2.bias", "W3.bias", "linear.bias")}
+    save_heads({"alignlm": KeptHeads({"objective": "alignlm"}, weights)}, path)
+    return path
+
+
+def records(source: Source) -> list[dict[str, Any]]:
+    return [json.loads(line) for tar in sorted(source.directory.glob("*.tar")) for line in tar_lines(tar)]
+
+
+def test_words_that_are_shown_are_the_most_often_linked(linked: Source) -> None:
+    counts, alone = Counter[tuple[str, str]](), (Counter[str](), Counter[str]())
+    for record in records(linked):
+        (a, a_is_word), (b, b_is_word) = split(record["texts"])
+        for counter, texts, kept in zip(alone, (a, b), (a_is_word, b_is_word), strict=True):
+            counter.update(np.array(texts, dtype=object)[kept].tolist())
+        for i, j in (map(int, link.split("-")) for link in record["links"].split()):
+            counts[a[i], b[j]] += bool(a_is_word[i] and b_is_word[j])
+    stop = [{word for word, _ in counter.most_common(words.STOP)} for counter in alone]
+    found = words.frequent_pairs(linked)
+    assert len(found) == words.SHOWN and all(len(set(side)) == words.SHOWN for side in zip(*found, strict=True))
+    assert not any(a in stop[0] or b in stop[1] for a, b in found)
+    best = [pair for pair, _ in counts.most_common() if pair[0] not in stop[0] and pair[1] not in stop[1]]
+    assert found[0] == best[0] and all(counts[x] >= counts[y] for x, y in pairwise(found))
+
+
+def test_translations_with_one_vector_are_together(hf: Path, linked: Source, tmp_path: Path) -> None:
+    """Planted: a second word's tokens have the first one's mean. Unplanted words are as near as chance has it."""
+    model, pairs = Exported(hf), words.frequent_pairs(linked)
+    ids = model.tokenizer.encode_inside([word for pair in pairs for word in pair])
+    pairs = [pair for n, pair in enumerate(pairs) if len(ids[2 * n]) == len(ids[2 * n + 1]) == 1]
+    assert len(pairs) > 5
+    before = words.place(model, pairs)
+    with torch.no_grad():
+        for n in range(0, len(ids), 2):
+            if len(ids[n]) == len(ids[n + 1]) == 1:
+                model.encoder.embeddings[ids[n + 1][0]] = 2 * model.encoder.embeddings[ids[n][0]]
+    after = words.place(model, pairs)
+    assert after.nearest == len(pairs) > before.nearest and abs(before.cosine) < 0.3
+    assert after.cosine == pytest.approx(1, abs=1e-5)
+    apart = [np.linalg.norm(p.places[:, 0] - p.places[:, 1], axis=1).mean() / np.ptp(p.places) for p in (before, after)]
+    assert apart[1] < apart[0] / 3
+
+
+def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked: Source) -> None:
+    """Equations (1)-(8) by loops over the links, of transformers' hidden states."""
+    model, lm = Exported(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
+    pair = next(examples.pairs_of(model, linked))
+    context = Context(model.tokenizer, 128, "drop", {"en": 0, "xx": 1})
+    options = alignlm.Options()
+    heads = alignlm.Heads(model.encoder, options)
+    heads.load_state_dict(model.heads["alignlm"].weights)
+    piece = alignlm.collate([[pair]], options, context)
+    found = examples.show(examples.Parts(model.encoder, heads), pair, options, context, True)
+    masked = piece.reads["masked"].places.tolist()
+    with torch.no_grad():
+        states = lm.bert(torch.from_numpy(piece.sequences.ids)[None]).last_hidden_state[0]
+        transform, decoder = lm.cls.predictions.transform, lm.cls.predictions.decoder
+
+        def guess(hidden: torch.Tensor, dense: torch.nn.Module) -> tuple[list[str], list[float]]:
+            features = transform.LayerNorm(heads.linear(transform.transform_act_fn(dense(hidden))))
+            best = decoder(features).softmax(-1).topk(3)
+            return [model.tokenizer.hf.decode([i]) for i in best.indices.tolist()], best.values.tolist()
+
+        linked_tokens = links_of(pair, piece.sequences.segment_starts.tolist())
+        assert len(found.masked) == min(len(masked), examples.MOST_MASKED) > 3
+        for shown, place in zip(found.masked, masked, strict=False):
+            names, values = guess(states[place], transform.dense)
+            assert shown.place == place and [name for name, _ in shown.mono] == names
+            assert [p for _, p in shown.mono] == pytest.approx(values, rel=1e-3)
+            partners = linked_tokens.get(place, [])
+            assert shown.linked == [found.tokens[p] for p in partners]
+            if partners:
+                names, values = guess(heads.W2(states[partners].sum(0)), heads.W3)
+                assert [name for name, _ in shown.bi] == names
+                assert [p for _, p in shown.bi] == pytest.approx(values, rel=1e-3)
+        assert any(shown.linked for shown in found.masked)
+
+
+def links_of(pair: Any, starts: list[int]) -> dict[int, list[int]]:
+    """Each token's partners, by loops; links of a word and a symbol are none."""
+    found: dict[int, list[int]] = {}
+    of_word: tuple[dict[int, list[int]], ...] = ({}, {})
+    for side, (text, start) in enumerate(zip(pair.words, starts, strict=True)):
+        for token, word in zip(text.tokens.tolist(), text.words.tolist(), strict=True):
+            of_word[side].setdefault(word, []).append(token + start)
+    for i, j in (map(int, link.split("-")) for link in pair.links.split()):
+        if pair.words[0].is_word[i] == pair.words[1].is_word[j]:
+            for a in of_word[0][i]:
+                for b in of_word[1][j]:
+                    found.setdefault(a, []).append(b)
+                    found.setdefault(b, []).append(a)
+    return {token: sorted(set(partners)) for token, partners in found.items()}
+
+
+def test_a_page_of_models(hf: Path, demo: Path, tmp_path: Path, one: tuple[Path, list[Entry]]) -> None:
+    """Before and after; examples of the last; a model without heads guesses from its own states alone."""
+    plain = tmp_path / "plain"
+    AutoModelForMaskedLM.from_pretrained(hf).save_pretrained(plain)
+    Tokenizer(hf).hf.save_pretrained(plain)
+    text, parsed = page_of("--models", hf, plain, "--pairs", demo / "heldout", out=tmp_path / "a.html")
+    assert parsed.tags["svg"] == 2 and text.count("<mark>") > 8 and "plain, en-xx" in text
+    head = [("", None), ("masked", None), ("linked with", None), ("from its own state", None), ("from its links", None)]
+    at = parsed.rows.index(head)
+    assert {row[4][0] for row in parsed.rows[at + 1 : at + 4]} == {"–"}
+
+
+# Errors
+
+
+def broken(name: str, text: str) -> Callable[[Path], list[object]]:
+    def write(folder: Path) -> list[object]:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        run = name.startswith("run")
+        return [folder / "run" if run else "--scores", *([] if run else [folder / name]), "--out", folder / "r.html"]
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (lambda folder: [], "nothing to report"),
+        (lambda folder: [folder / "absent"], "absent has no metrics.jsonl"),
+        (lambda folder: [folder, "--scores", "x"], "give --out"),
+        (lambda folder: ["--models", "x", "--out", folder / "r.html"], "--models and --pairs go together"),
+        (lambda folder: ["--scores", "x", "--out", folder], "is a directory; give a file"),
+        (lambda folder: ["--scores", folder / "x", "--out", folder / "r.html"], "x cannot be read (No such file"),
+        (broken("run/metrics.jsonl", '{"step": 1}\n[2]\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),
+        (broken("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),
+        (broken("scores.json", "{"), "scores.json is no JSON"),
+        (broken("scores.json", "[]"), "scores.json has no results"),
+    ],
+)
+def test_errors_name_file_and_remedy(
+    arguments: Callable[[Path], list[object]], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    assert command.main(list(map(str, arguments(tmp_path)))) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_shards_without_links_are_refused(
+    corpus_files: Callable[..., tuple[Path, Path]], write_pairs: Callable[..., None], tmp_path: Path
+) -> None:
+    write_pairs(*corpus_files(["a b c"], ["d e f"]), tmp_path / "pairs")
+    with pytest.raises(UserError, match="has no word links; write it again"):
+        words.frequent_pairs(Source(tmp_path / "pairs"))
+
+
+# In a browser
+
+MEASURE = """
+<script>
+addEventListener("load", () => {
+  const found = [...document.querySelectorAll("iframe")].map(frame => {
+    const page = frame.contentDocument, root = page.scrollingElement;
+    const sizes = [...page.querySelectorAll("svg")].map(svg => svg.getBoundingClientRect());
+    const letters = [...page.querySelectorAll("svg text")].map(text => text.getBoundingClientRect().height);
+    return {inner: frame.contentWindow.innerWidth, room: root.clientWidth, wide: root.scrollWidth, charts: sizes.length,
+      least: Math.min(...sizes.map(s => Math.min(s.width, s.height))), letters: Math.min(...letters)};
+  });
+  document.body.textContent = "MEASURED" + JSON.stringify(found) + "MEASURED";
+});
+</script>
+"""
+
+
+@pytest.mark.slow
+def test_pages_fit_wide_and_narrow_screens(
+    one: tuple[Path, list[Entry]], tang: list[Path], hf: Path, demo: Path, tmp_path: Path
+) -> None:
+    """In headless Chromium, as frames 1280 and 400 pixels wide: nothing to scroll sideways, every chart has a size and
+    letters that can be read."""
+    draw_ = np.random.default_rng(5)
+    other = make_run(tmp_path / "a-run-of-a-rather-long-name", [entry(step, draw_) for step in range(1, 900)], lr=1)
+    pages = {
+        "single": [one[0]],
+        "several": [one[0], other, "--scores", *tang],
+        "models": ["--models", hf, "--pairs", demo / "heldout"],
+    }
+    body = ""
+    for name, arguments in pages.items():
+        text, _ = page_of(*arguments, out=tmp_path / f"{name}.html")
+        frame = escape(text)
+        body += "".join(f'<iframe srcdoc="{frame}" width="{width}" height="900"></iframe>' for width in WIDTHS)
+    (tmp_path / "frames.html").write_text(
+        f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{body}{MEASURE}", "utf-8"
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=120
+    )
+    (measured,) = re.findall(r"MEASURED(.*)MEASURED", done.stdout)
+    found = json.loads(measured)
+    assert [frame["inner"] for frame in found] == list(WIDTHS) * len(pages)
+    for frame in found:
+        assert frame["wide"] <= frame["room"] and frame["charts"] > 0, frame
+        assert frame["least"] > 100 and frame["letters"] >= 9, frame

@@ -1,0 +1,112 @@
+"""What runs did and what their models can do, on one HTML page.
+
+python -m xscale.report RUN_DIR ... --out report.html     a page of one run, or of several side by side
+python -m xscale.report RUN_DIR RUN_DIR                   without --out: compared in the console
+
+    --scores FILE.json ...     what evaluations wrote: tables of scores, of SUP, ZS and Delta; alignment against Delta
+    --models HF_DIR ...        with --pairs: linked words in the embeddings of each, such as before and after training;
+                               what the last one predicts in the place of masked words
+    --png DIR                  each chart as a file too
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+from xscale import files
+from xscale.errors import UserError, print_anything
+from xscale.report import tables
+from xscale.report.contents import Contents
+from xscale.report.read import Run, read_runs, read_scores
+from xscale.report.tables import Table
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN_DIR", help="--out of training")
+    parser.add_argument("--out", type=Path, metavar="FILE.html")
+    parser.add_argument("--png", type=Path, metavar="DIR")
+    parser.add_argument("--scores", type=Path, nargs="+", default=[], metavar="FILE.json")
+    parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="HF_DIR")
+    parser.add_argument("--pairs", type=Path, nargs="+", default=[], metavar="DIR", help="shards with word links")
+    args = parser.parse_args(argv)
+    print_anything()
+    try:
+        report(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    check(args)
+    runs, scores = read_runs(args.runs), read_scores(args.scores)
+    if args.out is None:
+        print_runs(runs)
+        return
+    from xscale.report.draw import Pictures  # matplotlib, which the console does without
+    from xscale.report.page import page
+
+    contents = Contents(runs, scores)
+    if args.models:
+        from xscale.report.models import model_parts
+
+        contents = Contents(runs, scores, *model_parts(args.models, args.pairs))
+    files.write_text(args.out, page(contents, Pictures(args.png)))
+    print(args.out)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Before the work. Raises UserError."""
+    if not (args.runs or args.scores or args.models):
+        raise UserError("nothing to report: give the directories of runs, --scores FILE.json, or --models HF_DIR")
+    if bool(args.models) != bool(args.pairs):
+        raise UserError("--models and --pairs go together: models, and shards of sentence pairs with word links")
+    if args.out is None:
+        if args.scores or args.models or args.png or not args.runs:
+            raise UserError("--scores, --models, --pairs and --png are for a page: give --out FILE.html too")
+        return
+    if args.out.is_dir():
+        raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'report.html'}")
+    files.check_writable(args.out)
+    absent = [name for name in ("matplotlib", "scipy", "sklearn") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise UserError(f"a page needs {', '.join(absent)}: pip install 'xscale[eval]'")
+
+
+def print_runs(runs: list[Run]) -> None:
+    different = tables.differing(runs)
+    for title, table in (
+        ("", tables.run_table(runs)),
+        ("fields of the recipes that differ", different),
+        ("last and best values", tables.summary(runs)),
+    ):
+        if table.rows and (len(runs) > 1 or table is not different):
+            print(f"\n{title}" if title else "", end="\n" if title else "")
+            print_table(table)
+
+
+def print_table(table: Table) -> None:
+    """Columns as wide as their cells; a group's name above its first column."""
+    cells = [table.head, *([tables.number(cell) for cell in row] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    if table.groups:
+        first, names = 0, []
+        for name, span in table.groups:
+            width = sum(widths[first : first + span]) + 2 * (span - 1)
+            names.append(name.ljust(width))
+            first += span
+        print("  ".join(names).rstrip())
+    numeric = [all(tables.is_number(row[n]) for row in table.rows) for n in range(len(widths))]
+    for row in cells:
+        aligned = (
+            cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)
+        )
+        print("  ".join(aligned).rstrip())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What runs and evaluations left behind: a run's metrics.jsonl, evals.jsonl, config.yaml and status.json; JSON files
+of scores."""
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from xscale.errors import UserError
+
+Results = dict[str, dict[str, dict[str, float]]]
+"""Task -> row -> metric -> number."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A number over the steps at which it was measured."""
+
+    steps: np.ndarray
+    """In ascending order, for a run; layers, for a model."""
+    values: np.ndarray
+    """NaN where the file says null."""
+
+    @property
+    def finite(self) -> "Curve":
+        kept = np.isfinite(self.values)
+        return Curve(self.steps[kept], self.values[kept])
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    """As many last parts of its path as tell the runs apart."""
+    folder: Path
+    metrics: dict[str, Curve]
+    evals: dict[tuple[str, str, str], Curve]
+    """By task, row and metric."""
+    config: dict[str, Any]
+    """The resolved recipe; empty where there is none."""
+    status: dict[str, Any]
+    """As xscale/run/status.py writes it; empty where there is none."""
+
+    @property
+    def steps(self) -> int:
+        return max((int(curve.steps[-1]) for curve in self.metrics.values()), default=0)
+
+
+@dataclass
+class Scores:
+    """What was measured of one exported model, in all files that name it."""
+
+    name: str
+    results: Results = field(default_factory=dict)
+    failed: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """Raises UserError."""
+    folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
+    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> Run:
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
+    config, status = folder / "config.yaml", folder / "status.json"
+    return Run(
+        name,
+        folder,
+        curves((entry["step"], entry.items()) for entry in json_lines(path)),
+        curves((entry["step"], flat(entry.get("results"))) for entry in json_lines(folder / "evals.jsonl")),
+        (yaml.safe_load(config.read_text(encoding="utf-8")) or {}) if config.is_file() else {},
+        read_json(status) if status.is_file() else {},
+    )
+
+
+def json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Objects with a step; nothing where there is no file. The end of a line that a run is writing is left out."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+                raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
+            yield entry
+
+
+def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, Curve]:
+    """Of each name. entries: step, and names with what was measured; all but numbers and null is left out."""
+    steps, values = defaultdict(list), defaultdict(list)
+    for step, numbers in entries:
+        for name, value in numbers:
+            if value is None or isinstance(value, int | float):
+                steps[name].append(step)
+                values[name].append(value)
+    return {
+        name: Curve(np.array(steps[name]), np.array(of_name, dtype=float))  # None becomes NaN
+        for name, of_name in values.items()
+        if name != "step"
+    }
+
+
+def flat(results: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """((task, row, metric), number) of an evaluation's results."""
+    for task, rows in (results if isinstance(results, dict) else {}).items():
+        for row, scores in rows.items() if isinstance(rows, dict) else ():
+            yield from (((task, row, metric), n) for metric, n in (scores.items() if isinstance(scores, dict) else ()))
+
+
+def read_scores(paths: list[Path]) -> list[Scores]:
+    """One for each model, in the order of the files. Raises UserError."""
+    found = {path: read_json(path) for path in paths}
+    for path, scores in found.items():
+        if not isinstance(scores, dict) or not isinstance(scores.get("results"), dict):
+            raise UserError(f"{path} has no results; --scores takes what `python -m xscale.eval.run --out` writes")
+    models = {path: Path(str(scores.get("model") or path.stem)) for path, scores in found.items()}
+    distinct = list(dict.fromkeys(models.values()))
+    by_model = {model: Scores(name) for model, name in zip(distinct, short_names(distinct), strict=True)}
+    for path, scores in found.items():
+        of_model = by_model[models[path]]
+        for (task, row, metric), value in flat(scores["results"]):
+            if isinstance(value, int | float):
+                of_model.results.setdefault(task, {}).setdefault(row, {})[metric] = value
+        for task, rows in (scores.get("failed") or {}).items():
+            of_model.failed.setdefault(task, {}).update(rows)
+    return list(by_model.values())
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); give files that evaluations wrote") from None
+    except ValueError as error:
+        raise UserError(f"{path} is no JSON ({error}); write it again, or leave it out") from None
+
+
+def short_names(paths: list[Path]) -> list[str]:
+    """The last parts of each path, as many as tell them apart."""
+    for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def fields(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """A recipe's values by names such as `train.lr`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        found |= fields(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found

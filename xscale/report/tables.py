@@ -1,0 +1,136 @@
+"""Tables of a page and of the console: where runs stand, last and best values, recipes that differ, scores."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from xscale.report.curves import BY_LANGUAGE, SECTIONS, is_size, labels_of, section
+from xscale.report.read import Curve, Run, Scores, fields
+
+Cell = str | float | None
+SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
+LESS = re.compile(r"loss|perplexity|\baer\b|delta", re.IGNORECASE)
+"""Metrics of which less is better."""
+LATE = 10
+"""The last tenth of what a run measured."""
+
+
+@dataclass(frozen=True)
+class Table:
+    head: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+    groups: list[tuple[str, int]] = field(default_factory=list)
+    """Names above several columns each, where there are any."""
+
+
+def number(value: Cell) -> str:
+    """Four digits."""
+    if value is None or isinstance(value, str):
+        return value or "–"
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
+
+
+def is_number(value: Cell) -> bool:
+    """Or nothing, or a number as text."""
+    return not isinstance(value, str) or bool(re.fullmatch(r"-?[\d.]+( ± [\d.]+)?", value))
+
+
+def run_table(runs: list[Run]) -> Table:
+    """How each run stands."""
+    rows: list[list[Cell]] = []
+    for run, label in zip(runs, labels_of(runs), strict=True):
+        totals = [total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped")]
+        tokens, seconds, skipped = totals
+        hours = None if seconds is None else seconds / 3600
+        state = ": ".join(str(run.status[name]) for name in ("status", "why") if run.status.get(name))
+        shown = run.name if label == run.name else f"{label} = {run.name}"
+        rows.append([shown, state or "no status.json", float(run.steps), tokens, hours, skipped])
+    return Table(["run", "state", "steps", "tokens", "hours", "skipped steps"], rows)
+
+
+def total(curve: Curve | None) -> float | None:
+    return None if curve is None else float(np.nansum(curve.values))
+
+
+def summary(runs: list[Run]) -> Table:
+    """Of each run the last value, the mean of the last tenth, and the best with its step."""
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
+    order = [*SECTIONS, BY_LANGUAGE]
+    names.sort(key=lambda name: order.index(section(name)))
+    measured = {name: [run.metrics.get(name) for run in runs] for name in names}
+    for task, row, metric in dict.fromkeys(key for run in runs for key in run.evals):
+        found = [run.evals.get((task, row, metric)) for run in runs]
+        if not is_size([curve for curve in found if curve is not None]):
+            measured[f"{task} {metric}, {row}"] = found
+    rows: list[list[Cell]] = [
+        [name, *(cell for curve in found for cell in last_late_best(curve, name))]
+        for name, found in measured.items()
+        if any(curve is not None and len(curve.finite.steps) for curve in found)
+    ]
+    return Table(
+        ["", *("last", "last tenth", "best", "at step") * len(runs)],
+        rows,
+        [("", 1), *((label, 4) for label in labels_of(runs))],
+    )
+
+
+def last_late_best(curve: Curve | None, name: str) -> list[Cell]:
+    if curve is None or not len(curve.finite.steps):
+        return [None] * 4
+    curve = curve.finite
+    values = curve.values
+    best = int(values.argmin() if LESS.search(name) else values.argmax())
+    late = float(values[-math.ceil(len(values) / LATE) :].mean())
+    return [float(values[-1]), late, float(values[best]), float(curve.steps[best])]
+
+
+def differing(runs: list[Run]) -> Table:
+    """Fields of the recipes that are not the same in all runs; of a stream that not all have, its objective and samples
+    say enough."""
+    recipes = [fields(run.config) for run in runs]
+    rows: list[list[Cell]] = []
+    for name in dict.fromkeys(name for recipe in recipes for name in recipe):
+        section, part, own = (*name.split(".", 2), "", "")[:3]
+        told = section != "streams" or own in ("objective", "samples")
+        compared = [recipe for recipe in recipes if told or f"streams.{part}.objective" in recipe]
+        if len({shown(recipe, name) for recipe in compared}) > 1:
+            rows.append([name, *(shown(recipe, name) for recipe in recipes)])
+    return Table(["field", *labels_of(runs)], rows)
+
+
+def shown(recipe: Mapping[str, Any], name: str) -> str:
+    value = recipe.get(name, "absent")
+    return ", ".join(map(str, value)) if isinstance(value, list) else "null" if value is None else str(value)
+
+
+def score_tables(scores: list[Scores]) -> dict[str, Table]:
+    """By task: a line for each model and row, a column for each metric; without rows of transfer."""
+    found: dict[str, Table] = {}
+    for task in dict.fromkeys(task for model in scores for task in model.results):
+        of_models = [(model.name, *of_row) for model in scores for of_row in model.results.get(task, {}).items()]
+        of_task = [(model, row, numbers) for model, row, numbers in of_models if not is_transfer(numbers)]
+        metrics = list(dict.fromkeys(metric for _, _, numbers in of_task for metric in numbers))
+        rows: list[list[Cell]] = [[model, row, *map(numbers.get, metrics)] for model, row, numbers in of_task]
+        found |= {task: Table(["model", "", *metrics], rows)} if rows else {}
+    return found
+
+
+def is_transfer(numbers: Mapping[str, float]) -> bool:
+    """Whether a row tells of a language's zero-shot, supervised and translate-train scores (transfer.py)."""
+    return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
+
+
+def failures(scores: list[Scores]) -> Table:
+    rows: list[list[Cell]] = [
+        [model.name, f"{task} {row}", why]
+        for model in scores
+        for task, of_task in model.failed.items()
+        for row, why in of_task.items()
+    ]
+    return Table(["model", "failed", "why"], rows)
