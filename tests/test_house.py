@@ -21,7 +21,7 @@ FLOORS = (
     {"train", "export", "conformance"},
 )
 """Of xscale/, from the ground up: modules and folders."""
-COMMANDS = FLOORS[-1] | {"eval.run"}
+COMMANDS = FLOORS[-1] | {"eval.run", "eval.finetune.__main__"}
 LONGEST = 60
 """Lines of a function."""
 
