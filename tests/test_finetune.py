@@ -453,13 +453,13 @@ def tagged(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Pa
 def exported(folder: Path, tokenizer: Tokenizer, dropout: float) -> Path:
     torch.manual_seed(0)
     shape = SHAPE | {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
-    config = BertConfig(**shape, vocab_size=tokenizer.vocab_size, max_position_embeddings=40, initializer_range=0.3)
+    config = BertConfig(**shape, vocab_size=tokenizer.vocab_size, max_position_embeddings=40)
     AutoModelForMaskedLM.from_config(config).save_pretrained(folder)
     tokenizer.hf.save_pretrained(folder)
     return folder
 
 
-EPOCHS, BATCH, LR, SEED = 4, 8, 2e-3, 3
+EPOCHS, BATCH, LR, SEED = 4, 4, 3e-3, 3
 
 
 def arguments(model: Path, tagged: Path, out: Path, seeds: str = f"{SEED}") -> list[str]:
@@ -496,7 +496,7 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(tmp_path: Path, tagged: 
 
 @pytest.mark.slow
 def test_the_loop_equals_plain_pytorch(tmp_path: Path, tagged: Path, tokenizer: Tokenizer) -> None:
-    """Without dropout, 2 ranks, 45 sentences by 8: losses and predictions of one process, padded batches, AdamW."""
+    """Without dropout, 2 ranks, 45 sentences by 4: losses and predictions of one process, padded batches, AdamW."""
     path, out = exported(tmp_path / "hf", tokenizer, 0.0), tmp_path / "out.json"
     output = launch.run(2, arguments(path, tagged, out), "torchrun", "-m")
     texts = {language: tags.read_pos(tagged / f"{language}.conllu", language) for language in ("en", "de")}
