@@ -4,6 +4,7 @@ import json
 import lzma
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import pairs, qa, squad, tags
-from xscale.eval.finetune.loop import Rows, Tuned
-from xscale.eval.finetune.runs import Scores, trainings
+from xscale.eval.finetune.loop import Rows, Settings, Tuned
+from xscale.eval.finetune.runs import Runs, Scores, trainings, write_predictions
 from xscale.eval.finetune.task import Data, Encoding, Example, Task
 from xscale.eval.model import Exported
+from xscale.ranks import Control
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
@@ -434,6 +436,89 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta": pytest.approx(11 / 12 - 3 / 4),
     }
     assert scores.summary["en"]["sup"] == 1.0
+
+
+def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, model: Exported) -> None:
+    """What was predicted before is neither trained nor predicted again."""
+    calls, fits = [], []
+    tests = {language: data(language) for language in ("en", "de", "fr", "es")}
+
+    def encode(examples: list[Example], encoding: Encoding) -> list[Any]:
+        calls.append(len(examples))
+        return pairs.encode(examples, encoding)
+
+    class Fake:
+        """Says for every pair that it is of the first label; the order of its seeds is the file's."""
+
+        task, settings, ds_config = replace(command.TASKS["xnli"], encode=encode), Settings(), {}
+        rows, control = rows_of(model), Control()
+
+        def fit(self, units: list[list[Any]], outputs: int, seed: int, folder: Path, name: str) -> int:
+            fits.append((name, len(units), outputs))
+            (folder / "epoch_1_of_1_ranks").mkdir(parents=True)
+            return seed
+
+        def predict(self, engine: int, features: list[Any]) -> list[np.ndarray]:
+            return [np.array([[1.0 - engine, 0.5]]) for _ in features]
+
+    fake: Any = Fake()
+    fake.model = model
+    (training,) = trainings(fake.task, {"en": data("en")}, {}, tests, "en", code_switch=False)
+    for seeds in ([0, 1], [0, 1, 2]):
+        found = Runs(fake, tests, tmp_path, "weights").predictions(training, seeds)
+        assert {language: [of_seed[0] for of_seed in seeds] for language, seeds in found.items()} == dict.fromkeys(
+            tests, ["x", "y", "y"][: len(seeds)]
+        )
+    assert calls == [6] * 5 * 2  # four tests and the training text, by each of both commands
+    assert fits == [(f"en, seed {seed}", 6, 2) for seed in (0, 1, 2)]
+    assert not list(tmp_path.rglob("epoch_*"))
+    Runs(fake, tests, tmp_path, "other weights").predictions(training, [0])
+    assert len(fits) == 4
+
+
+def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
+    """Its readers: a label a line; a tag a line with a blank line behind each sentence; an object of answers by id."""
+    tests = {"en": data("en"), "de": data("de")}
+    task = command.TASKS["xnli"]
+    (training,) = trainings(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
+    write_predictions(tmp_path, task, training, tests, {"en": [["x"] * 6], "de": [["y", *"xxxxx"]]}, [7])
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*sv"))
+    modes = ("supervised.seed_7/xnli/test-en", "zero-shot.seed_7/xnli/test-de", "zero-shot.seed_7/xnli/test-en")
+    assert written == [f"{name}.tsv" for name in modes]
+    assert (tmp_path / written[1]).read_text().splitlines() == ["y", *"xxxxx"]
+    assert tags.write([], [["B-LOC", "I-LOC"], ["O"]]) == "B-LOC\nI-LOC\n\nO\n\n"
+    questions = [Example(key, ("zh", "zh"), ("?", "香港"), None) for key in "ab"]
+    assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--train en=absent.tsv", "absent.tsv does not exist"),
+        ("--train de.tsv", "--train de.tsv: needs the form LANG=FILE"),
+        ("--train en=de.tsv en=de.tsv", "each language once"),
+        ("--train fr=de.tsv --source en", "--source en is none of --train's languages: fr"),
+        ("--train en=de.tsv de=de.tsv fr=de.tsv", "--train fr=.*de.tsv serves no test: give --test fr=FILE"),
+        ("--train en=bare.tsv", "bare.tsv: line 1 has no label; training text needs one"),
+        ("--train en=de.tsv --test de=bare.tsv", "bare.tsv has examples without labels; --predictions DIR"),
+        ("--train en=one.tsv", "one.tsv has one label alone, neutral"),
+        ("--train en=de.tsv --code_switch", "--code_switch needs --translated"),
+        ("--translated de=de.tsv --code_switch", "--code_switch needs --train of the source language"),
+        ("--train en=one.tsv --translated de=de.tsv --code_switch", "line or question 2 is not in .*one.tsv"),
+        ("--train en=de.tsv --lr nan", "--lr nan must be positive"),
+        ("--train en=de.tsv --seeds 1 1", "--seeds 1 1: seeds are different numbers"),
+    ],
+)
+def test_what_a_user_does_wrong_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, problem: str
+) -> None:
+    (tmp_path / "de.tsv").write_text("a\tb\tneutral\nc\td\tentailment\n")
+    (tmp_path / "one.tsv").write_text("a\tb\tneutral\n")
+    (tmp_path / "bare.tsv").write_text("a\tb\nc\td\n")
+    monkeypatch.chdir(tmp_path)
+    given = f"--model hf --task xnli --test de=de.tsv --out out.json {words}"
+    assert command.main(given.split()) == 2
+    assert re.search(problem, capsys.readouterr().err)
 
 
 # Whole runs

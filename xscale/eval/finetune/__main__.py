@@ -138,11 +138,11 @@ def measure(args: argparse.Namespace, process: Process) -> None:
     if hidden and not args.predictions:
         raise UserError(f"{hidden[0]} has examples without labels; --predictions DIR writes predictions of them")
     plan = trainings(task, train, translated, tests, source, args.code_switch)
-    model = Exported(args.model)
-    ranks.start(process)
+    ranks.start(process)  # before the model: it says which device is a rank's
     control = Control()
+    model = Exported(args.model)
     tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
-    weights = "".join(files.sha256_file(path) for path in sorted(args.model.glob("*.safetensors")))
+    weights = "".join(files.sha256_file(path) for path in sorted(args.model.iterdir()) if path.is_file())
     runs = Runs(tuner, tests, args.work or args.out.with_suffix(".runs"), weights)
     scores = Scores(task, tests)
     for training in plan:

@@ -121,7 +121,7 @@ class Runs:
     """What every run predicts: made now, or found in `work` where it was made before."""
 
     def __init__(self, tuner: Tuner, tests: dict[str, Data], work: Path, weights: str):
-        """weights: a hash of the model's. Tests are tokenised here, once for all runs."""
+        """weights: a hash of the model's files. Tests are tokenised here, once for all runs."""
         self.tuner, self.tests, self.work = tuner, tests, work
         encoding = self.encoding([])
         self.features = {
