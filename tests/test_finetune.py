@@ -299,7 +299,10 @@ def test_a_words_tag_is_read_from_its_first_token(model: Exported, hf: Path, tok
     assert cut, "no word has several tokens"
 
 
-def test_a_pair_is_read_from_cls(model: Exported, hf: Path, tokenizer: Tokenizer) -> None:
+def test_a_pair_is_read_from_cls(
+    model: Exported, hf: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "AT_ONCE", 2)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [Example(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
@@ -313,7 +316,7 @@ def test_a_pair_is_read_from_cls(model: Exported, hf: Path, tokenizer: Tokenizer
         with torch.no_grad():
             states = plain(torch.tensor([ids]), token_type_ids=torch.tensor([types])).last_hidden_state[0, :1]
         torch.testing.assert_close(logits, F.linear(states, module.head.weight, module.head.bias), rtol=1e-4, atol=1e-4)
-    assert [feature.labels.tolist() for feature in features] == [[1]] * 3
+    assert [(feature.example, feature.labels.tolist()) for feature in features] == [(0, [1]), (1, [1]), (2, [1])]
 
 
 def test_every_word_of_a_long_sentence_has_one_tag(model: Exported, tokenizer: Tokenizer) -> None:
@@ -321,7 +324,7 @@ def test_every_word_of_a_long_sentence_has_one_tag(model: Exported, tokenizer: T
     gold = tuple(tags.UPOS[len(word) % 17] for word in words)
     features = tags.POS.encode([Example("1", ("en",), tuple(words), gold)], Encoding(model.tokenizer, 20, tags.UPOS))
     assert len(features) > 5
-    assert all(len(feature) <= 18 and len(feature.places) == feature.targets for feature in features)
+    assert all(feature.tokens <= 18 and len(feature.places) == feature.targets for feature in features)
     logits = [np.eye(17)[feature.labels] for feature in features]
     assert tags.predict([Example("1", ("en",), tuple(words), gold)], features, logits, tags.UPOS) == [list(gold)]
 

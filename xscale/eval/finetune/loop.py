@@ -166,7 +166,7 @@ class Tuner:
     def step(self, engine: Any, features: list[Feature], identity: tuple[int, ...]) -> float:
         """One update by a batch, of which this rank takes its share by length. Returns the share's loss."""
         rank, world = self.control.rank, self.control.size
-        by_length = sorted(features, key=len, reverse=True)
+        by_length = sorted(features, key=lambda f: -f.tokens)
         inputs, counts = self.rows(by_length[rank::world], engine.device)
         torch.manual_seed(rng.torch_seed("finetune", *identity, rank))
         with one_reduction(engine):
@@ -178,7 +178,7 @@ class Tuner:
     def predict(self, engine: Any, features: list[Feature]) -> list[np.ndarray]:
         """What the head says of each feature [S, C]. Rows are the same for any number of ranks."""
         module, found = engine.module.eval(), dict[int, np.ndarray]()
-        order = sorted(range(len(features)), key=lambda i: -len(features[i]))
+        order = sorted(range(len(features)), key=lambda i: -features[i].tokens)
         batches = [order[start : start + SEQUENCES] for start in range(0, len(order), SEQUENCES)]
         for batch in batches[self.control.rank :: self.control.size]:
             inputs, counts = self.rows([features[i] for i in batch], engine.device)

@@ -21,6 +21,10 @@ FIRST, SECOND = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
 LABEL, LANGUAGE = ("label", "gold_label"), ("language",)
 SAME = {"contradictory": "contradiction"}
 """What XNLI's translated training text calls a label."""
+AT_ONCE = 8192
+"""Pairs of one call of the tokenizer, whose answers take a hundred times their text's memory."""
+CLS = np.zeros(1, dtype=np.int64)
+"""Where the state is that says the label."""
 NO_GOLD = "-"
 """MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
 
@@ -80,24 +84,24 @@ def labels(examples: list[Example]) -> list[str]:
 
 def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
     """A pair that is too long is cut, both sides in proportion."""
+    return [
+        feature
+        for start in range(0, len(examples), AT_ONCE)
+        for feature in _encode(examples[start : start + AT_ONCE], start, encoding)
+    ]
+
+
+def _encode(examples: list[Example], first: int, encoding: Encoding) -> Iterator[Feature]:
+    """first: the number of the first of the examples."""
     tokenizer = encoding.tokenizer
     ids = tokenizer.encode([text for example in examples for text in example.texts])
     whole = [
         sequences.Example(e.langs, (ids[2 * i], ids[2 * i + 1]), None, np.uint64(0)) for i, e in enumerate(examples)
     ]
     fitted, _ = fit_pairs(whole, encoding.longest, "truncate", tokenizer.pair.special)
-    cls = np.zeros(1, dtype=np.int64)
-    return [
-        Feature(
-            i,
-            example.langs,
-            tuple(np.array(side, dtype=np.int32) for side in fitted[i].ids),
-            cls,
-            numbers(encoding.labels, example.gold, 1),
-            targets=1,
-        )
-        for i, example in enumerate(examples)
-    ]
+    for number, (example, pair) in enumerate(zip(examples, fitted, strict=True), start=first):
+        sides = tuple(np.array(side, dtype=np.int32) for side in pair.ids)
+        yield Feature(number, example.langs, sides, CLS, numbers(encoding.labels, example.gold, 1), targets=1)
 
 
 def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:

@@ -63,7 +63,8 @@ class Feature(NamedTuple):
     spans: np.ndarray | None = None
     """First character and end of what each place but the first stands for in the context [S - 1, 2]."""
 
-    def __len__(self) -> int:
+    @property
+    def tokens(self) -> int:
         return sum(map(len, self.ids))
 
 
