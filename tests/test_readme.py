@@ -39,8 +39,9 @@ def test_commands_of_readme(tmp_path: Path) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (tmp_path / "ranking.py").write_text(source)
     (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
-    listed = commands("Train on your text") + commands("Your own objective")
-    assert len(listed) >= 10
+    sections = ("Train on your text", "Fine-tune, and measure transfer", "Your own objective")
+    listed = [command for section in sections for command in commands(section)]
+    assert len(listed) >= 12
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
     for command in listed:
         for there, instead in SMALLER.items():
@@ -53,6 +54,9 @@ def test_commands_of_readme(tmp_path: Path) -> None:
     assert (tmp_path / "hf" / "xlm" / "model.safetensors").exists()
 
 
+_TAGGED, _REST = (("Anna", "PROPN"), ("comes", "VERB")), "\t_" * 6 + "\n"
+
+
 def write_texts(folder: Path) -> None:
     """The demo world's sentences under the names that README uses."""
     world = World(0)
@@ -61,6 +65,12 @@ def write_texts(folder: Path) -> None:
         for side, language in enumerate(("en", "de")):
             text = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{name}.{language}.xz").write_bytes(lzma.compress(text.encode()))
+    (folder / "ner").mkdir()
+    for name in ("train-en", "train-de", "dev-en", "dev-de"):
+        (folder / "ner" / f"{name}.tsv.xz").write_bytes(lzma.compress(b"Anna\tB-PER\ncomes\tO\n\n" * 20))
+    for name in ("en_ewt-ud-train", "en_ewt-ud-test", "de_pud-ud-test"):
+        words = "".join(f"{n}\t{word}\t_\t{tag}{_REST}" for n, (word, tag) in enumerate(_TAGGED, start=1))
+        (folder / f"{name}.conllu").write_text(f"{words}\n" * 20, encoding="utf-8")
     for language, of_world in (("en", "en"), ("de", "xx")):
         (folder / f"wiki_{language}").mkdir()
         documents = ["\n".join(world.document(of_world, n)) for n in range(1, 40)]

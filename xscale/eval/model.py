@@ -1,6 +1,7 @@
 """An exported encoder, ready to be measured."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -52,9 +53,12 @@ class Exported:
         """Share of a dictionary's words that training withheld."""
 
     def language_ids(self, source: Spoken) -> dict[str, int]:
+        return self.numbers_of(source.langs)
+
+    def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
         """Numbers of the languages that the model was trained with. Raises UserError where one is needed and absent."""
         known = {language: number for number, language in enumerate(self.languages)}
-        absent = [language for language in source.langs if language not in known]
+        absent = [language for language in languages if language not in known]
         if absent and self.language_embeddings:
             raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
         return known | dict.fromkeys(absent, 0)

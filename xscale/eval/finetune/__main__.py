@@ -1,0 +1,204 @@
+"""Fine-tune an exported encoder, and measure what transfers: zero-shot, supervised, translate-train.
+
+python -m xscale.eval.finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
+    --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
+
+Also on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., torchrun --nproc_per_node N -m ... A
+command that was killed goes on where it was when it is started again.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xscale import files, ranks
+from xscale.errors import NotFinite, UserError, print_anything
+from xscale.eval.finetune import pairs, qa, tags
+from xscale.eval.finetune.loop import Rows, Settings, Tuner
+from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
+from xscale.eval.finetune.task import Data, Task
+from xscale.eval.model import Exported, write_json
+from xscale.models.build import positions
+from xscale.plugins import load_plugins
+from xscale.ranks import Control, Process
+from xscale.step.ds_config import read_ds_config
+
+TASKS: dict[str, Task] = {
+    "xnli": pairs.task("xnli"),
+    "pawsx": pairs.task("pawsx"),
+    "pos": tags.POS,
+    "ner": tags.NER,
+    "xquad": qa.XQUAD,
+    "mlqa": qa.MLQA,
+}
+ENGINE = {"zero_optimization": {"stage": 2, "allgather_bucket_size": 20_000_000, "reduce_bucket_size": 20_000_000}}
+"""Without --ds_config: AdamW in fp32."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m xscale.eval.finetune",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
+    add("--task", choices=TASKS, required=True)
+    text: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
+    add("--train", **text, help="text to train on: of the source language, and of others for their supervised scores")
+    add("--test", **text, required=True, help="text to score")
+    add("--translated", **text, help="the source language's training text, translated: for translate-train")
+    add("--source", help="language that is trained on for the zero-shot scores (default: the first of --train)")
+    add("--code_switch", action="store_true", help="translate-train by pairs of which one side is translated")
+    add("--limit", type=int, metavar="N", help="of each training file only the first N examples")
+    add("--test_limit", type=int, metavar="N", help="of each test file only the first N examples")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    add("--epochs", type=int, default=Settings.epochs, help=f"default: {Settings.epochs}")
+    add("--lr", type=float, default=Settings.lr, help=f"peak learning rate (default: {Settings.lr:g})")
+    add("--batch", type=int, default=Settings.batch, help=f"sequences of a step (default: {Settings.batch})")
+    add("--max_length", type=int, help="tokens of a sequence (default: 384 for questions, else 128)")
+    add("--ds_config", type=Path, help="DeepSpeed JSON of ZeRO stage 0 to 2 (default: stage 2 in fp32)")
+    add("--out", type=Path, required=True, help="JSON file to write")
+    add("--work", type=Path, help="folder of checkpoints and predictions (default: --out with .runs in place of .json)")
+    add("--predictions", type=Path, metavar="DIR", help="folder to write predictions to, as XTREME's evaluate.py reads")
+    add("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_arguments(argv)
+    process = Process(0, 1, 0, 1)  # until it is found
+    try:
+        ranks.check_launch()
+        process = ranks.find_process()
+        check(args)
+        load_plugins(args.plugin)
+        measure(args, process)
+        return 0
+    except (UserError, NotFinite) as error:
+        if process.local_rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UserError) else 3
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    for name in ("limit", "test_limit", "epochs", "batch", "lr", "max_length"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise UserError(f"--{name} {value} must be positive")
+    if args.max_length is not None and args.max_length < 16:
+        raise UserError(f"--max_length {args.max_length} must be at least 16")
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: seeds are different numbers from 0 on")
+    if not args.train and not args.translated:
+        raise UserError("--train LANG=FILE is needed, or --translated")
+    if args.out.is_dir():
+        raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'scores.json'}")
+    for module in ("sklearn", "seqeval"):
+        try:
+            __import__(module)
+        except ImportError:
+            raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
+    files.check_writable(args.out)
+
+
+def read_all(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, Data]:
+    """Language -> its file's examples. Raises UserError."""
+    found: dict[str, Data] = {}
+    for one in given:
+        language, equals, name = one.partition("=")
+        if not equals or not language or not name or language in found:
+            raise UserError(f"{option} {one}: needs the form LANG=FILE, each language once")
+        path = Path(name)
+        if not path.exists():
+            raise UserError(f"{option} {one}: {path} does not exist")
+        found[language] = Data(path, language, task.read(path, language)[:limit])
+    return found
+
+
+def measure(args: argparse.Namespace, process: Process) -> None:
+    """Everything is read and checked before anything is trained."""
+    task = TASKS[args.task]
+    train = read_all(task, args.train, "--train", args.limit)
+    translated = read_all(task, args.translated, "--translated", args.limit)
+    tests = read_all(task, args.test, "--test", args.test_limit)
+    source = args.source or next(iter(train), "")
+    if args.source and source not in train:
+        raise UserError(f"--source {source} is none of --train's languages: {', '.join(train) or 'there are none'}")
+    if args.code_switch and not translated:
+        raise UserError("--code_switch needs --translated LANG=FILE")
+    hidden = [data.path for data in tests.values() if not data.labelled]
+    if hidden and not args.predictions:
+        raise UserError(f"{hidden[0]} has examples without labels; --predictions DIR writes predictions of them")
+    plan = trainings(task, train, translated, tests, source, args.code_switch)
+    ranks.start(process)  # before the model: it says which device is a rank's
+    control = Control()
+    model = Exported(args.model)
+    tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
+    weights = "".join(files.sha256_file(path) for path in sorted(args.model.iterdir()) if path.is_file())
+    runs = Runs(tuner, tests, args.work or args.out.with_suffix(".runs"), weights)
+    scores = Scores(task, tests)
+    for training in plan:
+        found = runs.predictions(training, args.seeds)
+        scores.add(training, found)
+        control.from_main(partial(publish, args, tuner, scores, training, tests, found))
+    if control.is_main:
+        for row, metrics in scores.rows.items():
+            print(f"{args.task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
+    control.barrier()
+
+
+def make_tuner(args: argparse.Namespace, model: Exported, task: Task, control: Control, languages: list[str]) -> Tuner:
+    settings = Settings(args.epochs, args.lr, args.batch, args.max_length or task.max_length)
+    longest = min(settings.max_length, positions(model.encoder.lm.config))
+    ds_config = read_ds_config(args.ds_config) if args.ds_config else ENGINE
+    rows = Rows(model, model.numbers_of(languages), longest)
+
+    def tell(line: str) -> None:
+        if control.is_main:
+            print(line, flush=True)
+
+    path = args.ds_config or Path("(none)")
+    return Tuner(model, task, replace(settings, max_length=longest), ds_config, path, rows, control, tell)
+
+
+def publish(
+    args: argparse.Namespace,
+    tuner: Tuner,
+    scores: Scores,
+    training: Training,
+    tests: dict[str, Data],
+    found: dict[str, list[list[Any]]],
+) -> None:
+    """What there is so far."""
+    if args.predictions:
+        write_predictions(args.predictions, tuner.task, training, tests, found, args.seeds)
+    settings = {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.control.size}
+    limits = {"limit": args.limit, "test_limit": args.test_limit, "train": args.train, "test": args.test}
+    content = {
+        "model": str(args.model),
+        "results": {args.task: scores.rows | scores.summary},
+        "failed": {},
+        "seeds": {args.task: scores.seeds},
+        "settings": settings | limits | {"translated": args.translated, "code_switch": args.code_switch},
+    }
+    write_json(args.out, content)
+
+
+if __name__ == "__main__":
+    print_anything()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # as train.py does

@@ -1,0 +1,222 @@
+"""Extractive questions: the stretch of a context that answers (SQuAD, XQuAD, MLQA).
+
+Of each token of the context, after `[CLS] question [SEP]`, a score to be the answer's first and one to be its last. A
+long context goes through several sequences that overlap; in one without the answer [CLS] is to be both. Files: SQuAD's
+JSON, version 1.1, where every question has an answer; local data sets with SQuAD's columns.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+from xscale.eval.finetune import squad
+from xscale.eval.finetune.tables import column, is_table, read_rows
+from xscale.eval.finetune.task import Encoding, Example, Feature, Task
+
+QUESTION, OVERLAP, ANSWER = 64, 128, 30
+"""Tokens: of a question and of an answer at most, and that two sequences of a context share; as in BERT's."""
+
+
+def read(path: Path, language: str) -> list[Example]:
+    found = _of_table(path, language) if is_table(path) else _of_squad(path, language)
+    examples: dict[str, Example] = {}
+    for where, example in found:
+        if example.key in examples:
+            raise UserError(f"{where}: the id stands twice; ids have to differ")
+        _check_answers(where, example)
+        examples[example.key] = example
+    if not examples:
+        raise UserError(f"{path} has no question")
+    return list(examples.values())
+
+
+def _check_answers(where: str, example: Example) -> None:
+    context = example.texts[1]
+    if not example.texts[0].strip() or not context.strip():
+        raise UserError(f"{where}: question or context is empty; mend or remove it")
+    for text, start in example.gold or ():
+        if not text or context[start : start + len(text)] != text:
+            there = context[max(start, 0) : start + max(len(text), 1)]
+            raise UserError(
+                f"{where}: the answer {text!r} does not stand at answer_start {start}, there is {there!r}; starts "
+                f"count the characters of the context"
+            )
+
+
+def _of_squad(path: Path, language: str) -> Iterator[tuple[str, Example]]:
+    lines = [line for _, line in read_lines(path)]
+    try:
+        tree = json.loads("\n".join(lines))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    place = "data"
+    try:
+        for i, article in enumerate(tree["data"]):
+            for j, paragraph in enumerate(article["paragraphs"]):
+                place = f"data[{i}].paragraphs[{j}]"
+                context = paragraph["context"]
+                for k, question in enumerate(paragraph["qas"]):
+                    place = f"data[{i}].paragraphs[{j}].qas[{k}]"
+                    where = f"{path}: line {line_of(question['id'], lines)}: question {question['id']!r}"
+                    yield where, _example(question, context, question.get("answers"), language, where)
+    except (KeyError, TypeError, AttributeError) as error:
+        missing = f"has no {error}" if isinstance(error, KeyError) else "is not as SQuAD's"
+        raise UserError(
+            f"{path}: {place} {missing}; SQuAD 1.1's JSON has data, paragraphs, context, qas, id, ..."
+        ) from None
+
+
+def line_of(key: str, lines: list[str]) -> int:
+    """Where a question's id stands, counted from 1; a file without line ends has one line."""
+    written = json.dumps(key)
+    return next((number for number, line in enumerate(lines, start=1) if written in line), 1)
+
+
+def _example(question: dict[str, Any], context: str, answers: Any, language: str, where: str) -> Example:
+    gold = None
+    if answers is not None:
+        gold = tuple((answer["text"], int(answer["answer_start"])) for answer in answers)
+        if not gold:
+            raise UserError(f"{where} has no answer; every question of SQuAD 1.1 has one: leave the others out")
+    return Example(str(question["id"]), (language, language), (question["question"], context), gold)
+
+
+def _of_table(path: Path, language: str) -> Iterator[tuple[str, Example]]:
+    """SQuAD's columns id, question, context, answers, the last of lists `text` and `answer_start`."""
+    for key, row in read_rows(path):
+        where = f"{path}: line {key}"
+        context, given = column(row, ("context",), where), row.get("answers")
+        if isinstance(given, dict):
+            both = zip(given.get("text", ()), given.get("answer_start", ()), strict=False)
+            given = [{"text": text, "answer_start": start} for text, start in both]
+        question = {name: column(row, (name,), where) for name in ("id", "question")}
+        yield where, _example(question, context, given, language, where)
+
+
+def labels(examples: list[Example]) -> list[str]:
+    return ["first", "last"]
+
+
+def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
+    tokenizer, template = encoding.tokenizer, encoding.tokenizer.pair
+    contexts = list(dict.fromkeys(example.texts[1] for example in examples))
+    encodings = tokenizer.backend.encode_batch(contexts, add_special_tokens=False)
+    encoded = dict(zip(contexts, encodings, strict=True))
+    questions = tokenizer.encode([example.texts[0] for example in examples])
+    features = []
+    for i, (example, question) in enumerate(zip(examples, questions, strict=True)):
+        whole = encoding.longest - template.special
+        question = question[: min(QUESTION, whole // 2)]
+        found = encoded[example.texts[1]]
+        ids, spans = np.array(found.ids, dtype=np.int32), np.array(found.offsets, dtype=np.int32).reshape(-1, 2)
+        before = len(template.first) + len(question) + len(template.between)
+        for start, end in stretches(len(ids), whole - len(question)):
+            places = np.concatenate([[0], before + np.arange(end - start)])
+            sides = np.array(question, dtype=np.int32), ids[start:end]
+            answer = _answer(example, spans[start:end])
+            features.append(Feature(i, example.langs, sides, places, answer, targets=1, spans=spans[start:end]))
+    return features
+
+
+def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
+    """First token and end of the sequences that a context goes through."""
+    step = room - min(OVERLAP, room // 2)
+    start = 0
+    while start + room < tokens:
+        yield start, start + room
+        start += step
+    yield start, tokens
+
+
+def _answer(example: Example, spans: np.ndarray) -> np.ndarray:
+    """Numbers of the first and the last place of the first gold answer; 0, [CLS]'s, where it is not whole here."""
+    if not example.gold or not len(spans):
+        return np.zeros(2, dtype=np.int64)
+    text, start = example.gold[0]
+    inside = np.flatnonzero((spans[:, 1] > start) & (spans[:, 0] < start + len(text)))
+    if not len(inside) or spans[0, 0] > start or spans[-1, 1] < start + len(text):
+        return np.zeros(2, dtype=np.int64)
+    return np.array([inside[0] + 1, inside[-1] + 1], dtype=np.int64)
+
+
+def loss(logits_S2: Tensor, labels_2F: Tensor, counts: list[int]) -> Tensor:
+    """The mean of both cross-entropies, each over the places of one sequence, summed over sequences."""
+    if not counts:
+        return logits_S2.sum()
+    padded_FL2 = pad_sequence(list(logits_S2.split(counts)), batch_first=True, padding_value=-torch.inf)
+    return F.cross_entropy(padded_FL2, labels_2F.view(-1, 2), reduction="sum") / 2
+
+
+def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:
+    """The stretch with the greatest sum of both scores, of all sequences of the context."""
+    best = [(-np.inf, "")] * len(examples)
+    for feature, of_places in zip(features, logits, strict=True):
+        assert feature.spans is not None
+        if len(feature.spans):
+            total, first, last = best_span(of_places[1:])
+            if total > best[feature.example][0]:
+                start, end = feature.spans[first, 0], feature.spans[last, 1]
+                best[feature.example] = total, examples[feature.example].texts[1][start:end].strip()
+    return [text for _, text in best]
+
+
+def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int, int]:
+    """The greatest first[i] + last[j] with i <= j < i + longest, and i and j."""
+    first, last = logits_L2[:, 0], logits_L2[:, 1]
+    sums = np.full((min(longest, len(first)), len(first)), -np.inf)
+    for by in range(len(sums)):
+        sums[by, : len(first) - by] = first[: len(first) - by] + last[by:]
+    more, start = divmod(int(sums.argmax()), len(first))
+    return float(sums[more, start]), start, start + more
+
+
+def score(examples: list[Example], predictions: list[str], language: str, mlqa: bool = False) -> dict[str, float]:
+    """Means over questions: F1 of words, share of exact matches."""
+    normalized = partial(squad.mlqa_normalized, language=language) if mlqa else squad.normalized
+    f1 = exact = 0.0
+    for example, prediction in zip(examples, predictions, strict=True):
+        said, gold = normalized(prediction), [normalized(text) for text, _ in example.gold or ()]
+        f1 += max(squad.f1(said, text) for text in gold)
+        exact += said in gold
+    return {"f1": f1 / len(examples), "exact_match": exact / len(examples)}
+
+
+def switch(example: Example, translation: Example) -> list[Example]:
+    """Sentence-level code-switching (Pan et al. 2021, 2.3): (question', context) and (question, context')."""
+    (source, _), (target, _) = example.langs, translation.langs
+    return [
+        Example(example.key, (target, source), (translation.texts[0], example.texts[1]), example.gold),
+        Example(example.key, (source, target), (example.texts[0], translation.texts[1]), translation.gold),
+    ]
+
+
+def write(examples: list[Example], predictions: list[str]) -> str:
+    answers = {example.key: text for example, text in zip(examples, predictions, strict=True)}
+    return json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
+
+
+_task = partial(
+    Task,
+    read=read,
+    labels=labels,
+    encode=encode,
+    loss=loss,
+    predict=predict,
+    write=write,
+    suffix=".json",
+    max_length=384,
+    switch=switch,
+    classes=False,
+)
+XQUAD = _task(score=score, xtreme="xquad")
+MLQA = _task(score=partial(score, mlqa=True), xtreme="mlqa")
