@@ -228,11 +228,14 @@ class Trainer:
         def agreed() -> Agreed:
             sums = iter(finish())
             return Agreed(
-                {key: next(sums) for key in targets},
-                Work(*(next(sums) for _ in work)),
-                Counter({stream: next(sums) for stream in long}),
-                *islice(sums, 1 + len(asked)),
-                {stream: [*islice(sums, world)] for stream in own},
+                targets={key: next(sums) for key in targets},
+                work=Work(*islice(sums, len(work))),
+                too_long=Counter({stream: next(sums) for stream in long}),
+                samples=next(sums),
+                stop=next(sums),
+                flush=next(sums),
+                written=next(sums),
+                beside={stream: [*islice(sums, world)] for stream in own},
             )
 
         return Coming(batch, agreed, self.keeper.under_way)
