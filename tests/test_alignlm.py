@@ -386,3 +386,24 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
             seen += 1
         assert piece.targets["bi"] > 0.8 * piece.targets["mono"] > 0
     assert seen > 100 and len(found) > 1
+
+
+def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
+    demo: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, seen, encode = Source(demo / "pairs"), list[int](), Tokenizer.encode_words
+    long = source.read(0, 0)._replace(texts=("one two " * 400_000, "three"), links="0-0 700000-0")
+
+    def encode_words(self: Tokenizer, texts: list[str]) -> Any:
+        seen.extend(map(len, texts))
+        return encode(self, texts)
+
+    monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
+    monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
+    stream = StreamCollate(alignlm.OBJECTIVE.collate, alignlm.Options(), words=True)
+    dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
+    arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
+    specs = [StreamSpec("alignlm", (0,), 4, packed=False)]
+    plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
+    pieces = [piece for piece, _ in dataset.pieces("alignlm", plan)]
+    assert sum(piece.too_long for piece in pieces) == 4 and max(seen) <= 64 * 128

@@ -34,6 +34,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
 from xscale.errors import RankError, UserError
 from xscale.ranks import name_process
+from xscale.record import Record
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
 """(samples, options of the stream, context) -> piece; a sample is a list of one or more examples."""
@@ -160,10 +161,9 @@ class StepDataset(Dataset):
     def _examples(self, stream: str, draws: list[Draw]) -> Iterator[Example]:
         places = [p for d in draws for p in zip(d.source.tolist(), d.shard.tolist(), d.record.tolist(), strict=True)]
         records = [self.sources[source].read(shard, record) for source, shard, record in places]
+        if records and len(records[0].texts) > 1:
+            records = [self.shortened(record, self.streams[stream].words) for record in records]
         texts = [text for record in records for text in record.texts]
-        if len(texts) > len(records) and not self.streams[stream].words:
-            # Of a pair that is far too long the beginning says so, in less time.
-            texts = [text[: CHARACTERS * self.context.max_length] for text in texts]
         follows = np.concatenate([self.follows(draw) for draw in draws]).tolist()
         if self.context.tokenizer.keeps_space and len(texts) == len(records):
             spaced = (on and not stands_alone(text) for on, text in zip(follows, texts, strict=True))
@@ -194,6 +194,14 @@ class StepDataset(Dataset):
                 borders.get(at, ()),
             )
             at = end
+
+    def shortened(self, pair: Record, words: bool) -> Record:
+        """Of a pair that is far too long the beginning says so, in less time. One that is dropped needs no links; one
+        that is cut, and whose words are asked for, stays as it is."""
+        most = CHARACTERS * self.context.max_length
+        if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
+            return pair
+        return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
         """Where texts longer than a sequence may be cut: number of the text -> places of tokens."""
