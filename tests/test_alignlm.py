@@ -401,7 +401,7 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
     stream = StreamCollate(alignlm.OBJECTIVE.collate, alignlm.Options(), words=True)
-    dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
+    dataset = StepDataset([source], {"alignlm": stream}, replace(context(tokenizer), overlong="drop"), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     specs = [StreamSpec("alignlm", (0,), 4, packed=False)]
     plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
