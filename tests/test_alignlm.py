@@ -1,6 +1,7 @@
 """AlignLM against the paper's equations, written out with a dense A and loops, in fp64."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
