@@ -170,8 +170,8 @@ def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_p
     flags = ["--model", str(model), "--data", str(demo / "heldout"), "--limit", "50"]
     flags += ["--lexicons", str(next((demo / "lexicon").glob("*.txt"))), "--out", str(tmp_path / "scores.json")]
     job = submit(slurm, tmp_path / "evaluate-%a.out", "evaluate", *flags)
-    names = {task: tmp_path / f"scores.{task}.json" for task in ("heldout", "retrieval", "alignment")}
-    wait_for(lambda: not slurm.run("squeue", "-h"), 120, slurm.logs)
+    names = {task: tmp_path / f"scores.{task}.json" for task in ("heldout", "retrieval", "alignment", "perplexity")}
+    wait_for(lambda: not slurm.run("squeue", "-h"), 200, slurm.logs)
     for task, path in names.items():
         found = json.loads(path.read_text())
         assert list(found["results"]) == [task] and not found["failed"]
