@@ -281,7 +281,8 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def train(world: int, out: Path, stages: dict[str, Any]) -> None:
         out.mkdir(exist_ok=True)
         (out / "list.json").write_text(json.dumps([rescaled_run(demo, out, *item) for item in stages.items()]))
-        launch.run(world, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+        script = str(launch.ROOT / "tests" / "many_runs.py")
+        launch.run(world, [str(out / "list.json")], script=script, timeout=600)
 
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     train(1, straight, {name: "2_bf16" if name == "bf16" else 2 for name in RESCALED})
