@@ -7,24 +7,36 @@ Sources are there in memory alone (their .idx, not their text), dealt out evenly
      step after it, and the longest of them; memory that is kept, and the peak
   2. how long the main process waits for what a step plans: in steps of 100 ms, by the loader of a run with two workers
      that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
+  3. bytes of a step's collectives, as a dry run foretells them and as runs on 2 and 4 ranks gave them, by ZeRO stage,
+     of rows that hold all of a step and of several; then what each of --ranks would send, by a ring
 """
 
 import argparse
+import json
 import multiprocessing
+import sys
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from common import print_table, timed
 from torch.utils.data import Dataset
 
+from data_tools import demo_corpus
+from tests import launch
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch, step_batches
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
+from xscale.step.cost import sent
 
 MAX_LENGTH, MAX_TOKENS = 128, 16384
 BATCHES = (8192, 65536)
@@ -110,6 +122,39 @@ def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> lis
     return [f"{first:.2f}", *milliseconds]
 
 
+def toy_runs(folder: Path, world: int) -> dict[str, list[str]]:
+    """Arguments of train.py by ZeRO stage and length of rows; stage 3 takes no momentum encoder."""
+    runs = {}
+    for stage in range(4):
+        config = folder / f"stage{stage}.json"
+        config.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        recipe, sets = ("tlm", []) if stage == 3 else ("ppa", ["streams.ppa.queue_size=64"])
+        for tokens in (8192, 512):
+            name = f"{world} ranks, ZeRO {stage}, rows of {tokens:,}"
+            head = ["--ds_config", str(config), "--recipe", recipe, "--data", str(folder / "demo"), "--steps", "3"]
+            sets = [*sets, f"streams.{recipe}.samples=64", f"train.max_tokens={tokens}", "model.preset=mini"]
+            runs[name] = [*head, "--out", str(folder / name.replace(" ", "")), "--set", "data.workers=0", *sets]
+    return runs
+
+
+def sending(folder: Path, ranks: int) -> list[list[str]]:
+    demo_corpus.build(folder / "demo", pairs=600, mono=600)
+    rows = []
+    for world in (2, 4):
+        runs = toy_runs(folder, world)
+        (folder / "list.json").write_text(json.dumps([*runs.values()]))
+        launch.run(world, [str(folder / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"), timeout=900)
+        for name, arguments in runs.items():
+            found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+            for kind, foretold, given in launch.sent(arguments, world):
+                found[kind].append((foretold, given))
+            for kind, pairs in found.items():
+                foretold, given = (mean(column) for column in zip(*pairs, strict=True))
+                sizes = [f"{size / 1e6:,.2f}" for size in (foretold, given, sent(kind, foretold, ranks))]
+                rows += [[f"{name}: {kind}", *sizes]] if given > 1e3 else []
+    return rows
+
+
 def alone(work: Callable[..., Any], *args: Any) -> Any:
     """What it returns in a process of its own, so that memory is that of this work."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
@@ -130,6 +175,10 @@ def main() -> None:
     print_table(title, ["", "first, s", "median, ms", "mean", "longest", "kept, MB", "peak, MB"], rows)
     rows = [[name, *waiting(*case, args)] for name, case in zip(names, cases, strict=True)]
     print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = sending(Path(folder), args.ranks)
+    columns = ["", "foretold", "given", f"a rank of {args.ranks:,} sends"]
+    print_table("3. Bytes of a step's collectives, MB", columns, rows)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from xscale.data.mixture import initial_state
 from xscale.data.piece import Piece
 from xscale.ranks import Process
 from xscale.run.job import Job, prepare
+from xscale.step import cost
+from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.train import parse_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,6 +117,28 @@ def pieces_of(job: Job, steps: int) -> Iterator[dict[str, Piece]]:
     for _ in range(steps):
         plan = mixture.next_step()
         yield {stream: dataset.pieces(stream, plan)[0][0] for stream in plan.rows[0]}
+
+
+def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]:
+    """Of a run of many_runs.py on so many ranks: collective, bytes that a dry run foretells, bytes that were given to
+    it, in each step but the first, which measures and warms up."""
+    args, hardware = parse_arguments(arguments), Hardware.here()
+    job = job_of(arguments)
+    config = load_ds_config(args.ds_config, job.recipe, world, hardware)
+    mixture = job.mixture(Process(0, world, 0, world), "cpu", job.specs, initial_state(job.specs))
+    module, steps = job.module(), json.loads((args.out / f"sent.{world}.json").read_text())
+    for step, given in enumerate(steps):
+        rows = mixture.next_cut().rows
+        found = cost.communication(module, job.recipe, config.resolved, config.precision, rows)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter") if step else ():
+            foretold = sum(size for name, (of, size) in found.items() if of == kind and name != "gradient norms")
+            yield kind, foretold, given.get(kind, 0)
+
+
+def check_sent(arguments: list[str], world: int) -> None:
+    """That it is as foretold, but for small messages and padding."""
+    for kind, foretold, given in sent(arguments, world):
+        assert abs(given - foretold) <= 0.02 * foretold + 64, (arguments, world, kind, foretold, given)
 
 
 def metrics(out: Path) -> list[dict]:

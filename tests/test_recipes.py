@@ -53,6 +53,8 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         # The shipped file, with gradient buckets that fill several times in a backward pass, as a large model's do.
         ds_config = json.loads((launch.ROOT / "ds_configs" / f"{name}.json").read_text())
         ds_config.setdefault("zero_optimization", {})["reduce_bucket_size"] = 50_000
+        if "zero_hpz_partition_size" in ds_config["zero_optimization"]:
+            ds_config["zero_optimization"]["zero_hpz_partition_size"] = 2  # ranks of a host
         if "fp16" in ds_config:  # no overflow: a skipped step's data are gone, and the curves part (tests/test_fp16.py)
             ds_config["fp16"]["initial_scale_power"] = 8
         path = out / f"{name}.json"
@@ -116,6 +118,14 @@ def test_ds_config_trains(runs: Path, name: str) -> None:
 @pytest.mark.parametrize("name", STAGE_3)
 def test_zero_3_trains_several_streams(runs: Path, name: str, order: str) -> None:
     same_curve(runs, f"ds-{name}-{order}", f"ds-zero2_cpu-{order}")
+
+
+@pytest.mark.parametrize("name", [name for name in DS_CONFIGS if not name.endswith("_nodes")])
+def test_what_ranks_send_is_foretold(runs: Path, name: str) -> None:
+    """A step's bytes, on 2 ranks; tests/test_training.py has 4."""
+    for arguments in json.loads((runs / "list.json").read_text()):
+        if arguments[1] == str(runs / f"{name}.json"):
+            launch.check_sent(arguments, 2)
 
 
 def same_curve(runs: Path, name: str, expected: str) -> None:

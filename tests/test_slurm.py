@@ -156,6 +156,28 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Pa
     assert status(out)["why"] == "SIGTERM" and found["Restarts"] == "1" == slurm.job(job)["Restarts"]
 
 
+def test_what_the_machine_has_ended_is_tried_again(slurm: Cluster, tmp_path: Path) -> None:
+    """By the job's comment, which outlives a requeue: here once, then the job ends with its code."""
+    hangs, output = tmp_path / "hangs", tmp_path / "job.out"
+    hangs.write_text("#!/bin/bash\nexit 5\n")
+    hangs.chmod(0o755)
+    flags = ["--parsable", f"--output={output}", "--ntasks-per-node=1", "slurm/pretrain.sbatch"]
+    job = int(slurm.run("env", f"RUN_IN={hangs}", "RETRIES=1", "sbatch", *flags, f"--out={tmp_path / 'run'}"))
+    wait_for_state(slurm, job, "PENDING", output, restarts=1)
+    release(slurm, job)
+    found = wait_for_state(slurm, job, "FAILED", output)
+    assert (found["Restarts"], found["ExitCode"]) == ("1", "5:0") and output.read_text().count("retry 1 of 1") == 1
+
+
+def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
+    """Two ranks measure the network between them, and one tells what the site does."""
+    words = ["--recipe", "tlm", "--data", demo, "--out", tmp_path / "run"]
+    told = slurm.run("srun", "--nodes=2", "--ntasks-per-node=1", "python", "-m", "xscale.doctor", *words)
+    assert told.endswith("a run could start\n") and told.count("a run could start") == 1
+    assert "2 ranks on 1 host(s), gloo" in told and "GB/s out of each rank" in told and "rank 0 of 2" in told
+    assert "warning: KillWait 10 s is short" in told and "partition all: jobs are not preempted" in told
+
+
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
     """The demo corpus by two processes without MPI is that of one, byte for byte; scores of a task each."""
     made, output = tmp_path / "demo", tmp_path / "prepare.out"

@@ -281,13 +281,17 @@ def test_rescale(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def train(world: int, out: Path, stages: dict[str, Any]) -> None:
         out.mkdir(exist_ok=True)
         (out / "list.json").write_text(json.dumps([rescaled_run(demo, out, *item) for item in stages.items()]))
-        launch.run(world, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+        script = str(launch.ROOT / "tests" / "many_runs.py")
+        launch.run(world, [str(out / "list.json")], script=script, timeout=600)
 
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     train(1, straight, {name: "2_bf16" if name == "bf16" else 2 for name in RESCALED})
     for part, (world, last) in enumerate(RESCALED_TO):
         monkeypatch.setenv("UNTIL", str(last))
         train(world, moved, {name: stages[part] for name, stages in RESCALED.items()})
+        if part == 0:  # what they send: bytes of a dry run
+            for arguments in json.loads((moved / "list.json").read_text()):
+                launch.check_sent(arguments, world)
     for name in RESCALED:
         for ours, theirs in zip(launch.metrics(moved / name), launch.metrics(straight / name), strict=True):
             assert ours["step"] == theirs["step"] and ours["lr"] == theirs["lr"]
