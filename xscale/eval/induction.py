@@ -15,7 +15,7 @@ V vocabulary.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,7 @@ def evaluate(
     lexicons: of one pair of languages. read: what the model was trained with. heldout: share of the words that were
     withheld from it. limit: the first so many words of a language are asked for, of either kind.
     """
-    gold, seen = gold_of(lexicons), seen_words([*read, *lexicons], heldout)
+    gold, seen = gold_of(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
     asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in gold.words]}
     asked["trained"] = [[word for word in side if word in seen][:limit] for side in gold.words]
     found: dict[str, dict[str, float]] = {}
@@ -101,7 +101,7 @@ def gold_of(lexicons: Sequence[Lexicon]) -> Gold:
     return Gold((first, second), entries, words, numbers, len(pairs) - len(entries))
 
 
-def seen_words(lexicons: Sequence[Lexicon], heldout: float) -> set[Word]:
+def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
     """Words of an entry that is not withheld."""
     entries = (entry for lexicon in lexicons for entry in zip(*lexicon.kept(heldout).ids, strict=True))
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
