@@ -15,8 +15,8 @@ V vocabulary.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,28 @@ from torch import Tensor
 
 from xscale.data.lexicon import Lexicon
 from xscale.eval.alignment_score import FEWEST
-from xscale.eval.model import Exported, Spoken
+from xscale.eval.model import Exported
 from xscale.eval.neighbours import nearest
 from xscale.eval.retrieval import MARGINS, NEIGHBOURS, embed_ids, layer_numbers, variant
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
 """k of P@k."""
+
+
+@dataclass(frozen=True)
+class Gold:
+    """A dictionary of two languages."""
+
+    langs: tuple[str, str]
+    """In the order of the alphabet."""
+    entries: list[tuple[Word, Word]]
+    words: list[list[Word]]
+    """Of either language, each once [N], [M]."""
+    numbers: list[Tensor]
+    """The words' numbers among those of both languages [N], [M]."""
+    identical: int
+    """Entries of the same tokens on both sides, left out."""
 
 
 def evaluate(
@@ -48,58 +63,57 @@ def evaluate(
     lexicons: of one pair of languages. read: what the model was trained with. heldout: share of the words that were
     withheld from it. limit: the first so many words of a language are asked for, of either kind.
     """
-    entries, identical, langs = entries_of(lexicons)
-    seen = seen_words([*read, *lexicons], heldout)
-    sides = [list(dict.fromkeys(entry[side] for entry in entries)) for side in (0, 1)]
-    asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in sides]}
-    asked["trained"] = [[word for word in side if word in seen][:limit] for side in sides]
+    gold, seen = gold_of(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
+    asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in gold.words]}
+    asked["trained"] = [[word for word in side if word in seen][:limit] for side in gold.words]
     found: dict[str, dict[str, float]] = {}
     last = model.encoder.lm.config.num_hidden_layers
     numbers = layer_numbers(layers, last)
-    for layer, vectors in word_vectors(model, sides, lexicons[0], langs, numbers):
-        for margin, (kind, words) in product(margins, asked.items()):
-            name = [kind, variant([(margin, margins, MARGINS[0])], -1, [-1], last)]
-            name += [f"layer {last + 1 + layer}"] if layer is not None else []
-            if min(map(len, words)) >= FEWEST:
-                scores = precisions(vectors, sides, entries, words, margin, langs)
-                found[" ".join(filter(None, name))] = scores | {"identical": identical}
+    for layer, vectors in word_vectors(model, gold, numbers):
+        for margin in margins:
+            hubness = hubness_of(vectors, gold) if margin == "csls" else (None, None)
+            for kind, words in asked.items():
+                name = [kind, variant([(margin, margins, MARGINS[0])], -1, [-1], last)]
+                name += [f"layer {last + 1 + layer}"] if layer is not None else []
+                if min(map(len, words)) >= FEWEST:
+                    found[" ".join(filter(None, name))] = precisions(vectors, hubness, gold, words)
     for kind, words in asked.items():
         if any(words) and min(map(len, words)) < FEWEST:
             few = " and ".join(str(len(side)) for side in words)
-            print(f"induction {'-'.join(langs)}: no score of {few} {kind} words, {FEWEST} would do", file=sys.stderr)
+            print(
+                f"induction {'-'.join(gold.langs)}: no score of {few} {kind} words, {FEWEST} would do", file=sys.stderr
+            )
     return found
 
 
-def entries_of(lexicons: Sequence[Lexicon]) -> tuple[list[tuple[Word, Word]], int, tuple[str, str]]:
-    """Distinct entries, without those of the same tokens on both sides; how many these are; the languages in order."""
+def gold_of(lexicons: Sequence[Lexicon]) -> Gold:
     first, second = sorted(lexicons[0].langs)
-    entries = dict.fromkeys(
+    pairs = dict.fromkeys(
         (tuple(lexicon.ids[flip][i]), tuple(lexicon.ids[1 - flip][i]))
         for lexicon in lexicons
         for flip in [lexicon.langs.index(first)]
         for i in range(len(lexicon.words))
     )
-    kept = [(a, b) for a, b in entries if a != b]
-    return kept, len(entries) - len(kept), (first, second)
+    entries = [(a, b) for a, b in pairs if a != b]
+    words = [list(dict.fromkeys(entry[side] for entry in entries)) for side in (0, 1)]
+    number = {word: n for n, word in enumerate(dict.fromkeys(words[0] + words[1]))}
+    numbers = [torch.tensor([number[word] for word in side], dtype=torch.int64) for side in words]
+    return Gold((first, second), entries, words, numbers, len(pairs) - len(entries))
 
 
-def seen_words(lexicons: Sequence[Lexicon], heldout: float) -> set[Word]:
+def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
     """Words of an entry that is not withheld."""
     entries = (entry for lexicon in lexicons for entry in zip(*lexicon.kept(heldout).ids, strict=True))
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
 
 
-def word_vectors(
-    model: Exported, sides: list[list[Word]], spoken: Spoken, langs: tuple[str, str], layers: Sequence[int]
-) -> Iterator[tuple[int | None, list[Tensor]]]:
+def word_vectors(model: Exported, gold: Gold, layers: Sequence[int]) -> Iterator[tuple[int | None, list[Tensor]]]:
     """Unit vectors of both languages' words [N, H], [M, H]: first of the embeddings, then of each layer."""
-    yield None, [mean_rows(model.encoder.embeddings, words) for words in sides]
+    yield None, [mean_rows(model.encoder.embeddings, words) for words in gold.words]
+    languages = model.language_ids(gold)
     for layer in layers:
-        numbers = [model.language_ids(spoken)[lang] for lang in langs]
-        states = (
-            embed_ids(model, list(map(list, words)), n, ["mean"], [layer])
-            for words, n in zip(sides, numbers, strict=True)
-        )
+        sides = zip(gold.langs, gold.words, strict=True)
+        states = [embed_ids(model, list(map(list, words)), languages[lang], ["mean"], [layer]) for lang, words in sides]
         yield layer, [of_side["mean", layer] for of_side in states]
 
 
@@ -111,32 +125,34 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
     return F.normalize(F.embedding_bag(ids, table_VH.float(), starts, mode="mean"), dim=-1)
 
 
+def hubness_of(vectors: list[Tensor], gold: Gold) -> tuple[Tensor, Tensor]:
+    """Half the r of csls of both languages' words [N], [M]: by cos(x, y) - r(y) / 2, words rank as by csls."""
+    numbers = [of_side.to(vectors[0].device) for of_side in gold.numbers]
+    first, second = (
+        nearest(vectors[a], vectors[b], NEIGHBOURS, numbers=(numbers[a], numbers[b]))[0].mean(1) / 2
+        for a, b in ((0, 1), (1, 0))
+    )
+    return first, second
+
+
 def precisions(
-    vectors: list[Tensor],
-    sides: list[list[Word]],
-    entries: list[tuple[Word, Word]],
-    asked: list[list[Word]],
-    margin: str,
-    langs: tuple[str, str],
+    vectors: list[Tensor], hubness: Sequence[Tensor | None], gold: Gold, asked: list[list[Word]]
 ) -> dict[str, float]:
-    """P@k there, back and their mean. vectors, sides, asked: of both languages."""
-    number = {word: n for n, word in enumerate(dict.fromkeys(sides[0] + sides[1]))}
-    numbers = [torch.tensor([number[word] for word in words], device=vectors[0].device) for words in sides]
+    """P@k there, back and their mean, of the words that are asked for of either language."""
+    numbers = [of_side.to(vectors[0].device) for of_side in gold.numbers]
     scores: dict[str, float] = {}
     for a, b in ((0, 1), (1, 0)):
-        place = {word: row for row, word in enumerate(sides[a])}
+        place = {word: row for row, word in enumerate(gold.words[a])}
         rows_Q = torch.tensor([place[word] for word in asked[a]], device=vectors[0].device)
-        hubness_M = None
-        if margin == "csls":
-            hubness_M = nearest(vectors[b], vectors[a], NEIGHBOURS, numbers=(numbers[b], numbers[a]))[0].mean(1) / 2
-        of_asked = (numbers[a][rows_Q], numbers[b])
-        _, found_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), hubness_M, of_asked)
-        gold = {(entry[a], entry[b]) for entry in entries}
+        of_both = (numbers[a][rows_Q], numbers[b])
+        _, found_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), hubness[b], of_both)
+        entries = {(entry[a], entry[b]) for entry in gold.entries}
         hits = [
-            [(word, sides[b][row]) in gold for row in found]
+            [(word, gold.words[b][row]) in entries for row in found]
             for word, found in zip(asked[a], found_QK.tolist(), strict=True)
         ]
         for k in RANKS:
-            scores[f"{langs[a]}->{langs[b]} P@{k}"] = sum(any(of_word[:k]) for of_word in hits) / len(hits)
-    means = {f"P@{k}": sum(value for name, value in scores.items() if name.endswith(f"P@{k}")) / 2 for k in RANKS}
-    return scores | means | {"words": sum(map(len, asked))}
+            share = sum(any(of_word[:k]) for of_word in hits) / len(hits)
+            scores[f"{gold.langs[a]}->{gold.langs[b]} P@{k}"] = share
+    means = {f"P@{k}": sum(share for name, share in scores.items() if name.endswith(f"P@{k}")) / 2 for k in RANKS}
+    return scores | means | {"words": sum(map(len, asked)), "identical": gold.identical}
