@@ -208,7 +208,7 @@ def long_run(name: str, steps: int = 100_000) -> Run:
     names = ["loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s", "tokens", "samples", "loss_scale"]
     names += [f"{q}/{s}" for s in streams for q in ("loss", "accuracy", "count", "grad_norm")]
     names += [f"{q}/mlm/l{n}" for n in range(12) for q in ("loss", "count")]
-    return Run(name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, {}, {})
+    return Run(name, name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, {}, {})
 
 
 def test_the_page_of_a_long_run_is_small() -> None:
@@ -220,7 +220,7 @@ def test_runs_of_every_kind_have_a_page(tmp_path: Path, one: tuple[Path, list[En
     made = {
         "step": [{"step": 1, "loss": 3.0}],
         "none": [],
-        "null": [{"step": s, "loss": None, "grad_norm": None, "lr": 0.1, "note": "x"} for s in range(1, 5)],
+        "null": [{"step": s, "loss": None, "grad_norm": math.inf, "lr": 0.1, "note": "x"} for s in range(1, 5)],
         "other": [{"step": s, "loss": 1.0, "loss/ppa": 2.0 + s, "skipped": 0} for s in range(1, 900)],
     }
     folders = [make_run(tmp_path / name, entries) for name, entries in made.items()]
@@ -286,7 +286,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", [{"step": 1, "loss": 1.0}]) for name in ("a", "b")]
     assert [run.name for run in read_runs([*folders, folders[0]])] == ["a/run", "b/run"]
     long = [make_run(tmp_path / ("x" * 20 + name), [{"step": 1, "loss": 1.0}]) for name in "ab"]
-    assert curves.labels_of(read_runs(long)) == ["1", "2"]
+    assert [run.label for run in read_runs(long)] == ["1", "2"]
 
 
 # Scores
@@ -585,9 +585,16 @@ def test_pages_fit_wide_and_narrow_screens(
     (tmp_path / "frames.html").write_text(
         f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{body}{MEASURE}", "utf-8"
     )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--dump-dom",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     done = subprocess.run(
-        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=120
+        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=300
     )
     (measured,) = re.findall(r"MEASURED(.*)MEASURED", done.stdout)
     found = json.loads(measured)
