@@ -208,7 +208,9 @@ def long_run(name: str, steps: int = 100_000) -> Run:
     names = ["loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s", "tokens", "samples", "loss_scale"]
     names += [f"{q}/{s}" for s in streams for q in ("loss", "accuracy", "count", "grad_norm")]
     names += [f"{q}/mlm/l{n}" for n in range(12) for q in ("loss", "count")]
-    return Run(name, name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, {}, {})
+    return Run(
+        name, name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, [], {}, {}
+    )
 
 
 def test_the_page_of_a_long_run_is_small() -> None:
@@ -280,6 +282,17 @@ def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path
     assert loss[7:] == [f"{best['loss/mlm']:.4g}", str(best["step"])]
     (retrieval,) = (line.split() for line in lines if line.startswith("retrieval accuracy, en-de mean"))
     assert retrieval[-4:] == ["–"] * 4
+
+
+def test_evaluations_by_a_job_come_late_or_not_at_all(tmp_path: Path, capsys: Any) -> None:
+    entries = [{"step": s, "results": {"pos": {"de": {"zs": s / 10}}}} for s in (1, 3, 2)]
+    failed = {"step": 3, "failed": {"ner": "ended with 1"}, "results": {}}
+    (run,) = read_runs([make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [*entries, failed])])
+    assert run.evals["pos", "de", "zs"].steps.tolist() == [1, 2, 3]
+    assert run.evals["pos", "de", "zs"].values.tolist() == [0.1, 0.2, 0.3]
+    assert command.main([str(run.folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["run", "3", "ner", "ended", "with", "1"]
+    assert ("ended with 1", None) in page_of(run.folder, out=tmp_path / "r.html")[1].rows[-1]
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

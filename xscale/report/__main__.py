@@ -89,6 +89,7 @@ def print_runs(runs: list[Run]) -> None:
         ("", tables.run_table(runs)),
         ("fields of the recipes that differ", tables.differing(runs)),
         *(("last and best values", tables.summary(part)) for part in parts),
+        ("evaluations that failed", tables.failed_evals(runs)),
     ):
         if table.rows:
             print(f"\n{title}" if title else "", end="\n" if title else "")

@@ -69,7 +69,9 @@ def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {title: [] for title in ("Loss", BY_LANGUAGE, *SECTIONS, OTHER)}
     groups: dict[tuple[str, str], list[Line]] = {}
     for name in names:
-        if name in RARE and not any(np.nansum(run.metrics[name].values) for run in runs if name in run.metrics):
+        if name.split("/")[0] in RARE and not any(
+            np.nansum(run.metrics[name].values) for run in runs if name in run.metrics
+        ):
             continue
         for look, run in enumerate(runs):
             if name in run.metrics:

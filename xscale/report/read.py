@@ -45,6 +45,8 @@ class Run:
     metrics: dict[str, Curve]
     evals: dict[tuple[str, str, str], Curve]
     """By task, row and metric."""
+    failed: list[tuple[int, str, str]]
+    """Step, task and why, of evaluations that have no result."""
     config: dict[str, Any]
     """The resolved recipe; empty where there is none."""
     status: dict[str, Any]
@@ -78,12 +80,14 @@ def read_run(folder: Path, name: str, label: str) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
     config, status = folder / "config.yaml", folder / "status.json"
+    evals = list(json_lines(folder / "evals.jsonl"))
     return Run(
         name,
         label,
         folder,
         curves((entry["step"], entry.items()) for entry in json_lines(path)),
-        curves((entry["step"], flat(entry.get("results"))) for entry in json_lines(folder / "evals.jsonl")),
+        curves((entry["step"], flat(entry.get("results"))) for entry in evals),
+        [(entry["step"], task, str(why)) for entry in evals for task, why in (entry.get("failed") or {}).items()],
         (yaml.safe_load(config.read_text(encoding="utf-8")) or {}) if config.is_file() else {},
         read_json(status) if status.is_file() else {},
     )
@@ -114,15 +118,14 @@ def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any
             if value is None or isinstance(value, int | float):
                 steps[name].append(step)
                 values[name].append(value)
-    return {
-        name: Curve(np.array(steps[name]), finite_or_nan(np.array(of_name, dtype=float)))
-        for name, of_name in values.items()
-        if name != "step"
-    }
+    return {name: curve(steps[name], of_name) for name, of_name in values.items() if name != "step"}
 
 
-def finite_or_nan(values: np.ndarray) -> np.ndarray:
-    return np.where(np.isfinite(values), values, np.nan)
+def curve(steps: list[int], values: list[Any]) -> Curve:
+    """A job that measures beside the run may end later than the next one: steps are put in order."""
+    order = np.argsort(steps, kind="stable")
+    numbers = np.array(values, dtype=float)[order]
+    return Curve(np.array(steps)[order], np.where(np.isfinite(numbers), numbers, np.nan))
 
 
 def flat(results: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:

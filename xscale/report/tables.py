@@ -121,6 +121,11 @@ def score_tables(scores: list[Scores]) -> dict[str, Table]:
     return found
 
 
+def failed_evals(runs: list[Run]) -> Table:
+    rows: list[list[Cell]] = [[run.label, float(step), task, why] for run in runs for step, task, why in run.failed]
+    return Table(["run", "step", "failed", "why"], rows)
+
+
 def is_transfer(numbers: Mapping[str, float]) -> bool:
     """Whether a row tells of a language's zero-shot, supervised and translate-train scores (transfer.py)."""
     return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
