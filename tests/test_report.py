@@ -268,14 +268,15 @@ def test_labels_at_the_ends_do_not_overlap() -> None:
 def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path, capsys: Any) -> None:
     draw = np.random.default_rng(4)
     entries = [entry(step, draw) for step in range(1, 9)]
-    other = make_run(
-        tmp_path / "runs" / "two", entries, train={"lr": 0.002, "steps": 24}, streams={"mlm": {"samples": 4}}
-    )
+    streams = {"mlm": {"samples": 4}, "ppa": {"objective": "ppa", "samples": 8, "momentum": 0.99}}
+    other = make_run(tmp_path / "runs" / "two", entries, train={"lr": 0.002, "steps": 24}, streams=streams)
     assert command.main([str(one[0]), str(other)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (differing,) = (line.split() for line in lines if line.startswith("train.lr"))
     assert differing == ["train.lr", "0.001", "0.002"]
     assert not any(line.startswith(("train.steps", "streams.mlm")) for line in lines)
+    ours = [line.split() for line in lines if line.startswith("streams.ppa")]
+    assert ours == [["streams.ppa.objective", "absent", "ppa"], ["streams.ppa.samples", "absent", "8"]]
     (loss,) = (line.split() for line in lines if line.split()[:1] == ["loss/mlm"])
     assert loss[1] == f"{one[1][-1]['loss/mlm']:.4g}" and loss[5] == f"{entries[-1]['loss/mlm']:.4g}"
     best = min(entries, key=lambda e: e["loss/mlm"])
