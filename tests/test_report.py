@@ -208,7 +208,9 @@ def long_run(name: str, steps: int = 100_000) -> Run:
     names = ["loss", "lr", "grad_norm", "tokens_per_s", "step_s", "data_wait_s", "tokens", "samples", "loss_scale"]
     names += [f"{q}/{s}" for s in streams for q in ("loss", "accuracy", "count", "grad_norm")]
     names += [f"{q}/mlm/l{n}" for n in range(12) for q in ("loss", "count")]
-    return Run(name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, {}, {})
+    return Run(
+        name, name, Path(name), {n: Curve(at, 1e4 / at + draw.uniform(1, 2, steps)) for n in names}, {}, [], {}, {}
+    )
 
 
 def test_the_page_of_a_long_run_is_small() -> None:
@@ -220,7 +222,7 @@ def test_runs_of_every_kind_have_a_page(tmp_path: Path, one: tuple[Path, list[En
     made = {
         "step": [{"step": 1, "loss": 3.0}],
         "none": [],
-        "null": [{"step": s, "loss": None, "grad_norm": None, "lr": 0.1, "note": "x"} for s in range(1, 5)],
+        "null": [{"step": s, "loss": None, "grad_norm": math.inf, "lr": 0.1, "note": "x"} for s in range(1, 5)],
         "other": [{"step": s, "loss": 1.0, "loss/ppa": 2.0 + s, "skipped": 0} for s in range(1, 900)],
     }
     folders = [make_run(tmp_path / name, entries) for name, entries in made.items()]
@@ -266,14 +268,15 @@ def test_labels_at_the_ends_do_not_overlap() -> None:
 def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path, capsys: Any) -> None:
     draw = np.random.default_rng(4)
     entries = [entry(step, draw) for step in range(1, 9)]
-    other = make_run(
-        tmp_path / "runs" / "two", entries, train={"lr": 0.002, "steps": 24}, streams={"mlm": {"samples": 4}}
-    )
+    streams = {"mlm": {"samples": 4}, "ppa": {"objective": "ppa", "samples": 8, "momentum": 0.99}}
+    other = make_run(tmp_path / "runs" / "two", entries, train={"lr": 0.002, "steps": 24}, streams=streams)
     assert command.main([str(one[0]), str(other)]) == 0
     lines = capsys.readouterr().out.splitlines()
     (differing,) = (line.split() for line in lines if line.startswith("train.lr"))
     assert differing == ["train.lr", "0.001", "0.002"]
     assert not any(line.startswith(("train.steps", "streams.mlm")) for line in lines)
+    ours = [line.split() for line in lines if line.startswith("streams.ppa")]
+    assert ours == [["streams.ppa.objective", "absent", "ppa"], ["streams.ppa.samples", "absent", "8"]]
     (loss,) = (line.split() for line in lines if line.split()[:1] == ["loss/mlm"])
     assert loss[1] == f"{one[1][-1]['loss/mlm']:.4g}" and loss[5] == f"{entries[-1]['loss/mlm']:.4g}"
     best = min(entries, key=lambda e: e["loss/mlm"])
@@ -282,11 +285,22 @@ def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path
     assert retrieval[-4:] == ["–"] * 4
 
 
+def test_evaluations_by_a_job_come_late_or_not_at_all(tmp_path: Path, capsys: Any) -> None:
+    entries = [{"step": s, "results": {"pos": {"de": {"zs": s / 10}}}} for s in (1, 3, 2)]
+    failed = {"step": 3, "failed": {"ner": "ended with 1"}, "results": {}}
+    (run,) = read_runs([make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [*entries, failed])])
+    assert run.evals["pos", "de", "zs"].steps.tolist() == [1, 2, 3]
+    assert run.evals["pos", "de", "zs"].values.tolist() == [0.1, 0.2, 0.3]
+    assert command.main([str(run.folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["run", "3", "ner", "ended", "with", "1"]
+    assert ("ended with 1", None) in page_of(run.folder, out=tmp_path / "r.html")[1].rows[-1]
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / name / "run", [{"step": 1, "loss": 1.0}]) for name in ("a", "b")]
     assert [run.name for run in read_runs([*folders, folders[0]])] == ["a/run", "b/run"]
     long = [make_run(tmp_path / ("x" * 20 + name), [{"step": 1, "loss": 1.0}]) for name in "ab"]
-    assert curves.labels_of(read_runs(long)) == ["1", "2"]
+    assert [run.label for run in read_runs(long)] == ["1", "2"]
 
 
 # Scores
@@ -585,9 +599,16 @@ def test_pages_fit_wide_and_narrow_screens(
     (tmp_path / "frames.html").write_text(
         f"<!doctype html><meta charset=utf-8><style>iframe {{ border: 0 }}</style><body>{body}{MEASURE}", "utf-8"
     )
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}"]
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--dump-dom",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
     done = subprocess.run(
-        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=120
+        ["chromium", *flags, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=300
     )
     (measured,) = re.findall(r"MEASURED(.*)MEASURED", done.stdout)
     found = json.loads(measured)

@@ -21,6 +21,9 @@ from xscale.report.contents import Contents
 from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
 
+SIDE_BY_SIDE = 3
+"""Runs in a table of the console."""
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scores", type=Path, nargs="+", default=[], metavar="FILE.json")
     parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="HF_DIR")
     parser.add_argument("--pairs", type=Path, nargs="+", default=[], metavar="DIR", help="shards with word links")
+    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="of the models; see xscale.plugins")
     args = parser.parse_args(argv)
     print_anything()
     try:
@@ -52,8 +56,10 @@ def report(args: argparse.Namespace) -> None:
 
     contents = Contents(runs, scores)
     if args.models:
+        from xscale.plugins import load_plugins
         from xscale.report.models import model_parts
 
+        load_plugins(args.plugin)
         contents = Contents(runs, scores, *model_parts(args.models, args.pairs))
     files.write_text(args.out, page(contents, Pictures(args.png)))
     print(args.out)
@@ -78,13 +84,14 @@ def check(args: argparse.Namespace) -> None:
 
 
 def print_runs(runs: list[Run]) -> None:
-    different = tables.differing(runs)
+    parts = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
     for title, table in (
         ("", tables.run_table(runs)),
-        ("fields of the recipes that differ", different),
-        ("last and best values", tables.summary(runs)),
+        ("fields of the recipes that differ", tables.differing(runs)),
+        *(("last and best values", tables.summary(part)) for part in parts),
+        ("evaluations that failed", tables.failed_evals(runs)),
     ):
-        if table.rows and (len(runs) > 1 or table is not different):
+        if table.rows:
             print(f"\n{title}" if title else "", end="\n" if title else "")
             print_table(table)
 

@@ -7,7 +7,6 @@ each run a line.
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -70,11 +69,13 @@ def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     found: dict[str, list[Chart]] = {title: [] for title in ("Loss", BY_LANGUAGE, *SECTIONS, OTHER)}
     groups: dict[tuple[str, str], list[Line]] = {}
     for name in names:
-        if name in RARE and not any(np.nansum(run.metrics[name].values) for run in runs if name in run.metrics):
+        if name.split("/")[0] in RARE and not any(
+            np.nansum(run.metrics[name].values) for run in runs if name in run.metrics
+        ):
             continue
-        for look, (run, label) in enumerate(zip(runs, labels_of(runs), strict=True)):
+        for look, run in enumerate(runs):
             if name in run.metrics:
-                title, own = (name, label) if len(runs) > 1 else place(name)
+                title, own = (name, run.label) if len(runs) > 1 else place(name)
                 curve = run.metrics[name]
                 if name == "skipped":
                     title, curve = "skipped steps, counted", Curve(curve.steps, np.nancumsum(curve.values))
@@ -85,12 +86,6 @@ def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
             lines = [replace(lines[0], label="")]
         found[where] += charts(title, lines, title.split("/")[0] in LOGARITHMIC)
     return {title: of_section for title, of_section in found.items() if of_section}
-
-
-def labels_of(runs: Sequence[Run | Scores]) -> list[str]:
-    """Of their lines: names, or numbers where these are long."""
-    names = [run.name for run in runs]
-    return names if max(map(len, names), default=0) <= 16 else [f"{number}" for number in range(1, len(runs) + 1)]
 
 
 def section(name: str) -> str:
@@ -130,9 +125,9 @@ def eval_charts(runs: list[Run]) -> list[Chart]:
     """Of one run a chart for each task's metric, its rows as lines; of several for each row too. Sizes of the data,
     whole numbers that never change, are left out."""
     groups: dict[str, list[Line]] = {}
-    for look, (run, label) in enumerate(zip(runs, labels_of(runs), strict=True)):
+    for look, run in enumerate(runs):
         for (task, row, metric), curve in run.evals.items():
-            title, own = (f"{task} {metric}", row) if len(runs) == 1 else (f"{task} {metric}, {row}", label)
+            title, own = (f"{task} {metric}", row) if len(runs) == 1 else (f"{task} {metric}, {row}", run.label)
             of_chart = groups.setdefault(title, [])
             of_chart.append(Line(own, curve, look if len(runs) > 1 else len(of_chart)))
     return [
@@ -152,7 +147,7 @@ def is_size(curves: list[Curve]) -> bool:
 def layer_charts(scores: list[Scores]) -> list[Chart]:
     """Of each task that was measured by layer: rows `NAME layer N`."""
     groups: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for model, label in zip(scores, labels_of(scores), strict=True):
+    for model in scores:
         for task, rows in model.results.items():
             for row, numbers in rows.items():
                 found = re.fullmatch(r"(.*?) ?layer (\d+) ?(.*)", row)
@@ -160,7 +155,7 @@ def layer_charts(scores: list[Scores]) -> list[Chart]:
                     if metric in numbers:
                         name = f"{found[1]} {found[3]}".strip() if found else ""
                         title = f"{task} {metric} by layer" + (f", {name}" if len(scores) > 1 else "")
-                        line = groups.setdefault(title, {}).setdefault(label if len(scores) > 1 else name, [])
+                        line = groups.setdefault(title, {}).setdefault(model.label if len(scores) > 1 else name, [])
                         line.append((int(found[2]) if found else 0, numbers[metric]))
     return [
         chart

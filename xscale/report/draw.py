@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from xscale import files
 from xscale.report.curves import Chart, Line, thin
+from xscale.report.read import LONGEST_LABEL
 
 WIDTH, HEIGHT = 285.0, 172.0
 """Points, 4/3 of a pixel each."""
@@ -30,8 +31,6 @@ DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 MARKERS, GLYPHS = "os^Dv<>P", "●■▲◆▼◀▶✚"
 FEW = 12
 """Points that each have a marker."""
-LONGEST = 16
-"""Characters of a line's label."""
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "xscale",
@@ -125,7 +124,7 @@ def label_width(lines: list[Line]) -> float:
 
 
 def cut(label: str) -> str:
-    return label if len(label) <= LONGEST else label[: LONGEST - 1] + "…"
+    return label if len(label) <= LONGEST_LABEL else label[: LONGEST_LABEL - 1] + "…"
 
 
 def draw_lines(axes: Axes, chart: Chart) -> None:

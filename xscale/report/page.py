@@ -68,6 +68,9 @@ def run_parts(runs: list[Run], pictures: Pictures) -> dict[str, str]:
     for title, charts in (*curves.metric_sections(runs).items(), (curves.EVALS, curves.eval_charts(runs))):
         if charts:
             parts[title] = (f"<p>{NAMES} {THINNED}</p>" if title == "Loss" else "") + drawn(charts, pictures)
+    failed = tables.failed_evals(runs)
+    if failed.rows:
+        parts[curves.EVALS] = parts.get(curves.EVALS, "") + table(failed)
     return parts
 
 

@@ -14,6 +14,8 @@ import yaml
 
 from xscale.errors import UserError
 
+LONGEST_LABEL = 16
+"""Characters."""
 Results = dict[str, dict[str, dict[str, float]]]
 """Task -> row -> metric -> number."""
 
@@ -25,7 +27,7 @@ class Curve:
     steps: np.ndarray
     """In ascending order, for a run; layers, for a model."""
     values: np.ndarray
-    """NaN where the file says null."""
+    """NaN where the file has null, or what is not finite."""
 
     @property
     def finite(self) -> "Curve":
@@ -37,10 +39,14 @@ class Curve:
 class Run:
     name: str
     """As many last parts of its path as tell the runs apart."""
+    label: str
+    """The same, or its number where names are long."""
     folder: Path
     metrics: dict[str, Curve]
     evals: dict[tuple[str, str, str], Curve]
     """By task, row and metric."""
+    failed: list[tuple[int, str, str]]
+    """Step, task and why, of evaluations that have no result."""
     config: dict[str, Any]
     """The resolved recipe; empty where there is none."""
     status: dict[str, Any]
@@ -56,6 +62,8 @@ class Scores:
     """What was measured of one exported model, in all files that name it."""
 
     name: str
+    label: str
+    """As a run's."""
     results: Results = field(default_factory=dict)
     failed: dict[str, dict[str, str]] = field(default_factory=dict)
 
@@ -63,19 +71,23 @@ class Scores:
 def read_runs(folders: list[Path]) -> list[Run]:
     """Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
-    return [read_run(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    names = short_names(folders)
+    return [read_run(*of_run) for of_run in zip(folders, names, labels(names), strict=True)]
 
 
-def read_run(folder: Path, name: str) -> Run:
+def read_run(folder: Path, name: str, label: str) -> Run:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
     config, status = folder / "config.yaml", folder / "status.json"
+    evals = list(json_lines(folder / "evals.jsonl"))
     return Run(
         name,
+        label,
         folder,
         curves((entry["step"], entry.items()) for entry in json_lines(path)),
-        curves((entry["step"], flat(entry.get("results"))) for entry in json_lines(folder / "evals.jsonl")),
+        curves((entry["step"], flat(entry.get("results"))) for entry in evals),
+        [(entry["step"], task, str(why)) for entry in evals for task, why in (entry.get("failed") or {}).items()],
         (yaml.safe_load(config.read_text(encoding="utf-8")) or {}) if config.is_file() else {},
         read_json(status) if status.is_file() else {},
     )
@@ -106,11 +118,14 @@ def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any
             if value is None or isinstance(value, int | float):
                 steps[name].append(step)
                 values[name].append(value)
-    return {
-        name: Curve(np.array(steps[name]), np.array(of_name, dtype=float))  # None becomes NaN
-        for name, of_name in values.items()
-        if name != "step"
-    }
+    return {name: curve(steps[name], of_name) for name, of_name in values.items() if name != "step"}
+
+
+def curve(steps: list[int], values: list[Any]) -> Curve:
+    """A job that measures beside the run may end later than the next one: steps are put in order."""
+    order = np.argsort(steps, kind="stable")
+    numbers = np.array(values, dtype=float)[order]
+    return Curve(np.array(steps)[order], np.where(np.isfinite(numbers), numbers, np.nan))
 
 
 def flat(results: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
@@ -128,7 +143,10 @@ def read_scores(paths: list[Path]) -> list[Scores]:
             raise UserError(f"{path} has no results; --scores takes what `python -m xscale.eval.run --out` writes")
     models = {path: Path(str(scores.get("model") or path.stem)) for path, scores in found.items()}
     distinct = list(dict.fromkeys(models.values()))
-    by_model = {model: Scores(name) for model, name in zip(distinct, short_names(distinct), strict=True)}
+    names = short_names(distinct)
+    by_model = {
+        model: Scores(*named) for model, named in zip(distinct, zip(names, labels(names), strict=True), strict=True)
+    }
     for path, scores in found.items():
         of_model = by_model[models[path]]
         for (task, row, metric), value in flat(scores["results"]):
@@ -155,6 +173,12 @@ def short_names(paths: list[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
+
+
+def labels(names: list[str]) -> list[str]:
+    """Of lines in charts: names, or their numbers where one is long."""
+    numbers = [str(number) for number in range(1, len(names) + 1)]
+    return names if max(map(len, names), default=0) <= LONGEST_LABEL else numbers
 
 
 def fields(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xscale.report.curves import BY_LANGUAGE, SECTIONS, is_size, labels_of, section
+from xscale.report.curves import BY_LANGUAGE, SECTIONS, is_size, section
 from xscale.report.read import Curve, Run, Scores, fields
 
 Cell = str | float | None
@@ -44,12 +44,12 @@ def is_number(value: Cell) -> bool:
 def run_table(runs: list[Run]) -> Table:
     """How each run stands."""
     rows: list[list[Cell]] = []
-    for run, label in zip(runs, labels_of(runs), strict=True):
+    for run in runs:
         totals = [total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped")]
         tokens, seconds, skipped = totals
         hours = None if seconds is None else seconds / 3600
         state = ": ".join(str(run.status[name]) for name in ("status", "why") if run.status.get(name))
-        shown = run.name if label == run.name else f"{label} = {run.name}"
+        shown = run.name if run.label == run.name else f"{run.label} = {run.name}"
         rows.append([shown, state or "no status.json", float(run.steps), tokens, hours, skipped])
     return Table(["run", "state", "steps", "tokens", "hours", "skipped steps"], rows)
 
@@ -76,7 +76,7 @@ def summary(runs: list[Run]) -> Table:
     return Table(
         ["", *("last", "last tenth", "best", "at step") * len(runs)],
         rows,
-        [("", 1), *((label, 4) for label in labels_of(runs))],
+        [("", 1), *((run.label, 4) for run in runs)],
     )
 
 
@@ -101,7 +101,7 @@ def differing(runs: list[Run]) -> Table:
         compared = [recipe for recipe in recipes if told or f"streams.{part}.objective" in recipe]
         if len({shown(recipe, name) for recipe in compared}) > 1:
             rows.append([name, *(shown(recipe, name) for recipe in recipes)])
-    return Table(["field", *labels_of(runs)], rows)
+    return Table(["field", *(run.label for run in runs)], rows)
 
 
 def shown(recipe: Mapping[str, Any], name: str) -> str:
@@ -119,6 +119,11 @@ def score_tables(scores: list[Scores]) -> dict[str, Table]:
         rows: list[list[Cell]] = [[model, row, *map(numbers.get, metrics)] for model, row, numbers in of_task]
         found |= {task: Table(["model", "", *metrics], rows)} if rows else {}
     return found
+
+
+def failed_evals(runs: list[Run]) -> Table:
+    rows: list[list[Cell]] = [[run.label, float(step), task, why] for run in runs for step, task, why in run.failed]
+    return Table(["run", "step", "failed", "why"], rows)
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
