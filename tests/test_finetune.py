@@ -1,5 +1,6 @@
 """Fine-tuning: files, encodings, scores and the plan, each against something that shares no code with it."""
 
+import errno
 import json
 import lzma
 import re
@@ -18,7 +19,7 @@ from tests import launch
 from tests.rows import one_thread  # noqa: F401
 from xscale import rng
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
+from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import pairs, qa, squad, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuned
@@ -525,6 +526,24 @@ def test_what_a_user_does_wrong_is_said_before_any_work(
     given = f"--model hf --task xnli --test de=de.tsv --out out.json {words}"
     assert command.main(given.split()) == 2
     assert re.search(problem, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out.json"), 4, "error: out.json: No space left on device"),
+        (NotFinite("the loss of epoch 1 is nan; take a smaller --lr"), 3, "error: the loss of epoch 1 is nan"),
+    ],
+)
+def test_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception, code: int, said: str
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "measure", fail)
+    assert command.main(f"--model hf --task xnli --train en=a --test en=a --out {tmp_path}/out".split()) == code
+    assert said in capsys.readouterr().err
 
 
 # Whole runs
