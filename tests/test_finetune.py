@@ -1,5 +1,6 @@
 """Fine-tuning: files, encodings, scores and the plan, each against something that shares no code with it."""
 
+import errno
 import json
 import lzma
 import re
@@ -18,7 +19,7 @@ from tests import launch
 from tests.rows import one_thread  # noqa: F401
 from xscale import rng
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError
+from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import pairs, qa, squad, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuned
@@ -344,6 +345,9 @@ def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokeni
         of_feature = np.zeros((len(feature.places), 2))
         of_feature[feature.labels[0], 0] = of_feature[feature.labels[1], 1] = 9.0 if feature.labels[0] else 0.0
         logits.append(of_feature)
+        first, second = (ids.tolist() for ids in feature.ids)
+        whole = [tokenizer.cls_id, *first, tokenizer.sep_id, *second, tokenizer.sep_id]
+        assert [whole[place] for place in feature.places] == [tokenizer.cls_id, *second]
     covered = {int(start) for f in features if f.example == 0 and f.spans is not None for start in f.spans[:, 0]}
     assert len(covered) == len(tokenizer.encode([context])[0]), "a token of the context is in no sequence"
     assert qa.predict(examples, features, logits, []) == answers
@@ -423,20 +427,20 @@ def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
 
 
 def test_means_deviations_delta_and_the_majority() -> None:
-    task, tests = command.TASKS["xnli"], {"en": data("en"), "de": data("de")}
+    task, tests = command.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
     plan = trainings(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
     scores = Scores(task, tests)
     right = [e.gold[0] for e in tests["de"].examples if e.gold]
-    scores.add(plan[0], {"en": [right, right], "de": [["x"] * 6, ["x", *right[1:]]]})
+    scores.add(plan[0], {"en": [right, right], "de": [["x"] * 6, right]})
     scores.add(plan[1], {"de": [right, [*right[:5], "x"]]})
-    assert scores.seeds["de zero-shot"]["accuracy"] == pytest.approx([1 / 2, 1])
+    assert scores.seeds["de zero-shot"]["accuracy"] == pytest.approx([2 / 3, 1])
     assert scores.summary["de"] == {
-        "zs": pytest.approx(3 / 4),
-        "zs_std": pytest.approx(np.std([1 / 2, 1], ddof=1)),
-        "majority": pytest.approx(1 / 2),
+        "zs": pytest.approx(5 / 6),
+        "zs_std": pytest.approx(np.std([2 / 3, 1], ddof=1)),
+        "majority": pytest.approx(2 / 3),
         "sup": pytest.approx(11 / 12),
         "sup_std": pytest.approx(np.std([1, 5 / 6], ddof=1)),
-        "delta": pytest.approx(11 / 12 - 3 / 4),
+        "delta": pytest.approx(1 / 12),
     }
     assert scores.summary["en"]["sup"] == 1.0
 
@@ -522,6 +526,24 @@ def test_what_a_user_does_wrong_is_said_before_any_work(
     given = f"--model hf --task xnli --test de=de.tsv --out out.json {words}"
     assert command.main(given.split()) == 2
     assert re.search(problem, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "out.json"), 4, "error: out.json: No space left on device"),
+        (NotFinite("the loss of epoch 1 is nan; take a smaller --lr"), 3, "error: the loss of epoch 1 is nan"),
+    ],
+)
+def test_exit_codes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, error: Exception, code: int, said: str
+) -> None:
+    def fail(*given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "measure", fail)
+    assert command.main(f"--model hf --task xnli --train en=a --test en=a --out {tmp_path}/out".split()) == code
+    assert said in capsys.readouterr().err
 
 
 # Whole runs

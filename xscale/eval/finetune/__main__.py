@@ -5,6 +5,8 @@ python -m xscale.eval.finetune --model HF_DIR --task ner --train en=train-en.tsv
 
 Also on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., torchrun --nproc_per_node N -m ... A
 command that was killed goes on where it was when it is started again.
+
+Exit codes: 0 done, 2 user error, 3 a loss is not finite, 4 the machine (disk, file system), else a fault of ours.
 """
 
 import argparse
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import NotFinite, UserError, print_anything
+from xscale.errors import OF_MACHINE, NotFinite, UserError, print_anything
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
@@ -85,6 +87,11 @@ def main(argv: list[str] | None = None) -> int:
         if process.local_rank == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
+    except OSError as error:
+        if error.errno not in OF_MACHINE:
+            raise
+        print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
+        return 4
 
 
 def check(args: argparse.Namespace) -> None:

@@ -194,7 +194,7 @@ class Tuner:
         partial = files.beside(path)
         self.control.from_main(lambda: files.remove(partial))
         engine.save_checkpoint(str(folder), tag=partial.name, client_state={"epoch": epoch}, save_latest=False)
-        self.control.from_main(lambda: files.move_in(partial, path))
+        self.control.from_main(lambda: settle(partial, path))
         self.control.from_main(lambda: files.remove(folder / self.checkpoint(epoch - 1)))
 
     def load(self, engine: Any, folder: Path) -> int:
@@ -207,3 +207,10 @@ class Tuner:
 
     def checkpoint(self, epoch: int) -> str:
         return f"epoch_{epoch}_of_{self.control.size}_ranks"
+
+
+def settle(partial: Path, path: Path) -> None:
+    """What all ranks have written, to disk and to its place."""
+    for file in partial.rglob("*"):
+        files.sync(file)
+    files.move_in(partial, path)
