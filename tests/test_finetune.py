@@ -5,8 +5,10 @@ import json
 import lzma
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,8 @@ from xscale import rng
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
-from xscale.eval.finetune import pairs, qa, squad, tags
-from xscale.eval.finetune.loop import Rows, Settings, Tuned
+from xscale.eval.finetune import loop, pairs, qa, squad, tags
+from xscale.eval.finetune.loop import Rows, Settings, Tuned, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, trainings, write_predictions
 from xscale.eval.finetune.task import Data, Encoding, Example, Task
 from xscale.eval.model import Exported
@@ -371,6 +373,38 @@ def test_the_loss_of_a_span_is_the_mean_of_two_cross_entropies() -> None:
         for side in (0, 1)
     )
     torch.testing.assert_close(qa.loss(logits, labels, counts), expected)
+
+
+def test_a_step_is_the_mean_over_the_targets_of_all_ranks(
+    model: Exported, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients, of which DeepSpeed takes the mean of ranks; AdamW and clipping hide how large they are."""
+    monkeypatch.setattr(loop, "one_reduction", nullcontext)
+    monkeypatch.setattr(loop, "take_step", lambda engine: True)
+    words = words_of(tokenizer)
+    examples = [Example(str(n), ("en",), tuple(words[n : 3 * n + 2]), ("NOUN",) * (2 * n + 2)) for n in range(5)]
+    features = tags.encode(examples, Encoding(model.tokenizer, 40, tags.UPOS))
+    module = Tuned(model.encoder, 17, tags.POS.loss, seed=0).eval()
+
+    class Engine(SimpleNamespace):
+        def __call__(self, *given: Any) -> Any:
+            return module(*given)
+
+    engine = Engine(device=torch.device("cpu"), backward=lambda loss: loss.backward())
+    total = 0.0
+    for rank in (0, 1, 2):
+        control: Any = SimpleNamespace(rank=rank, size=3)
+        tuner = Tuner(model, tags.POS, Settings(), {}, Path(), rows_of(model), control, print)
+        total += tuner.step(engine, features, (0, 0, 0))
+    weights = {name: weight for name, weight in module.named_parameters() if weight.grad is not None}
+    summed = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
+    module.zero_grad()
+    losses = torch.cat([module(*rows_of(model)([feature], torch.device("cpu")))[0][None] for feature in features])
+    (losses.sum() / sum(len(example.texts) for example in examples)).backward()
+    assert total == pytest.approx(losses.sum().item(), rel=1e-5)
+    assert len(weights) > 30
+    for name, weight in weights.items():
+        torch.testing.assert_close(summed[name] / 3, weight.grad, rtol=1e-4, atol=1e-6)
 
 
 # Runs
