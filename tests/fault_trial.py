@@ -79,12 +79,12 @@ class Trial:
         tree: list[psutil.Process] = []
         try:
             limit = time.monotonic() + 300
-            while process.poll() is None and self.step() < goal and time.monotonic() < limit:
+            while strike and process.poll() is None and self.step() < goal and time.monotonic() < limit:
                 time.sleep(0.05)
             tree = tree_of(process)
             if process.poll() is None and strike:
                 strike(process)
-            process.wait(timeout=60 * STALL_MINUTES + 120)
+            process.wait(timeout=60 * STALL_MINUTES + 120 if strike else 3600)
             _, alive = psutil.wait_procs(tree, timeout=60)
             assert not alive, f"still alive: {alive}\n{self.tail()[before:]}"
         finally:
