@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import signal
+from itertools import islice
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,11 @@ import torch
 from tests import launch
 from tests.test_training import wait_for
 from xscale.config import load_recipe
+from xscale.data.mixture import initial_state
 from xscale.data.shards import IDX_DTYPE, Source
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control
+from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import folder
 from xscale.step.ds_config import read_ds_config
@@ -249,3 +251,28 @@ def test_ranks_end_with_their_launcher(demo: Path, tmp_path: Path) -> None:
         rank.kill()
     assert not alive and "its launcher is gone" in (out / "run.log").read_text()
     assert checkpoints.complete_steps(out / "checkpoints")[-1].name != "step_00000000"
+
+
+@pytest.mark.slow
+def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
+    """While the others save the step before: that step is saved, all ranks end, and say which record it was."""
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(tmp_path / "out"), "--set"]
+    run += [f"model.tokenizer={demo / 'tokenizer'}", "train.steps=12", "checkpoint.every=1", "checkpoint.keep=99"]
+    run += ["streams.tlm.samples=16", "data.workers=0", "--data", str(tmp_path / "pairs")]
+    job = launch.job_of(run)
+    *_, fifth = islice(job.batches(Process(1, 2, 1, 2), "cpu", initial_state(job.specs), 5), 5)
+    key = fifth.keys()["tlm"][0]
+    (source,) = job.sources
+    places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
+    shard, number = next(place for place in places if source.read(*place).key == key)
+    path, at = source.directory / source.shards[shard].name, int(source._idx(shard)["offset"][number])
+    with path.open("r+b") as file:
+        file.seek(at + 20)
+        file.write(b"\0")
+    code, output = launch.try_run(2, run)
+    assert code and json.loads((tmp_path / "out/status.json").read_text())["code"] == 2, output
+    assert f"record {number} " in output and "is damaged, its checksum differs" in output, output
+    assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
+    steps = [found.step for found in map(checkpoints.read, checkpoints.complete_steps(tmp_path / "out/checkpoints"))]
+    assert steps == [0, 1, 2, 3, 4] and [entry["step"] for entry in launch.metrics(tmp_path / "out")] == [1, 2, 3, 4]

@@ -95,10 +95,6 @@ class Agreed(NamedTuple):
     """By stream whose companion gathers, how many states it reads on each rank."""
 
 
-def _raise(error: Exception) -> NoReturn:
-    raise error
-
-
 def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
     """Raises UserError, on all ranks, where a step has nothing to learn from."""
     if any(agreed.targets.values()):
@@ -131,8 +127,9 @@ class Trainer:
         """Steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
-        self.announced, self.waited = self.step, 0.0
-        """Steps whose records are read; seconds that the step under way has waited for records."""
+        self.announced, self.waited, self.message = self.step, 0.0, 0
+        """Steps whose records are read; seconds that the step under way has waited for records; numbers of a step's
+        message."""
         self.warned = set(job.dropped())
         self.pending: list[Pending] = []
         self.pace = Pace(here.watch.names)
@@ -212,7 +209,10 @@ class Trainer:
         try:
             batch = next(batches)
         except Exception as error:
-            return Coming(None, partial(_raise, error), None)
+            if not self.message:  # of the first step: nobody waits for anything else
+                raise
+            finish = self.control.begin_sum([*[0] * (self.message - 1), 1])
+            return Coming(None, partial(self.end_all, finish, error), None)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
         now = time.monotonic()
         self.waited += now - started
@@ -222,11 +222,14 @@ class Trainer:
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}
         of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
-        numbers = [*targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
-        finish = self.control.begin_sum(numbers)
+        numbers = [*targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks, 0]
+        finish, self.message = self.control.begin_sum(numbers), len(numbers)
 
         def agreed() -> Agreed:
-            sums = iter(finish())
+            found = finish()
+            if found[-1]:
+                self.end_all(lambda: found, None)
+            sums = iter(found)
             return Agreed(
                 targets={key: next(sums) for key in targets},
                 work=Work(*islice(sums, len(work))),
@@ -239,6 +242,15 @@ class Trainer:
             )
 
         return Coming(batch, agreed, self.keeper.under_way)
+
+    def end_all(self, finish: Callable[[], list[int]], error: Exception | None) -> NoReturn:
+        """Some rank could not read its records: raises its error there, and on the others what it says."""
+        finish()
+        told = self.control.gather(error and (isinstance(error, UserError), str(error)))
+        if error:
+            raise error
+        rank, (of_user, text) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
+        raise (UserError if of_user else RuntimeError)(f"rank {rank}: {text}")
 
     def count_dropped(self, too_long: Counter[str]) -> None:
         """Of a step that is done. Warns once of each stream that drops more than a few per cent."""
