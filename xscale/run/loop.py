@@ -244,8 +244,11 @@ class Trainer:
         return Coming(batch, agreed, self.keeper.under_way)
 
     def end_all(self, finish: Callable[[], list[int]], error: Exception | None) -> NoReturn:
-        """Some rank could not read its records: raises its error there, and on the others what it says."""
+        """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
+        written first."""
         finish()
+        self.flush()
+        self.keeper.settle()
         told = self.control.gather(error and (isinstance(error, UserError), str(error)))
         if error:
             raise error
