@@ -26,7 +26,8 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.run.evals import Heldout, better, number_of
 from xscale.run.job import Job, prepare
-from xscale.run.metrics import Tracker
+from xscale.run.metrics import JsonLines, Tracker
+from xscale.run.validation import Beside
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -107,7 +108,7 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
     job = prepare(recipe, sets, [demo]).calibrated()
     engine = engine_of(job)
-    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), job, engine, ALONE)
+    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), job, engine, ALONE, print)
     of, rows, targets, counts = held.job.recipe, held.batch.rows, held.batch.targets(), held.batch.counts()
     sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
@@ -142,13 +143,15 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "has no {out}" in refused(task(name="x", mode="job", command="true"))
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
-    assert "the section eval has no tasks" in refused("checkpoint.best=heldout/tlm/loss")
+    best = "checkpoint.best=heldot/tlm/loss"
+    assert "heldot/tlm/loss is of no inline task of eval.tasks; there are none" in refused(best)
+    assert "there are alignment" in refused(best, task(name="alignment"))
     job = prepare("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(job)
     with pytest.raises(UserError, match="is trained on; give records that are held out"):
-        Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), job, engine, ALONE)
+        Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), job, engine, ALONE, print)
     with pytest.raises(UserError, match="no stream of the recipe reads any of en"):
-        Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), job, engine, ALONE)
+        Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), job, engine, ALONE, print)
 
 
 def test_the_better_number() -> None:
@@ -157,6 +160,28 @@ def test_the_better_number() -> None:
     assert better("heldout/tlm/loss", 2.0, 3.0) and not better("heldout/tlm/loss", 3.0, 3.0)
     assert better("retrieval/en-xx/accuracy", 0.6, 0.5) and better("aer/en-fr/aer", 0.2, 0.3)
     assert better("a/b/c", 0.0, None)
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "evals.jsonl", 0)
+    lines.write(
+        {"step": 1, "results": {"a": {"b": {"c": float("nan"), "d": float("-inf"), "e": 1.5}}}, "x": float("inf")}
+    )
+    lines.close()
+    assert json.loads((tmp_path / "evals.jsonl").read_text()) == {
+        "step": 1, "results": {"a": {"b": {"c": None, "d": None, "e": 1.5}}}, "x": None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("scores", ["[1]", "3", "{}", '{"results": [1]}', '{"results": {"a": 1}}', "no JSON", None])
+def test_scores_that_are_none(tmp_path: Path, scores: str | None) -> None:
+    beside = object.__new__(Beside)
+    beside.task, beside.scores = EvalTask(name="x", mode="job", command="{out}"), tmp_path / "scores.json"
+    beside.process = SimpleNamespace(returncode=0)
+    if scores is not None:
+        beside.scores.write_text(scores)
+    found, problem = beside.results()
+    assert (found == {} and f"{tmp_path / 'scores.json'}" in problem) or (scores == "{}" and "results" in problem)
 
 
 def test_a_job_is_no_rank() -> None:
@@ -182,6 +207,11 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
     begun, *logged = calls
     assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
     assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]
+    calls.clear()
+    tracker = Tracker("trackio", tmp_path / "run", {})
+    for entry in ({"step": 9, "loss": 1.0}, {"step": 4, "eval/x": 0.5}):  # a job's, that came late
+        tracker.add(entry)
+    assert calls[1:] == [({"loss": 1.0}, 9), ({"eval/x": 0.5, "eval/step": 4}, 9)]
     with pytest.raises(UserError, match=r"train\.tracker: wandb is not installed; pip install wandb"):
         prepare("tlm", ["train.tracker=wandb"], [demo])
 

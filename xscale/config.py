@@ -409,8 +409,12 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)
-    if recipe.checkpoint.best and not recipe.eval.tasks:
-        problems.append(f"checkpoint.best: {recipe.checkpoint.best}, but the section eval has no tasks")
+    inline = [task.name for task in recipe.eval.tasks if task.mode == "inline"]
+    if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in inline:
+        there = ", ".join(inline) or "none"
+        problems.append(
+            f"checkpoint.best: {recipe.checkpoint.best} is of no inline task of eval.tasks; there are {there}"
+        )
     rows, longest = recipe.train.max_tokens, recipe.data.max_length
     if rows is not None and rows < longest:
         problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")

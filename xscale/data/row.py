@@ -141,6 +141,9 @@ def names_of_predictions(
         for term, labels in piece.labels.items():
             known = names.get(stream, ()) if term in piece.names else ()
             of_term = piece.names[term] if known else np.zeros(len(labels), dtype=np.int64)
+            assert len(of_term) == len(labels), (
+                f"streams.{stream}: {len(labels)} labels of {term}, {len(of_term)} names"
+            )
             numbers.append(np.where(of_term < len(known), of_term + len(told_apart), -1))
             told_apart += [(stream, term, name) for name in known]
     joined = np.concatenate(numbers)

@@ -124,12 +124,14 @@ def embed_ids(
         chosen = [ids[i] for i in order[start : start + BATCH]]
         piece = piece_of(model, chosen, language, poolings)
         inputs = to_device(make_row({"": piece}, limit, model.tokenizer.sep_id).inputs, model.device)
-        with torch.inference_mode():
+        with torch.no_grad():  # masks are kept for later passes, of training too
             hidden = model.encoder.hidden_states(inputs.tokens)
             for layer in layers:
                 pooled = alignment_gather(hidden[layer], *inputs.gather).split(len(chosen))
                 for pooling, vectors in zip(poolings, pooled, strict=True):
                     found[pooling, layer].append(F.normalize(vectors, dim=-1))
+    if not ids:
+        return {key: torch.empty(0, model.encoder.width, device=model.device) for key in found}
     back = torch.tensor(order).argsort().to(model.device)
     return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
 

@@ -134,6 +134,9 @@ class GlobalBatch:
     def __bool__(self) -> bool:
         return bool(self._parts)
 
+    def clear(self) -> None:
+        self._parts.clear()
+
     def add(self, vectors_BD: Tensor, numbers_B: Tensor, records_B: Tensor | None = None) -> None:
         """numbers: the place of each vector's sample in the global batch. records: whose it is."""
         records = torch.zeros_like(numbers_B) if records_B is None else records_B

@@ -247,6 +247,7 @@ class Moco:
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batch.clear()  # of a step that came to no end
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]

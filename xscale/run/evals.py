@@ -6,6 +6,7 @@ that is not.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ LEAST = "loss", "perplexity", "aer"
 
 
 def find_tasks(
-    job: Job, engine: Any, process: Process, alignment: Callable[[], Results]
+    job: Job, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """The recipe's inline tasks by name, ready to be measured by all ranks together; rank 0's results are whole.
-    alignment: measures the dictionaries' words. Raises UserError."""
+    alignment: measures the dictionaries' words. note: told how far a task has come. Raises UserError."""
     found: dict[str, Callable[[], Results]] = {}
     for task in job.recipe.eval.tasks:
         kind = task.name.partition(".")[0]
@@ -48,9 +49,9 @@ def find_tasks(
         if kind == "alignment":
             found[task.name] = alignment
         elif kind == "heldout":
-            found[task.name] = Heldout(task, job, engine, process).measure
+            found[task.name] = Heldout(task, job, engine, process, note).measure
         else:
-            found[task.name] = Retrieval(task, job, engine, process).measure
+            found[task.name] = Retrieval(task, job, engine, process, note).measure
     return found
 
 
@@ -72,7 +73,8 @@ def sources_of(task: EvalTask, job: Job) -> list[Source]:
 class Heldout:
     """The run's objectives on records that nothing is trained on: losses of every stream, and of every language."""
 
-    def __init__(self, task: EvalTask, job: Job, engine: Any, process: Process):
+    def __init__(self, task: EvalTask, job: Job, engine: Any, process: Process, note: Callable[[str], None]):
+        self.note = partial(note, f"measuring {task.name}")
         recipe, sources = job.recipe, sources_of(task, job)
         tokens = Calibration([source_statistics(source, job.tokenizer) for source in sources], {})
         specs = []
@@ -104,7 +106,7 @@ class Heldout:
 
     def measure(self) -> Results:
         targets, counts = self.batch.targets(), self.batch.counts()
-        sums = measure_rows(self.engine, self.job.recipe, self.batch.rows, rank=self.process.rank)
+        sums = measure_rows(self.engine, self.job.recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
         dist.all_reduce(table)
@@ -152,7 +154,8 @@ class Trained(Exported):
 class Retrieval:
     """Which translations are nearest neighbours: every rank embeds a share of the sentences."""
 
-    def __init__(self, task: EvalTask, job: Job, engine: Any, process: Process):
+    def __init__(self, task: EvalTask, job: Job, engine: Any, process: Process, note: Callable[[str], None]):
+        self.note = partial(note, f"measuring {task.name}")
         self.sources = [source for source in sources_of(task, job) if source.kind == "pair"]
         if not self.sources:
             raise UserError(f"eval.{task.name}: {', '.join(task.data)} has no pairs")
@@ -165,8 +168,9 @@ class Retrieval:
         self.encoder.eval()
         for source, pairs in zip(self.sources, self.texts, strict=True):
             ids, sides = self.model.language_ids(source), []
-            order = torch.cat([torch.arange(rank, len(pairs), world) for rank in range(world)]).argsort()
+            order = torch.tensor([n for rank in range(world) for n in range(rank, len(pairs), world)]).argsort()
             for side, language in enumerate(source.langs):
+                self.note()
                 texts = [texts[side] for texts in pairs[self.process.rank :: world]]
                 (mine,) = retrieval.embed(self.model, texts, ids[language], ["mean"], [-1]).values()
                 sides.append(gather_rows(mine.float())[0][order.to(mine.device)])

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -72,8 +72,10 @@ class Coming(NamedTuple):
 
     batch: Any
     """StepBatch."""
+    sums: Callable[[], list[int]]
+    """Waits for them: how many ranks could not read their records, how many are told to stop, and the others."""
     agreed: Callable[[], "Agreed"]
-    """Waits for them."""
+    """Waits for them. Raises what is wrong with the records."""
     saving: int | None
     """The checkpoint under way when they were sent."""
 
@@ -138,7 +140,7 @@ class Trainer:
         self.gathering = {stream: one for stream, one in companions if isinstance(one, Gathering)}
         self.flops = StepFlops(here.engine.module.encoder)
         self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
-        tasks = find_tasks(job, here.engine, here.process, self.measured_words)
+        tasks = find_tasks(job, here.engine, here.process, self.measured_words, here.watch.note)
         self.validation = Validation(job, tasks, here.out, here.control, self.step, self.reporter)
         folder, keep = here.out / "checkpoints", self.recipe.checkpoint.keep
         self.keeper = Keeper(here.engine, folder, here.control, here.watch, self.validation, keep, checkpoint)
@@ -177,6 +179,9 @@ class Trainer:
             measured = self.validation.due(self.step)
             if agreed.flush or last or due or measured:
                 self.flush()
+            self.watch.stopping = last
+            if (due or measured) and ahead and ahead.sums()[1]:
+                due = measured = False  # it stops now, and saves
             due |= measured and self.measure()
             if last or due:
                 self.save(must=last)
@@ -211,37 +216,38 @@ class Trainer:
         except Exception as error:
             if not self.message:  # of the first step: nobody waits for anything else
                 raise
-            finish = self.control.begin_sum([*[0] * (self.message - 1), 1])
-            return Coming(None, partial(self.end_all, finish, error), None)
+            finish = cache(self.control.begin_sum([1, *[0] * (self.message - 1)]))
+            return Coming(None, finish, partial(self.end_all, finish, error), None)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
         now = time.monotonic()
         self.waited += now - started
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and now - self.last_flush >= FLUSH_SECONDS
-        asked = [int(bool(self.stop)), int(flush), int(self.keeper.saver.written)]
+        asked = [int(flush), int(self.keeper.saver.written)]
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}
         of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
-        numbers = [*targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks, 0]
-        finish, self.message = self.control.begin_sum(numbers), len(numbers)
+        first = [0, int(bool(self.stop))]
+        numbers = [*first, *targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
+        finish, self.message = cache(self.control.begin_sum(numbers)), len(numbers)
 
         def agreed() -> Agreed:
-            found = finish()
-            if found[-1]:
-                self.end_all(lambda: found, None)
+            failed, stop, *found = finish()
+            if failed:
+                self.end_all(finish, None)
             sums = iter(found)
             return Agreed(
                 targets={key: next(sums) for key in targets},
                 work=Work(*islice(sums, len(work))),
                 too_long=Counter({stream: next(sums) for stream in long}),
                 samples=next(sums),
-                stop=next(sums),
+                stop=stop,
                 flush=next(sums),
                 written=next(sums),
                 beside={stream: [*islice(sums, world)] for stream in own},
             )
 
-        return Coming(batch, agreed, self.keeper.under_way)
+        return Coming(batch, finish, agreed, self.keeper.under_way)
 
     def end_all(self, finish: Callable[[], list[int]], error: Exception | None) -> NoReturn:
         """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
@@ -331,7 +337,7 @@ class Trainer:
     def finish_jobs(self) -> None:
         limit = self.recipe.train.stall_limit
         if self.process.is_main:
-            self.validation.finish(LAST_WAIT if limit is None else min(LAST_WAIT, 30 * limit))
+            self.validation.finish(self.stop, LAST_WAIT if limit is None else min(LAST_WAIT, 30 * limit))
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""

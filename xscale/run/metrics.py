@@ -129,8 +129,7 @@ class JsonLines:
     def write(self, entry: dict[str, Any]) -> None:
         """What is not finite, such as the gradient norm of an overflow, becomes null: JSON has no word for it."""
         if self.file:
-            entry = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
-            self.lines.append((json.dumps(entry, ensure_ascii=False, allow_nan=False) + "\n").encode())
+            self.lines.append((json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode())
             self.size += len(self.lines[-1])
             if self.size > BUFFER:
                 self.flush()
@@ -175,6 +174,13 @@ class JsonLines:
         self.flush(to_disk=True)
         if self.file and self.lines:
             LOG.error(f"{self.alarm.what}: its last {len(self.lines):,} lines are lost")
+
+
+def _finite(value: Any) -> Any:
+    """Null in the place of every number that is none."""
+    if isinstance(value, dict):
+        return {name: _finite(of) for name, of in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: bytes) -> float:
@@ -289,15 +295,19 @@ class Tracker:
     """wandb, or what has its calls, as trackio. One that fails is left alone from then on."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        self.name, self.alarm = name, Alarm(name)
+        self.name, self.alarm, self.newest = name, Alarm(name), 0
         # The same run after a resume, by the directory.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
         self._call("init", project=project, name=out.name, config=fields, resume="allow")
 
     def add(self, entry: dict[str, Any]) -> None:
+        """Of a step before the newest, which trackers refuse, as what it is: a number that came late."""
+        step = entry["step"]
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
-        self._call("log", numbers, step=entry["step"])
+        late = step < self.newest
+        self.newest = max(step, self.newest)
+        self._call("log", numbers | {"eval/step": step} if late else numbers, step=self.newest)
 
     def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
         if self.alarm.on:

@@ -5,6 +5,7 @@ own, when it ends. A resume cuts what lies past its checkpoint.
 """
 
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -18,9 +19,11 @@ from xscale import files, ranks
 from xscale.config import EvalTask
 from xscale.errors import UserError
 from xscale.ranks import Control
+from xscale.run import checkpoint as checkpoints
 from xscale.run.evals import Results, better, number_of
 from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter
+from xscale.run.stop import StopRequest
 
 EVALS, BEST = "evals.jsonl", "best"
 LAST_WAIT = 600.0
@@ -42,28 +45,32 @@ class Validation:
         self.jobs: list[Beside] = []
         self.waiting = [task for task in self.section.tasks if task.mode == "job"]
         self.best: tuple[int, float] | None = None
-        """Step and number of the best evaluation."""
-        self.kept: int | None = None
-        """The best checkpoint there is."""
+        """Step and number of the best checkpoint there is."""
+        self.candidate: tuple[int, float] | None = None
+        """Of an evaluation that was better, and has no checkpoint yet."""
         if has and self.best_of:
-            self.read_best(step)
+            self.read_best()
 
-    def read_best(self, step: int) -> None:
-        """What earlier starts of the run have found, up to `step`."""
+    def read_best(self) -> None:
+        """What earlier starts of the run have found, of the checkpoints that are still there."""
         assert self.best_of
+        folder = self.out / "checkpoints"
+        there = {int(path.name.removeprefix("step_")): path for path in checkpoints.complete_steps(folder)}
         for line in (self.out / EVALS).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            self.compare(entry["step"], number_of(entry["results"], self.best_of))
-        pointer = self.out / "checkpoints" / BEST
-        with suppress(OSError, ValueError):
-            of = int(pointer.read_text().strip().removeprefix("step_"))
-            self.kept = of if of <= step else None
+            if entry["step"] in there and self.compare(entry["step"], number_of(entry["results"], self.best_of)):
+                self.best = self.candidate
+        with suppress(OSError):
+            if self.best is None:
+                (folder / BEST).unlink(missing_ok=True)
+            else:
+                files.write_text(folder / BEST, there[self.best[0]].name + "\n")
 
     def compare(self, step: int, number: float | None) -> bool:
         assert self.best_of
-        if number is None or not better(self.best_of, number, self.best and self.best[1]):
+        if number is None or not math.isfinite(number) or not better(self.best_of, number, self.best and self.best[1]):
             return False
-        self.best = step, number
+        self.candidate = step, number
         return True
 
     def due(self, step: int) -> bool:
@@ -110,10 +117,10 @@ class Validation:
 
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint is whole. Rank 0 only."""
-        if self.best and self.best[0] == step:
-            self.kept = step
-            with suppress(OSError):
+        if self.candidate and self.candidate[0] == step:
+            with suppress(OSError):  # the one before stays
                 files.write_text(path.parent / BEST, path.name + "\n")
+                self.best = self.candidate
         if self.due(step):
             for task in self.waiting:
                 self.start(task, step, path)
@@ -130,7 +137,7 @@ class Validation:
 
     def needed(self) -> set[int]:
         """Checkpoints that must stay: the best, and those that a job has yet to read. Rank 0 only."""
-        best = set() if self.kept is None else {self.kept}
+        best = {self.best[0]} if self.best else set()
         return best | {beside.step for beside in self.jobs if not beside.model.exists()}
 
     def poll(self) -> None:
@@ -151,12 +158,12 @@ class Validation:
             LOG.info(f"eval.{beside.task.name} of step {beside.step} still runs; it will write {beside.scores}")
         self.lines.close()
 
-    def finish(self, longest: float) -> None:
-        """Of a run that is done: wait for the jobs, at most so many seconds. Rank 0 only."""
+    def finish(self, stop: StopRequest, longest: float) -> None:
+        """Of a run that is done: wait for the jobs, at most so many seconds, and not when told to stop. Rank 0 only."""
         started = time.monotonic()
         if self.jobs:
             LOG.info(f"waiting for {', '.join(beside.task.name for beside in self.jobs)}")
-        while self.jobs and time.monotonic() - started < longest:
+        while self.jobs and not stop and time.monotonic() - started < longest:
             time.sleep(0.2)
             self.poll()
 
@@ -166,7 +173,8 @@ class Beside:
 
     def __init__(self, task: EvalTask, step: int, path: Path, out: Path):
         folder = out / "evals" / f"step_{step:08d}" / task.name
-        files.remove(folder)
+        while folder.exists():  # an earlier start's job may still be at work there
+            folder = folder.with_name(folder.name + "+")
         folder.mkdir(parents=True)
         self.task, self.step, self.started = task, step, time.monotonic()
         self.model, self.scores, self.log = folder / "model", folder / "scores.json", folder / "log.txt"
@@ -197,7 +205,7 @@ class Beside:
             found = json.loads(self.scores.read_text(encoding="utf-8"))["results"]
             rows = {row: numbers for of_task in found.values() for row, numbers in of_task.items()}
             return {self.task.name: {row: _numbers(of) for row, of in rows.items()}}, ""
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             return {}, f"{self.scores}: {type(error).__name__}: {error}"
 
 

@@ -143,9 +143,11 @@ def optimizer_step(
 
 
 @torch.no_grad()
-def measure_rows(engine: Any, recipe: Recipe, rows: list[Row], *, rank: int) -> StepSums:
+def measure_rows(
+    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
+) -> StepSums:
     """This rank's sums of rows that nothing is learnt from: no dropout, no smoothing. Nothing of the training changes.
-    recipe: the rows' streams; all ranks have as many rows."""
+    recipe: the rows' streams; all ranks have as many rows. note: called before each."""
     module, encoder = engine.module, engine.module.encoder
     kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
     module.eval()
@@ -157,7 +159,10 @@ def measure_rows(engine: Any, recipe: Recipe, rows: list[Row], *, rank: int) -> 
         }
         passes = [RowPass(module, row, engine.device, ("eval", number, rank)) for number, row in enumerate(rows)]
         share_vectors(module, passes)
-        values_K = sum(row_pass(module, nothing)[1].double() for row_pass in passes)
+        values_K: Tensor | float = 0.0
+        for row_pass in passes:
+            note()
+            values_K = values_K + row_pass(module, nothing)[1].double()
         assert isinstance(values_K, Tensor)
         return StepSums(module.reported, values_K, lambda: 0.0)
     finally:
