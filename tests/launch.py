@@ -136,9 +136,10 @@ def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]
 
 
 def check_sent(arguments: list[str], world: int) -> None:
-    """That it is as foretold, but for small messages and padding."""
+    """That it is as foretold, but for small messages and padding: of PPA's keys to the rank that has most."""
     for kind, foretold, given in sent(arguments, world):
-        assert abs(given - foretold) <= 0.02 * foretold + 64, (arguments, world, kind, foretold, given)
+        padding = 8192 if kind == "all_gather" else 64
+        assert abs(given - foretold) <= 0.02 * foretold + padding, (arguments, world, kind, foretold, given)
 
 
 def metrics(out: Path) -> list[dict]:

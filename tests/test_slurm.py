@@ -15,7 +15,7 @@ from tests.test_training import same_checkpoint, steps_of
 
 pytestmark = pytest.mark.slow
 
-STEPS = 60
+STEPS = 150
 SMALL = ["streams.mlm.samples=6", "streams.tlm.samples=8", "train.lr=0.002"]
 
 
