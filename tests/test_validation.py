@@ -24,7 +24,7 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
-from xscale.run.evals import Heldout, better, number_of
+from xscale.run.evals import Heldout, better, check_tasks, number_of
 from xscale.run.job import Job, prepare
 from xscale.run.metrics import JsonLines, Tracker
 from xscale.run.validation import Beside
@@ -146,6 +146,16 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     best = "checkpoint.best=heldot/tlm/loss"
     assert "heldot/tlm/loss is of no inline task of eval.tasks; there are none" in refused(best)
     assert "there are alignment" in refused(best, task(name="alignment"))
+    assert "heldout has a row for each stream: tlm" in refused(
+        "checkpoint.best=heldout/xlm/loss", task(name="heldout", data=["x"])
+    )
+    for fields, told in (
+        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: xscale.eval.run has"),
+        ({"name": "heldout", "data": [str(demo / "pairs")]}, "is trained on"),
+        ({"name": "perplexity", "mode": "job", "data": [str(demo / "none")]}, "none"),
+    ):
+        with pytest.raises(UserError, match=told):
+            check_tasks(prepare("tlm", [task(**fields)], [demo]))
     job = prepare("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(job)
     with pytest.raises(UserError, match="is trained on; give records that are held out"):

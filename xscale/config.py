@@ -415,6 +415,11 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         problems.append(
             f"checkpoint.best: {recipe.checkpoint.best} is of no inline task of eval.tasks; there are {there}"
         )
+    elif recipe.checkpoint.best and recipe.checkpoint.best.startswith("heldout"):
+        row = recipe.checkpoint.best.split("/")[1]
+        if row.partition(" ")[0] not in streams:
+            there = ", ".join(streams)
+            problems.append(f"checkpoint.best: {recipe.checkpoint.best}: heldout has a row for each stream: {there}")
     rows, longest = recipe.train.max_tokens, recipe.data.max_length
     if rows is not None and rows < longest:
         problems.append(f"train.max_tokens: {rows} must be at least data.max_length: {longest}")

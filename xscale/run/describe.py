@@ -7,6 +7,7 @@ import yaml
 
 from xscale.ranks import Control, Process
 from xscale.run import folder
+from xscale.run.evals import check_tasks
 from xscale.run.forecast import forecast
 from xscale.run.job import Job, prepare
 from xscale.run.start import calibration, check_engine
@@ -20,6 +21,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     job = prepare(args.recipe, args.set, args.data)
+    check_tasks(job)
     folder.claim_out(args.out, job.identity(), args.resume)
     checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Control())
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()

@@ -21,6 +21,7 @@ from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.model import Exported, read_all
+from xscale.eval.tasks import TASKS
 from xscale.ranks import Process
 from xscale.run.job import Job
 from xscale.step.step import StepSums, gather_rows, measure_rows
@@ -53,6 +54,18 @@ def find_tasks(
         else:
             found[task.name] = Retrieval(task, job, engine, process, note).measure
     return found
+
+
+def check_tasks(job: Job) -> None:
+    """Raises UserError for tasks that cannot be measured, as far as that is known before the run."""
+    for task in job.recipe.eval.tasks:
+        kind = task.name.partition(".")[0]
+        if task.mode == "inline" and task.data:
+            sources_of(task, job)
+        elif task.mode == "job" and not task.command and kind not in TASKS:
+            raise UserError(f"eval.{task.name}: xscale.eval.run has {', '.join(TASKS)}; or give a command")
+        elif task.mode == "job" and task.data and not task.command:
+            find_sources([Path(path) for path in task.data])
 
 
 def sources_of(task: EvalTask, job: Job) -> list[Source]:

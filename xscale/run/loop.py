@@ -336,6 +336,7 @@ class Trainer:
 
     def finish_jobs(self) -> None:
         limit = self.recipe.train.stall_limit
+        self.watch.note("waiting for the jobs of eval")
         if self.process.is_main:
             self.validation.finish(self.stop, LAST_WAIT if limit is None else min(LAST_WAIT, 30 * limit))
 

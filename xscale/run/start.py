@@ -17,6 +17,7 @@ from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import folder
 from xscale.run.checkpoint import Checkpoint
+from xscale.run.evals import check_tasks
 from xscale.run.folder import dump
 from xscale.run.job import Job, prepare
 from xscale.run.loop import Surroundings, Trainer
@@ -32,6 +33,7 @@ from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 def train_run(args: argparse.Namespace, process: Process, control: Control, status: Status) -> int:
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
     job = prepare(args.recipe, args.set, args.data, control)
+    check_tasks(job)
     ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     locks: list[Any] = []  # held until this returns

@@ -26,6 +26,8 @@ from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run.stop import StopRequest
 
 EVALS, BEST = "evals.jsonl", "best"
+READ_LEXICONS = "alignment", "induction"
+"""Tasks of xscale.eval.run that take the run's dictionaries."""
 LAST_WAIT = 600.0
 """Seconds that a run that is done waits for its jobs."""
 
@@ -43,6 +45,9 @@ class Validation:
         has = bool(self.section.tasks) and control.is_main
         self.lines = JsonLines(out / EVALS if has else None, step)
         self.jobs: list[Beside] = []
+        self.held: list[tuple[EvalTask, int, Path]] = []
+        """Of the last step, while the same task of an earlier one still runs."""
+        self.lexicons = [str(lexicon.path) for lexicon in (*job.lexicons, *job.measured)]
         self.waiting = [task for task in self.section.tasks if task.mode == "job"]
         self.best: tuple[int, float] | None = None
         """Step and number of the best checkpoint there is."""
@@ -127,11 +132,14 @@ class Validation:
 
     def start(self, task: EvalTask, step: int, path: Path) -> None:
         running = [beside for beside in self.jobs if beside.task is task]
+        if running and step == self.last:
+            self.held.append((task, step, path))
+            return
         if running:
             LOG.warning(f"eval.{task.name} of step {step} is left out: that of step {running[0].step} is not done")
             return
         try:
-            self.jobs.append(Beside(task, step, path, self.out))
+            self.jobs.append(Beside(task, step, path, self.out, self.lexicons))
         except OSError as error:
             LOG.warning(f"eval.{task.name} of step {step} could not be started: {error}")
 
@@ -145,6 +153,9 @@ class Validation:
         for beside in [beside for beside in self.jobs if beside.process.poll() is not None]:
             self.jobs.remove(beside)
             results, problem = beside.results()
+            if results or beside.process.returncode:  # else its own job may still be at work
+                with suppress(OSError):
+                    files.remove(beside.model)
             if problem:
                 LOG.warning(f"eval.{beside.task.name} of step {beside.step} failed ({problem}); {beside.log} says why")
                 self.lines.write({"step": beside.step, "failed": {beside.task.name: problem}, "results": {}})
@@ -163,15 +174,19 @@ class Validation:
         started = time.monotonic()
         if self.jobs:
             LOG.info(f"waiting for {', '.join(beside.task.name for beside in self.jobs)}")
-        while self.jobs and not stop and time.monotonic() - started < longest:
+        while (self.jobs or self.held) and not stop and time.monotonic() - started < longest:
             time.sleep(0.2)
             self.poll()
+            waiting, self.held = self.held, []
+            for held in waiting:
+                self.start(*held)
 
 
 class Beside:
     """A job on the export of a checkpoint, in a session of its own."""
 
-    def __init__(self, task: EvalTask, step: int, path: Path, out: Path):
+    def __init__(self, task: EvalTask, step: int, path: Path, out: Path, lexicons: list[str]):
+        """lexicons: the run's dictionaries."""
         folder = out / "evals" / f"step_{step:08d}" / task.name
         while folder.exists():  # an earlier start's job may still be at work there
             folder = folder.with_name(folder.name + "+")
@@ -182,6 +197,8 @@ class Beside:
             shlex.quote(str(part)) for part in (sys.executable, self.model.resolve(), self.scores.resolve())
         )
         data = " ".join(shlex.quote(path) for path in task.data)
+        if task.name.partition(".")[0] in READ_LEXICONS and lexicons:
+            data += " --lexicons " + " ".join(shlex.quote(path) for path in lexicons)
         own = f"{python} -m xscale.eval.run --model {{model}} --task {task.name.partition('.')[0]} --data {data}"
         command = task.command or f"{own} --limit {task.limit} --out {{out}}"
         for name, value in {"model": model, "out": scores, "step": str(step)}.items():
