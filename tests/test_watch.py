@@ -175,7 +175,7 @@ def test_a_stopped_rank_is_named_and_ends_the_run(
             assert time.monotonic() < end and process.poll() is None, process.communicate()[0][-3000:]
             time.sleep(0.2)
         (stopped,) = (pid for pid in launch.rank_pids(process) if f"process {pid}" in _log(out, which))
-        assert Path(f"/proc/{stopped}/comm").read_text() == f"xscale rank {which}\n"
+        assert Path(f"/proc/{stopped}/comm").read_text() == f"xscale-rank{which}\n"
         os.kill(stopped, signal.SIGSTOP)
         started = time.monotonic()
         while (named := json.loads((out / "status.json").read_text()))["status"] == "running":

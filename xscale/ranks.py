@@ -70,7 +70,9 @@ def find_process() -> Process:
 
 
 def name_process(name: str) -> None:
-    """What ps, top and /proc/PID/comm call it: the first 15 characters."""
+    """What ps, top and /proc/PID/comm call it: the first 15 characters. Without spaces: SLURM's proctrack/linuxproc splits
+    /proc/PID/stat at them, and would not find the process to send it a signal."""
+    assert name.split() == [name]
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)

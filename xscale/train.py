@@ -104,7 +104,7 @@ def bring(args: argparse.Namespace, process: Process) -> None:
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     bring(args, process)
-    ranks.name_process(f"xscale rank {process.rank}")
+    ranks.name_process(f"xscale-rank{process.rank}")
     ranks.start(process)
     control = Control()
     code = train_run(args, process, control, status)

@@ -290,7 +290,7 @@ def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
 
 
 def _plan(mixture: Mixture, steps: int, pipe: Connection) -> None:
-    name_process(f"xscale{mixture.rank} plan")
+    name_process(f"xscale{mixture.rank}-plan")
     _leave_signals_to_parent()
     with contextlib.suppress(BrokenPipeError):
         try:
@@ -321,7 +321,7 @@ def _same(batch: Any) -> Any:
 
 
 def _begin_worker(rank: int, worker: int) -> None:
-    name_process(f"xscale{rank} load{worker}")
+    name_process(f"xscale{rank}-load{worker}")
     _leave_signals_to_parent()
 
 
