@@ -44,7 +44,7 @@ def test_processes_are_called_by_what_they_are() -> None:
     batches = through_workers(mixture(1, 3, 100), 2, 100)
     next(batches)
     names = {Path(f"/proc/{child.pid}/comm").read_text() for child in multiprocessing.active_children()}
-    assert names == {"xscale1 plan\n", "xscale1 load0\n", "xscale1 load1\n"}
+    assert names == {"xscale1-plan\n", "xscale1-load0\n", "xscale1-load1\n"}
 
 
 def test_an_error_of_the_plan_is_the_run_s() -> None:

@@ -70,7 +70,7 @@ def find_process() -> Process:
 
 
 def name_process(name: str) -> None:
-    """What ps, top and /proc/PID/comm call it: the first 15 characters. Without spaces: SLURM's proctrack/linuxproc splits
+    """What ps, top and /proc/PID/comm call it: the first 15 characters. No spaces: SLURM's proctrack/linuxproc splits
     /proc/PID/stat at them, and would not find the process to send it a signal."""
     assert name.split() == [name]
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
