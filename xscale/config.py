@@ -138,9 +138,10 @@ class TrainConfig:
     """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
     the rank that the others wait for; null: none. Collectives give up by themselves after 30 (ranks.TIMEOUT)."""
     stop_limit: PositiveFloat | None = 4.0
-    """Minutes after a signal to stop, or the time limit, in which a step must end; else the run ends without saving,
-    with exit code 75 and every rank's stack in its log: steps since the last checkpoint are lost. Less than the lead of
-    SLURM's --signal, so that the job is still there to be requeued; null: it waits for the step."""
+    """Minutes after a signal to stop, or the time limit, in which the run must come to its stop, at most two steps
+    away; else it ends without saving, with exit code 75 and every rank's stack in its log: steps since the last
+    checkpoint are lost. Less than the lead of SLURM's --signal, so that the job is still there to be requeued; null: it
+    waits for the step."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """How often a run that is not finite goes back to its newest good checkpoint, by itself, and leaves out the update
     of the step that was bad; after that it ends with exit code 3."""

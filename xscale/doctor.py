@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
-from xscale.errors import UserError, print_anything
+from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run import folder
@@ -376,8 +376,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    print_anything()
     logging.disable(logging.WARNING)  # of libraries: they are no finding
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)  # a look that hangs has a thread of its own
+    run_command(main)  # also with a look that hangs in its thread

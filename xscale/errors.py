@@ -4,6 +4,9 @@ import errno
 import io
 import os
 import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 
 class UserError(ValueError):
@@ -37,6 +40,23 @@ def print_anything() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+
+
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """End the process with the code that `main` returns; with 1 and a traceback where it raises.
+
+    Without the interpreter's own way out: threads of libraries now and then abort it after a good run, and tearing down
+    a process group may wait for other ranks.
+    """
+    print_anything()
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def number_of(variable: str, default: int) -> int:

@@ -17,14 +17,12 @@ if __name__ == "__main__":
     hold()  # before the imports, which take seconds
 
 import argparse
-import os
 import subprocess
-import traceback
 
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.errors import RankError, print_anything
+from xscale.errors import RankError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
@@ -114,12 +112,4 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
 
 
 if __name__ == "__main__":
-    print_anything()
-    try:
-        code = main()
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of libraries now and then abort an interpreter that ends by itself, after a good run
+    run_command(main)

@@ -10,16 +10,14 @@ Exit codes: 0 done, 2 user error, 3 a loss is not finite, 4 the machine (disk, f
 """
 
 import argparse
-import os
 import sys
-import traceback
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import OF_MACHINE, NotFinite, UserError, print_anything
+from xscale.errors import OF_MACHINE, NotFinite, UserError, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
@@ -200,12 +198,4 @@ def publish(
 
 
 if __name__ == "__main__":
-    print_anything()
-    try:
-        code = main()
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # as train.py does
+    run_command(main)
