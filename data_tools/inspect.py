@@ -172,6 +172,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
+    if args.show < 0:
+        raise UserError(f"--show {args.show}: a number of records is 0 or more")
     found = []
     for given in args.directory:
         alone = (given / "index.json").exists()

@@ -234,6 +234,8 @@ def test_index_and_inspect_without_shards(tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "absent"):
             with pytest.raises(UserError, match=str(path)):
                 tool.main(Ranks(), [str(path)])
+    with pytest.raises(UserError, match="--show -1"):
+        inspect.main(Ranks(), [str(tmp_path), "--show", "-1"])
     assert files(tmp_path) == set()
 
 
@@ -257,6 +259,22 @@ def test_a_tokenizer_without_a_special_token(tmp_path: Path, missing: str) -> No
     special = {name: token for name, token in ALL_SPECIAL.items() if name != missing}
     path = save_tokenizer(tmp_path / "tokenizer", **special)
     with pytest.raises(UserError, match=f"{path} has no {missing.removesuffix('_token')} token"):
+        Tokenizer(path)
+
+
+def test_a_tokenizer_whose_template_names_no_token(tmp_path: Path) -> None:
+    """Where tokenizers panics, which is no Exception."""
+    path = save_tokenizer(tmp_path / "tokenizer", **ALL_SPECIAL)
+    whole = json.loads((path / "tokenizer.json").read_text())
+    pieces = [{"SpecialToken": {"id": "[NONE]", "type_id": 0}}, *({"Sequence": {"id": s, "type_id": 0}} for s in "AB")]
+    whole["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": pieces[1:2],
+        "pair": pieces,
+        "special_tokens": {},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(whole))
+    with pytest.raises(UserError, match=f"{path} cannot join two sentences"):
         Tokenizer(path)
 
 

@@ -155,6 +155,17 @@ def test_tokens_of_words_by_a_loop(trained: Path) -> None:
         assert cut.of_token.tolist() == first[:2] and len(cut.is_word) == len(is_word)
 
 
+def test_text_that_spells_special_tokens_has_none(trained: Path) -> None:
+    """As Hugging Face's tokenizer splits them where it is asked to; `<s>` is HTML's struck text."""
+    tokenizer, reference_tokenizer = Tokenizer(trained), AutoTokenizer.from_pretrained(str(trained))
+    special = [tokenizer.hf.mask_token, tokenizer.hf.pad_token, tokenizer.hf.cls_token, tokenizer.hf.sep_token]
+    text = "The dog " + " is ".join(special) + special[0]
+    (ids,), (inside,) = tokenizer.encode([text]), tokenizer.encode_inside([text])
+    assert not {tokenizer.mask_id, tokenizer.pad_id, tokenizer.cls_id, tokenizer.sep_id} & {*ids, *inside}
+    assert ids == tokenizer.encode_words([text])[0][0]
+    assert ids == reference_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+
 def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) -> None:
     """Those that Hugging Face's tokenizer gives them in the middle of a sentence."""
     tokenizer, reference_tokenizer = Tokenizer(trained), AutoTokenizer.from_pretrained(str(trained))

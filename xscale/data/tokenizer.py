@@ -54,6 +54,7 @@ class Tokenizer:
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
+        self.backend.encode_special_tokens = True  # a text that spells "</s>" or "[MASK]" holds no such token
         special = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
         special["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
         special["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -79,7 +80,13 @@ class Tokenizer:
             self.encode(["\U00010400"])  # a letter that hardly any vocabulary has
         except Exception as error:
             raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); mend its unk token") from None
-        self.pair = self._pair_template()
+        try:
+            self.pair = self._pair_template()
+        except BaseException as error:  # Rust's panic is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            wrong = f"tokenizer {path} cannot join two sentences ({error}); mend post_processor in its tokenizer.json"
+            raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
         self._space: int | None = self.backend.token_to_id("▁")
