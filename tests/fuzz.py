@@ -38,6 +38,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import yaml
+from transformers import AutoModelForMaskedLM, BertConfig
 
 from data_tools import demo_corpus, index, inspect, lexicon, write_shards
 from data_tools import ranks as tools
@@ -48,6 +49,9 @@ from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.eval import retrieval
+from xscale.eval.finetune import pairs, qa, tags
+from xscale.eval.model import Exported
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Control
 from xscale.record import Record
@@ -814,6 +818,128 @@ def tokenizer_case(case: Case) -> None:
         assert ids == given.encode(texts), "the same fingerprint, other tokens"
 
 
+# Evaluation
+
+
+LABELS = ("entailment", "neutral", "contradiction")
+BIO = ("O", "B-PER", "I-PER")
+
+
+def plain_words(case: Case, longest: int) -> list[str]:
+    return [case.rng.choice(WORDS[:-1]) for _ in range(case.rng.randrange(1, longest))]
+
+
+def sentence_pairs(case: Case) -> tuple[list[str], Any]:
+    rng = case.rng
+    rows = [(*(" ".join(plain_words(case, 6)) for _ in "ab"), rng.choice(LABELS)) for _ in range(rng.randrange(1, 6))]
+    return ["\t".join(row) for row in rows], [((a, b), (label,)) for a, b, label in rows]
+
+
+def tagged(case: Case, pos: bool) -> tuple[list[str], Any]:
+    """As CoNLL-U, or as two columns."""
+    lines, wanted = [], []
+    for _ in range(case.rng.randrange(1, 5)):
+        words = plain_words(case, 6)
+        tags = [case.rng.choice(("NOUN", "VERB", "X") if pos else BIO) for _ in words]
+        for number, (word, tag) in enumerate(zip(words, tags, strict=True), start=1):
+            lines.append(f"{number}\t{word}\t_\t{tag}" + "\t_" * 6 if pos else f"{word}\t{tag}")
+        lines.append("")
+        wanted.append((tuple(words), tuple(tags)))
+    return lines, wanted
+
+
+def questions(case: Case) -> tuple[list[str], Any]:
+    rng, paragraphs, wanted = case.rng, [], []
+    for number in range(rng.randrange(1, 4)):
+        words = plain_words(case, 8)
+        answer, context = rng.choice(words), " ".join(words)
+        answers = [{"text": answer, "answer_start": context.index(answer)}]
+        paragraphs.append({"context": context, "qas": [{"id": f"q{number}", "question": "Who?", "answers": answers}]})
+        wanted.append((("Who?", context), ((answer, context.index(answer)),)))
+    return json.dumps({"data": [{"paragraphs": paragraphs}]}, ensure_ascii=False, indent=1).splitlines(), wanted
+
+
+ODD_LINES = [
+    "",
+    "x",
+    "\t",
+    "a\tb\tc\td",
+    "1\tx",
+    "\u2028",
+    "{",
+    "[]",
+    '"id": 3,',
+    "a\tX-PER",
+    "-DOCSTART-",
+    "# a",
+    "1-2\tx",
+]
+
+
+def labelled_case(case: Case) -> None:
+    """What fine-tuning reads."""
+    kinds = {"pairs": (sentence_pairs, pairs.read), "qa": (questions, qa.read)}
+    kinds |= {"pos": (lambda c: tagged(c, True), tags.read_pos), "ner": (lambda c: tagged(c, False), tags.read_ner)}
+    make, read = kinds[case.pick(*kinds)]
+    lines, wanted = make(case)
+    how, whole = case.pick("sound", "sound", "line", "drop", "leaf"), lines
+    if how == "line":
+        lines = [*lines]
+        lines.insert(case.rng.randrange(len(lines) + 1), case.pick(*ODD_LINES))
+    elif how == "drop":
+        at = case.rng.randrange(len(lines))
+        lines = [line for number, line in enumerate(lines) if number != at]
+    elif how == "leaf" and read is qa.read:
+        tree = json.loads("\n".join(lines))
+        change_leaf(case, tree)
+        lines = json.dumps(tree, indent=1).splitlines()
+    path, sound = write_text(case, "labelled.txt", lines)
+    case.names = [str(path)]
+    found = [(example.texts, example.gold) for example in read(path, "en")]
+    assert sound, "a damaged file was taken"
+    if lines == whole:
+        assert found == wanted, "other examples"
+
+
+def model_case(case: Case) -> None:
+    """An exported encoder: what it lacks is told, what it has is what it had."""
+    path = case.folder / "hf"
+    shutil.copytree(given_model(case.demo), path)
+    file = case.rng.choice(sorted(path.iterdir()))
+    case.story.append(file.name)
+    case.names = [str(path)]
+    how = case.pick("field", "field", "damage", "delete", "folder")
+    if how == "delete":
+        file.unlink()
+    elif how == "folder":
+        file.unlink()
+        file.mkdir()
+    elif how == "field" and file.suffix == ".json" and file.name != "tokenizer.json":
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        change_leaf(case, tree)
+        file.write_text(json.dumps(tree), encoding="utf-8")
+    else:
+        file.write_bytes(damaged(case, file.read_bytes()))
+    model = Exported(path)
+    scores = retrieval.evaluate(model, Source(case.demo / "pairs"), 20)[""]
+    assert 0 <= scores["accuracy"] <= 1
+
+
+def given_model(demo: Path) -> Path:
+    """Of random weights."""
+    path = demo.parent / "hf"
+    if not path.exists():
+        tokenizer = given_tokenizer(demo)
+        config = BertConfig(
+            vocab_size=tokenizer.vocab_size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=128,
+        )  # fmt: skip
+        config.xscale = {"languages": ["en", "xx"], "language_embeddings": False, "lexicon_heldout": 0.2}
+        AutoModelForMaskedLM.from_config(config).save_pretrained(path)
+        tokenizer.hf.save_pretrained(path)
+    return path
+
+
 # Environment and commands
 
 
@@ -1012,6 +1138,8 @@ KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "checkpoint": (checkpoint_case, 14),
     "lexicon": (lexicon_case, 8),
     "tokenizer": (tokenizer_case, 6),
+    "labelled": (labelled_case, 10),
+    "model": (model_case, 4),
     "environment": (environment_case, 8),
     "tool": (tool_case, 10),
     "command": (command_case, 4),

@@ -1,6 +1,8 @@
 """Evaluation: what is measured, what is left out, and what a failure leaves behind."""
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
 from data_tools import tokenizer as train_tokenizer
@@ -70,6 +73,53 @@ def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tok
     tokenizer.hf.save_pretrained(short)
     assert measure("--task", "heldout", "--model", short)[0] == 2
     assert "no pair has a token to predict in the model's 6 positions" in capsys.readouterr().err
+
+
+def altered(hf: Path, out: Path, alter: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """The model with other weights than transformers wrote."""
+    shutil.copytree(hf, out)
+    weights = load_file(out / "model.safetensors")
+    alter(weights)
+    save_file(weights, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def test_a_model_that_is_not_whole_is_refused(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
+    """Torn, of other shapes than its config says, with an encoder's weights lacking, with one that is no number, or
+    with another tokenizer. transformers would fill what lacks with random weights and a warning."""
+    torn, gap, few = (
+        tmp_path / "torn",
+        "bert.encoder.layer.1.attention.self.key.weight",
+        "bert.embeddings.LayerNorm.bias",
+    )
+    shutil.copytree(hf, torn)
+    (torn / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-100])
+    other = tmp_path / "other"
+    shutil.copytree(hf, other)
+    config = json.loads((hf / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    small = tmp_path / "small"
+    AutoModelForMaskedLM.from_config(BertConfig(**SHAPE, vocab_size=9)).save_pretrained(small)
+    AutoTokenizer.from_pretrained(hf).save_pretrained(small)
+    said = {torn: "cannot be loaded", other: "cannot be loaded", small: "they do not belong together"}
+    said[altered(hf, tmp_path / "gap", lambda weights: weights.pop(gap))] = f"has no weights for 1 .* such as {gap}"
+    nan = altered(hf, tmp_path / "nan", lambda weights: weights[few].fill_(torch.nan))
+    said[nan] = f"not all weights of {few} are finite"
+    for path, told in said.items():
+        assert measure("--task", "retrieval", "--model", path) == (2, {})
+        assert re.search(f"^error: --model {path}:? .*{told}", capsys.readouterr().err, re.M), path
+
+
+def test_a_model_without_its_head_is_not_asked_for_predictions(
+    measure: Measure, hf: Path, tmp_path: Path, capsys: Any
+) -> None:
+    def behead(weights: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in weights if name.startswith("cls.")]:
+            del weights[name]
+
+    code, found = measure("--task", "heldout", "retrieval", "--model", altered(hf, tmp_path / "body", behead))
+    assert code == 2 and [*found["results"]] == ["retrieval"] and [*found["failed"]] == ["heldout"]
+    assert "was saved without its masked-LM head" in capsys.readouterr().err
 
 
 def test_a_task_that_fails_loses_no_others_scores(

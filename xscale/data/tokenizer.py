@@ -7,7 +7,7 @@ import hashlib
 import os
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,34 @@ class PairTemplate(NamedTuple):
         return len(self.first) + len(self.between) + len(self.last)
 
 
+MOST_GAPS = 4
+"""Ids for each token, where a tokenizer has ids without a token."""
+
+
+def special_ids(tokenizer: Any) -> dict[str, Any]:
+    """None for one that there is not."""
+    found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
+    found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
+    found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
+    return found | {"unk": tokenizer.unk_token_id}
+
+
+def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
+    """Raises UserError where masked language models cannot be trained with these ids."""
+    missing = [name for name, token in special.items() if token is None and name != "unk"]
+    if missing:
+        raise UserError(
+            f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
+            f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
+        )
+    same = [name for name, token in special.items() if token == special["mask"]]
+    if len(same) > 1:
+        raise UserError(
+            f"tokenizer {path} has one token for {' and '.join(same)}, {mask!r}; a masked language "
+            f"model needs a mask token of its own: add it to the tokenizer's special tokens"
+        )
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
@@ -43,37 +71,29 @@ class Tokenizer:
 
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path))
+            fast = tokenizer.is_fast
+            special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
             raise UserError(
                 f"tokenizer {path} cannot be loaded ({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging "
                 f"Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
             ) from None
-        if not tokenizer.is_fast:
+        if not fast:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
         self.hf = tokenizer
         self.backend = tokenizer.backend_tokenizer
         self.backend.no_padding()
         self.backend.no_truncation()
         self.backend.encode_special_tokens = True  # a text that spells "</s>" or "[MASK]" holds no such token
-        special = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
-        special["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
-        special["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
-        missing = [name for name, token in special.items() if token is None]
-        if missing:
-            raise UserError(
-                f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
-                f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
-            )
-        same = [name for name, token in [*special.items(), ("unk", tokenizer.unk_token_id)] if token == special["mask"]]
-        if len(same) > 1:
-            raise UserError(
-                f"tokenizer {path} has one token for {' and '.join(same)}, {tokenizer.mask_token!r}; a masked language "
-                f"model needs a mask token of its own: add it to the tokenizer's special tokens"
-            )
+        check_special(path, special, tokenizer.mask_token)
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
-        self.vocab_size = len(tokenizer)
-        self.is_special = np.zeros(self.vocab_size, dtype=bool)
+        self.vocab_size = max(ids) + 1
+        """Ids, some of which may be no token's."""
+        if self.vocab_size > MOST_GAPS * len(ids):
+            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; mend its ids")
+        self.is_special = np.ones(self.vocab_size, dtype=bool)
+        self.is_special[ids] = False
         self.is_special[tokenizer.all_special_ids] = True
         self.ordinary_ids = np.flatnonzero(~self.is_special)
         try:

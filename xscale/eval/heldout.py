@@ -62,7 +62,10 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def masked_lm_sums(model: Exported, piece: Piece) -> tuple[float, float, int]:
-    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made."""
+    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made. Raises
+    UserError where the model has no masked-LM head."""
+    if not model.has_head:
+        raise UserError("the model was saved without its masked-LM head, by which this task is measured")
     row = make_row({"": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
     inputs = to_device(row.inputs, model.device)
     states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForMaskedLM
 
 from xscale import files
 from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.models.build import read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
@@ -32,19 +32,21 @@ class Exported:
             raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
-        try:
-            lm = AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--model {path} cannot be loaded ({str(error).splitlines()[0]}). Make it with "
-                f"`python -m xscale.export RUN_DIR {path}`"
-            ) from None
+        lm, self.has_head = read_pretrained("--model", path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.encoder = Encoder(lm).eval().to(self.device)
+        try:
+            self.encoder = Encoder(lm).eval().to(self.device)
+        except UserError as error:
+            raise UserError(f"--model {path}: {error}") from None
         self.tokenizer = Tokenizer(path)
+        if self.tokenizer.vocab_size > lm.config.vocab_size:
+            raise UserError(
+                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids, the model embeddings for "
+                f"{lm.config.vocab_size:,}; they do not belong together"
+            )
         self.heads = load_heads(path)
         """Of the run's objectives, by stream."""
-        trained = getattr(lm.config, "xscale", None) or {}
+        trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)

@@ -1,13 +1,11 @@
 """The run's encoder: fresh weights of a preset, or pre-trained ones."""
 
 import logging
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -42,30 +40,42 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    """Of `model.init`: weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    lm, has_head = read_pretrained("model.init", init, dropout)
+    if not has_head:
+        LOG.warning(f"model.init {init} has no masked-LM head; it starts from random weights")
+    return lm
+
+
+def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
+    """Weights, fp32, and whether a masked-LM head is among them. named: what gave `init`, for errors; dropout: another
+    one than the config's. Raises UserError."""
     if Path(init).is_absolute() and not Path(init).exists():
-        raise UserError(f"model.init {init} does not exist")
+        raise UserError(f"{named} {init} does not exist")
     try:
         config = AutoConfig.from_pretrained(init)
-        config.update(dropout_fields(config.model_type, dropout))
+        if dropout is not None:
+            config.update(dropout_fields(config.model_type, dropout))
         lm, loaded = AutoModelForMaskedLM.from_pretrained(
             init, config=config, dtype=torch.float32, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of what the files hold
         raise UserError(
-            f"model.init {init} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
+            f"{named} {init} cannot be loaded ({' '.join(str(error).split())[:300]}). Give a Hugging Face directory "
             f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"model.init {init} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
+            f"{named} {init} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
             f"config.json describes another model than its weights are of"
         )
-    if loaded["missing_keys"]:
-        LOG.warning(f"model.init {init} has no masked-LM head; it starts from random weights")
-    return lm
+    run_fields(lm.config, f"{named} {init}")
+    infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
+    if infinite:
+        raise UserError(f"{named} {init}: not all weights of {infinite} are finite; take an earlier checkpoint of it")
+    return lm, not loaded["missing_keys"]
 
 
 def build_encoder(
@@ -171,20 +181,36 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
     """Whether the model has token types for the two sentences of a pair; False where `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return _config_of(init, "type_vocab_size", 0) > 1 and not trained_as(init).get("language_embeddings", False)
+    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not trained_as(init).get(
+        "language_embeddings", False
+    )
 
 
 def trained_as(init: str | Path | None) -> dict[str, Any]:
-    """What a run of xscale has written of itself into its model's config."""
-    return (_config_of(init, "xscale", None) if init else None) or {}
+    """run_fields of `model.init`."""
+    return run_fields(_config_of(init), f"model.init {init}") if init else {}
 
 
-def _config_of(init: str | Path, field: str, absent: Any) -> Any:
-    """`absent` too where the config cannot be read: whoever loads the weights says so."""
+def run_fields(config: Any, named: str) -> dict[str, Any]:
+    """What a run of xscale has written of itself into its model's config; named: where that is, for errors."""
+    found = getattr(config, "xscale", None) or {}
+    kinds: dict[str, Any] = {"languages": list, "language_embeddings": bool, "segments": bool, "reset_positions": bool}
+    kinds |= {"lexicon_heldout": (int, float)}
+    if not isinstance(found, dict) or any(
+        not isinstance(value, kinds.get(name, object)) for name, value in found.items()
+    ):
+        raise UserError(f"{named}: `xscale` in its config.json is not what a run writes; export the run again")
+    if not all(isinstance(language, str) for language in found.get("languages", [])):
+        raise UserError(f"{named}: `xscale` in its config.json has languages without a name; export the run again")
+    return found
+
+
+def _config_of(init: str | Path) -> Any:
+    """None where the config cannot be read: whoever loads the weights says so."""
     try:
-        return getattr(AutoConfig.from_pretrained(init), field, absent)
-    except (OSError, ValueError):
-        return absent
+        return AutoConfig.from_pretrained(init)
+    except Exception:
+        return None
 
 
 def _token_types(config: Any) -> int:

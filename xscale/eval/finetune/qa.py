@@ -41,10 +41,13 @@ def read(path: Path, language: str) -> list[Example]:
 
 
 def _check_answers(where: str, example: Example) -> None:
-    context = example.texts[1]
+    context, gold = example.texts[1], example.gold or ()
+    texts = [*example.texts, *(text for text, _ in gold)]
+    if not all(isinstance(text, str) for text in texts) or not all(isinstance(start, int) for _, start in gold):
+        raise UserError(f"{where}: question, context and answers have to be text, and answer_start a whole number")
     if not example.texts[0].strip() or not context.strip():
         raise UserError(f"{where}: question or context is empty; mend or remove it")
-    for text, start in example.gold or ():
+    for text, start in gold:
         if not text or context[start : start + len(text)] != text:
             there = context[max(start, 0) : start + max(len(text), 1)]
             raise UserError(
@@ -85,7 +88,7 @@ def line_of(key: str, lines: list[str]) -> int:
 def _example(question: dict[str, Any], context: str, answers: Any, language: str, where: str) -> Example:
     gold = None
     if answers is not None:
-        gold = tuple((answer["text"], int(answer["answer_start"])) for answer in answers)
+        gold = tuple((answer["text"], answer["answer_start"]) for answer in answers)
         if not gold:
             raise UserError(f"{where} has no answer; every question of SQuAD 1.1 has one: leave the others out")
     return Example(str(question["id"]), (language, language), (question["question"], context), gold)
