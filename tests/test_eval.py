@@ -114,6 +114,34 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert len(error.splitlines()) == 1 and str(tmp_path / place) in error
 
 
+def test_folders_that_others_saved(
+    measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+) -> None:
+    """Without a masked-LM head nothing is measured that reads it; without a tokenizer, with one of more words than the
+    model has, or without weights that config.json asks for, nothing at all."""
+    bert = AutoModel.from_pretrained(hf)
+    bert.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "has no tokenizer; save the model's own there" in capsys.readouterr().err
+    tokenizer.hf.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 0
+    code, found = measure("--task", "heldout", "perplexity", "retrieval", "--model", tmp_path / "hf")
+    assert code == 2 and set(found["failed"]) == {"heldout", "perplexity"} and set(found["results"]) == {"retrieval"}
+    assert "the model has no masked-LM head, which task heldout measures" in found["failed"]["heldout"]["en-xx"]
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
+    capsys.readouterr()
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "has no weights for 16 of its encoder's parameters, such as bert.encoder.layer.3." in capsys.readouterr().err
+    bert.resize_token_embeddings(100)
+    bert.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "ids, its embeddings are of 100; save the tokenizer there" in capsys.readouterr().err
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"none")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "hf cannot be loaded (" in capsys.readouterr().err
+
+
 # Retrieval
 
 

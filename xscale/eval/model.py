@@ -1,18 +1,22 @@
 """An exported encoder, ready to be measured."""
 
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from transformers import AutoModelForMaskedLM
+from safetensors import SafetensorError
+from transformers import AutoModelForMaskedLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from xscale import files
 from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.models.build import absent_weights
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
@@ -32,16 +36,12 @@ class Exported:
             raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
-        try:
-            lm = AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--model {path} cannot be loaded ({str(error).splitlines()[0]}). Make it with "
-                f"`python -m xscale.export RUN_DIR {path}`"
-            ) from None
+        lm, missing = load(path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoder = Encoder(lm).eval().to(self.device)
-        self.tokenizer = Tokenizer(path)
+        self.tokenizer = tokenizer_of(path, lm.config.vocab_size)
+        self.headless = bool(missing)
+        """Whether its masked-LM head was not in the directory, and is random."""
         self.heads = load_heads(path)
         """Of the run's objectives, by stream."""
         trained = getattr(lm.config, "xscale", None) or {}
@@ -62,6 +62,52 @@ class Exported:
         if absent and self.language_embeddings:
             raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
         return known | dict.fromkeys(absent, 0)
+
+
+def load(path: Path) -> tuple[PreTrainedModel, list[str]]:
+    """The model, and which weights of its masked-LM head the directory has not. Raises UserError."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it says of weights that are missing is said here
+    try:
+        lm, loaded = AutoModelForMaskedLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise UserError(
+            f"--model {path} cannot be loaded ({str(error).splitlines()[0]}). Make it with "
+            f"`python -m xscale.export RUN_DIR {path}`"
+        ) from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if absent := absent_weights(lm, loaded["missing_keys"]):
+        raise UserError(
+            f"--model {path} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
+            f"config.json describes another model than its weights are of"
+        )
+    return lm, sorted(loaded["missing_keys"])
+
+
+def tokenizer_of(path: Path, rows: int) -> Tokenizer:
+    """Raises UserError for one that is not the model's, of so many embeddings: where there is no file, transformers
+    makes one that knows no word."""
+    tokenizer = Tokenizer(path)
+    if not len(tokenizer.ordinary_ids):
+        raise UserError(
+            f"--model {path} has no tokenizer; save the model's own there: `tokenizer.save_pretrained(DIR)`"
+        )
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids, its embeddings are of {rows:,}; save the "
+            f"tokenizer there that the model was trained with"
+        )
+    return tokenizer
+
+
+def check_head(model: Exported, task: str) -> None:
+    """Raises UserError for a model whose masked-LM head would be random."""
+    if model.headless:
+        raise UserError(
+            f"the model has no masked-LM head, which task {task} measures; give a directory that was saved from "
+            f"AutoModelForMaskedLM"
+        )
 
 
 def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:

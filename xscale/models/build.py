@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,7 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
             f"model.init {init} cannot be loaded ({str(error).splitlines()[0]}). Give a Hugging Face directory "
             f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
-    body = f"{lm.base_model_prefix}."
-    absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
-    if absent:
+    if absent := absent_weights(lm, loaded["missing_keys"]):
         raise UserError(
             f"model.init {init} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
             f"config.json describes another model than its weights are of"
@@ -66,6 +64,12 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
     if loaded["missing_keys"]:
         LOG.warning(f"model.init {init} has no masked-LM head; it starts from random weights")
     return lm
+
+
+def absent_weights(lm: PreTrainedModel, missing: Iterable[str]) -> list[str]:
+    """Of the weights that a directory has not, those of the encoder, without its masked-LM head."""
+    body = f"{lm.base_model_prefix}."
+    return sorted(name for name in missing if name.startswith(body) and "position_ids" not in name)
 
 
 def build_encoder(
