@@ -182,7 +182,7 @@ def labels(names: list[str]) -> list[str]:
 
 
 def fields(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A recipe's values by names such as `train.lr`; of a list of sections, each by its name; an empty one is absent."""
+    """A recipe's values by names such as `train.lr`; of a list of sections, each by its name; empty lists are left out."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):
