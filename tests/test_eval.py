@@ -75,51 +75,18 @@ def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tok
     assert "no pair has a token to predict in the model's 6 positions" in capsys.readouterr().err
 
 
-def altered(hf: Path, out: Path, alter: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """The model with other weights than transformers wrote."""
-    shutil.copytree(hf, out)
-    weights = load_file(out / "model.safetensors")
-    alter(weights)
-    save_file(weights, out / "model.safetensors", {"format": "pt"})
-    return out
-
-
-def test_a_model_that_is_not_whole_is_refused(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
-    """Torn, of other shapes than its config says, with an encoder's weights lacking, with one that is no number, or
-    with another tokenizer. transformers would fill what lacks with random weights and a warning."""
-    torn, gap, few = (
-        tmp_path / "torn",
-        "bert.encoder.layer.1.attention.self.key.weight",
-        "bert.embeddings.LayerNorm.bias",
-    )
-    shutil.copytree(hf, torn)
+def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
+    torn, other, nan, name = tmp_path / "torn", tmp_path / "other", tmp_path / "nan", "bert.embeddings.LayerNorm.bias"
+    for path in (torn, other, nan):
+        shutil.copytree(hf, path)
     (torn / "model.safetensors").write_bytes((hf / "model.safetensors").read_bytes()[:-100])
-    other = tmp_path / "other"
-    shutil.copytree(hf, other)
-    config = json.loads((hf / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
-    small = tmp_path / "small"
-    AutoModelForMaskedLM.from_config(BertConfig(**SHAPE, vocab_size=9)).save_pretrained(small)
-    AutoTokenizer.from_pretrained(hf).save_pretrained(small)
-    said = {torn: "cannot be loaded", other: "cannot be loaded", small: "they do not belong together"}
-    said[altered(hf, tmp_path / "gap", lambda weights: weights.pop(gap))] = f"has no weights for 1 .* such as {gap}"
-    nan = altered(hf, tmp_path / "nan", lambda weights: weights[few].fill_(torch.nan))
-    said[nan] = f"not all weights of {few} are finite"
-    for path, told in said.items():
+    (other / "config.json").write_text(json.dumps(json.loads((hf / "config.json").read_text()) | {"hidden_size": 64}))
+    weights = load_file(hf / "model.safetensors")
+    weights[name].fill_(torch.nan)
+    save_file(weights, nan / "model.safetensors", {"format": "pt"})
+    for path, told in {torn: "cannot be loaded", other: "cannot be loaded", nan: f"weights of {name}"}.items():
         assert measure("--task", "retrieval", "--model", path) == (2, {})
         assert re.search(f"^error: --model {path}:? .*{told}", capsys.readouterr().err, re.M), path
-
-
-def test_a_model_without_its_head_is_not_asked_for_predictions(
-    measure: Measure, hf: Path, tmp_path: Path, capsys: Any
-) -> None:
-    def behead(weights: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in weights if name.startswith("cls.")]:
-            del weights[name]
-
-    code, found = measure("--task", "heldout", "retrieval", "--model", altered(hf, tmp_path / "body", behead))
-    assert code == 2 and [*found["results"]] == ["retrieval"] and [*found["failed"]] == ["heldout"]
-    assert "was saved without its masked-LM head" in capsys.readouterr().err
 
 
 def test_a_task_that_fails_loses_no_others_scores(
@@ -162,6 +129,34 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert measure("--task", "heldout", out=tmp_path / place)[0] == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and str(tmp_path / place) in error
+
+
+def test_folders_that_others_saved(
+    measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any
+) -> None:
+    """Without a masked-LM head nothing is measured that reads it; without a tokenizer, with one of more words than the
+    model has, or without weights that config.json asks for, nothing at all."""
+    bert = AutoModel.from_pretrained(hf)
+    bert.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "has no tokenizer; save the model's own there" in capsys.readouterr().err
+    tokenizer.hf.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 0
+    code, found = measure("--task", "heldout", "perplexity", "retrieval", "--model", tmp_path / "hf")
+    assert code == 2 and set(found["failed"]) == {"heldout", "perplexity"} and set(found["results"]) == {"retrieval"}
+    assert "the model has no masked-LM head, which task heldout measures" in found["failed"]["heldout"]["en-xx"]
+    fields = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
+    capsys.readouterr()
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "has no weights for 16 of its encoder's parameters, such as bert.encoder.layer.3." in capsys.readouterr().err
+    bert.resize_token_embeddings(100)
+    bert.save_pretrained(tmp_path / "hf")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "ids, its embeddings are of 100; save the tokenizer there" in capsys.readouterr().err
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"none")
+    assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
+    assert "hf cannot be loaded (" in capsys.readouterr().err
 
 
 # Retrieval

@@ -86,8 +86,24 @@ def test_entities_of_panx_wikiann_and_without_tags(tmp_path: Path) -> None:
         (("New", "York"), ("B-LOC", "I-LOC")),
         (("by",), ("O",)),
     ]
+    assert tags.read_ner(path, "eng") == [e._replace(langs=("eng",)) for e in tags.read_ner(path, "en")]
+    path.write_text("en:New\tB-LOC\nYork:\tI-LOC\n")  # no prefix: not all words have it
+    assert [e.texts for e in tags.read_ner(path, "en")] == [("en:New", "York:")]
     path.write_text("New\nYork\n\nby\n")
     assert [(e.texts, e.gold) for e in tags.read_ner(path, "en")] == [(("New", "York"), None), (("by",), None)]
+
+
+def test_parts_of_speech_in_columns_as_in_xtremes_folders(tmp_path: Path) -> None:
+    path = tmp_path / "train-en.tsv"
+    path.write_text("The\tDET\nend\tNOUN\n\nGo\tVERB\n\n")
+    assert [(e.texts, e.gold) for e in tags.read_pos(path, "en")] == [
+        (("The", "end"), ("DET", "NOUN")),
+        (("Go",), ("VERB",)),
+    ]
+    path.write_text("The\nend\n\nGo\n")
+    assert [(e.texts, e.gold) for e in tags.read_pos(path, "en")] == [(("The", "end"), None), (("Go",), None)]
+    path.write_text("# a comment\n" + GOOD)
+    assert [e.texts for e in tags.read_pos(path, "en")] == [("The",)], "CoNLL-U of another name"
 
 
 def test_pairs_by_columns_or_by_a_header(tmp_path: Path) -> None:
@@ -102,6 +118,11 @@ def test_pairs_by_columns_or_by_a_header(tmp_path: Path) -> None:
         "language\tgold_label\tpairID\tsentence1\tsentence2\nde\tneutral\t1\ta\tb\nen\tneutral\t2\tc\td\nde\t-\t3\te\tf\n"
     )
     assert [(e.key, e.texts, e.gold) for e in pairs.read(path, "de")] == [("2", ("a", "b"), ("neutral",))]
+    path.write_text("\n a\tb\t0\r\n\r\nc\td\t1\n\n \n")
+    assert [(e.key, e.gold) for e in pairs.read(path, "de")] == [("2", ("0",)), ("4", ("1",))]
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"premise": "a", "hypothesis": "b", "label": -1}\n\n')
+    assert [(e.key, e.gold) for e in pairs.read(path, "de")] == [("1", None)], "datasets' word for no label"
 
 
 def test_local_data_sets(tmp_path: Path) -> None:
@@ -153,6 +174,8 @@ GOOD = "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n"
 BAD = {
     "columns": (tags.read_pos, GOOD + "2\tend\tNOUN\n", r"line 2 has 3 columns; CoNLL-U has 10"),
     "number": (tags.read_pos, GOOD + GOOD, r"line 2: '1' 'The' is not word 2"),
+    "spaces": (tags.read_pos, GOOD.replace("\t", "  "), r"line 1: the tag '_' is not one of UD's"),
+    "tag": (tags.read_pos, "The\tDT\n", r"line 1: the tag 'DT' is not one of UD's"),
     "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1: 'DT' in column 4 is no part of speech"),
     "no sentence": (tags.read_pos, "# nothing\n", r"has no sentence"),
     "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2: the tag 'LOC' is not O, B-TYPE or I-TYPE"),
@@ -477,6 +500,10 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta": pytest.approx(1 / 12),
     }
     assert scores.summary["en"]["sup"] == 1.0
+    alone = Scores(task, tests)
+    alone.add(plan[1], {"de": [right]})
+    assert alone.summary["de"] == {"sup": 1.0, "majority": pytest.approx(2 / 3)}, "one seed has no deviation"
+    assert not any(name.endswith("_std") for name in alone.rows["de supervised"])
 
 
 def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, model: Exported) -> None:

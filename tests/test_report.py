@@ -31,7 +31,7 @@ from xscale.eval.model import Exported
 from xscale.models.heads import KeptHeads, save_heads
 from xscale.objectives import alignlm
 from xscale.report import __main__ as command
-from xscale.report import curves, draw, examples, transfer, words
+from xscale.report import curves, draw, examples, tables, transfer, words
 from xscale.report.contents import Contents
 from xscale.report.draw import Pictures
 from xscale.report.page import page
@@ -283,6 +283,34 @@ def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path
     assert loss[7:] == [f"{best['loss/mlm']:.4g}", str(best["step"])]
     (retrieval,) = (line.split() for line in lines if line.startswith("retrieval accuracy, en-de mean"))
     assert retrieval[-4:] == ["–"] * 4
+
+
+def test_what_has_a_best_value(tmp_path: Path) -> None:
+    """Neither what never changes nor a size; of an error rate and its F1 each its own; a run that ends without a number
+    does not end with the last that it had."""
+    entries = [{"step": s, "loss": n, "alignment/en-de": 0.25} for s, n in ((1, 3.0), (2, 2.0), (3, None), (4, None))]
+    rows = [{"aer": a, "f1": f, "coverage": a, "queue_age": f} for a, f in ((0.4, 0.5), (0.3, 0.7), (0.5, 0.2))]
+    evals = [{"step": s, "results": {"aer": {"en-de": row}}} for s, row in enumerate(rows)]
+    table = tables.summary(read_runs([make_run(tmp_path / "run", entries, evals)]))
+    found = {row[0]: row[3:] for row in table.rows}
+    assert found["alignment/en-de"] == found["aer coverage, en-de"] == found["aer queue_age, en-de"] == [None, None]
+    assert found["aer aer, en-de"] == [0.3, 1] and found["aer f1, en-de"] == [0.7, 1] and found["loss"] == [2.0, 2]
+    (loss,) = (row[1:3] for row in table.rows if row[0] == "loss")
+    assert [tables.number(cell) for cell in loss] == ["NaN", "NaN"]
+
+
+def test_evaluations_that_differ_are_told_apart_by_name(tmp_path: Path) -> None:
+    tasks = [{"name": "heldout", "limit": 5, "data": ["a"]}, {"name": "pos", "command": "sbatch " + "x" * 500}]
+    other = [{"name": "heldout", "limit": 6, "data": ["a"]}]
+    folders = [
+        make_run(tmp_path / name, [{"step": 1, "loss": 1.0}], eval={"every": 5, "tasks": given})
+        for name, given in (("a", tasks), ("b", other), ("c", []))
+    ]
+    assert tables.differing(read_runs(folders)).rows == [
+        ["eval.tasks.heldout", "there", "there", "absent"],
+        ["eval.tasks.heldout.limit", "5", "6", "absent"],
+        ["eval.tasks.pos", "there", "absent", "absent"],
+    ]
 
 
 def test_evaluations_by_a_job_come_late_or_not_at_all(tmp_path: Path, capsys: Any) -> None:

@@ -194,6 +194,21 @@ def test_scores_that_are_none(tmp_path: Path, scores: str | None) -> None:
     assert (found == {} and f"{tmp_path / 'scores.json'}" in problem) or (scores == "{}" and "results" in problem)
 
 
+def test_what_a_job_says_when_it_fails_and_of_several_tasks(tmp_path: Path) -> None:
+    beside = object.__new__(Beside)
+    beside.task, beside.scores = EvalTask(name="x", mode="job", command="{out}"), tmp_path / "scores.json"
+    beside.log, beside.process = tmp_path / "log.txt", SimpleNamespace(returncode=3)
+    assert beside.results() == ({}, "exit code 3")
+    beside.log.write_bytes(b"x" * 9000 + b"\nTraceback\nerror: no \xff disk\n\n")
+    assert beside.results() == ({}, "exit code 3: error: no \ufffd disk")
+    beside.process.returncode = 0
+    beside.scores.write_text(
+        '{"results": {"heldout": {"en-de": {"loss": 1}}, "retrieval": {"en-de": {"accuracy": 2}}}}'
+    )
+    both = {"heldout en-de": {"loss": 1}, "retrieval en-de": {"accuracy": 2}}
+    assert beside.results() == ({"x": both}, ""), "one row took the other's place"
+
+
 def test_a_job_is_no_rank() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "PATH": "/bin"}
     assert without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {"SLURM_JOB_ID": "7", "PATH": "/bin"}
@@ -328,4 +343,4 @@ def test_jobs_beside_the_run(runs: Path) -> None:
     assert good and all(entry["results"] == {"copy": {"de": {"zs": 0.5}}} for entry in good)
     assert [entry for entry in entries if "failed" in entry] and len(launch.metrics(runs / "jobs")) == 8
     log = (runs / "jobs" / "run.log").read_text()
-    assert "eval.broken of step 0 failed (exit code 3)" in log and "done: 8 steps" in log
+    assert "eval.broken of step 0 failed (exit code 3: 0 " in log and "done: 8 steps" in log

@@ -21,7 +21,7 @@ from xscale.data.row import make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, check_head, read_all
 from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, alignlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
@@ -33,6 +33,7 @@ BATCH = 32
 def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     """tlm_loss (nats a masked token), masked_accuracy, unigram_entropy (nats a token), targets; dropped: pairs of more
     tokens than the model has positions; and `alignlm_losses`. Masks are the same each time."""
+    check_head(model, "heldout")
     records = read_all(source, limit)
     ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
     identities = rng.hash64(rng.key("heldout"), np.arange(len(records)))
@@ -62,10 +63,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 
 @torch.inference_mode()
 def masked_lm_sums(model: Exported, piece: Piece) -> tuple[float, float, int]:
-    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made. Raises
-    UserError where the model has no masked-LM head."""
-    if not model.has_head:
-        raise UserError("the model was saved without its masked-LM head, by which this task is measured")
+    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made."""
     row = make_row({"": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
     inputs = to_device(row.inputs, model.device)
     states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)

@@ -32,18 +32,15 @@ class Exported:
             raise UserError(f"--model {path} is a run; export it first: `python -m xscale.export {path} HF_DIR`")
         if not path.exists():
             raise UserError(f"--model {path} does not exist; `python -m xscale.export RUN_DIR {path}` makes it")
-        lm, self.has_head = read_pretrained("--model", path)
+        lm, has_head = read_pretrained("--model", path)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             self.encoder = Encoder(lm).eval().to(self.device)
         except UserError as error:
             raise UserError(f"--model {path}: {error}") from None
-        self.tokenizer = Tokenizer(path)
-        if self.tokenizer.vocab_size > lm.config.vocab_size:
-            raise UserError(
-                f"--model {path}: its tokenizer has {self.tokenizer.vocab_size:,} ids, the model embeddings for "
-                f"{lm.config.vocab_size:,}; they do not belong together"
-            )
+        self.tokenizer = tokenizer_of(path, lm.config.vocab_size)
+        self.headless = not has_head
+        """Whether its masked-LM head was not in the directory, and is random."""
         self.heads = load_heads(path)
         """Of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
@@ -64,6 +61,31 @@ class Exported:
         if absent and self.language_embeddings:
             raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
         return known | dict.fromkeys(absent, 0)
+
+
+def tokenizer_of(path: Path, rows: int) -> Tokenizer:
+    """Raises UserError for one that is not the model's, of so many embeddings: where there is no file, transformers
+    makes one that knows no word."""
+    tokenizer = Tokenizer(path)
+    if not len(tokenizer.ordinary_ids):
+        raise UserError(
+            f"--model {path} has no tokenizer; save the model's own there: `tokenizer.save_pretrained(DIR)`"
+        )
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids, its embeddings are of {rows:,}; save the "
+            f"tokenizer there that the model was trained with"
+        )
+    return tokenizer
+
+
+def check_head(model: Exported, task: str) -> None:
+    """Raises UserError for a model whose masked-LM head would be random."""
+    if model.headless:
+        raise UserError(
+            f"the model has no masked-LM head, which task {task} measures; give a directory that was saved from "
+            f"AutoModelForMaskedLM"
+        )
 
 
 def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:

@@ -17,7 +17,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.heldout import BATCH, masked_lm_sums, unigram_entropy
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, check_head, read_all
 from xscale.models.build import positions
 from xscale.objectives import mlm
 
@@ -25,6 +25,7 @@ from xscale.objectives import mlm
 def evaluate(model: Exported, source: Source, language: str, limit: int) -> dict[str, float]:
     """perplexity, mlm_loss (nats a masked token), masked_accuracy, unigram_entropy (nats a token), targets; of the
     source's texts in the language. Texts beyond the model's positions go through it in parts."""
+    check_head(model, "perplexity")
     texts = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
     ids = model.tokenizer.encode(texts)
     identities = rng.hash64(rng.key("perplexity"), np.arange(len(ids)))

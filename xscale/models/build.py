@@ -52,6 +52,8 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
     one than the config's. Raises UserError."""
     if Path(init).is_absolute() and not Path(init).exists():
         raise UserError(f"{named} {init} does not exist")
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what it says of weights that are missing is said here
     try:
         config = AutoConfig.from_pretrained(init)
         if dropout is not None:
@@ -64,6 +66,8 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
             f"{named} {init} cannot be loaded ({' '.join(str(error).split())[:300]}). Give a Hugging Face directory "
             f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     body = f"{lm.base_model_prefix}."
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:

@@ -24,7 +24,7 @@ def model_parts(paths: list[Path], pairs: list[Path]) -> tuple[list[WordPairs], 
     last, model = list(models.items())[-1]
     return (
         [placed for source in sources if (placed := linked_words(models, source))],
-        {f"{last}, {source.name}": examples(model, source) for source in sources},
+        {f"{last}, {source.name}": examples(model, source) for source in sources if not model.headless},
     )
 
 

@@ -182,8 +182,15 @@ def labels(names: list[str]) -> list[str]:
 
 
 def fields(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """A recipe's values by names such as `train.lr`."""
+    """A recipe's values by names such as `train.lr`; a list's sections by their own names; empty lists are left out."""
     found: dict[str, Any] = {}
     for name, value in config.items():
-        found |= fields(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+        if isinstance(value, dict):
+            found |= fields(value, f"{before}{name}.")
+        elif isinstance(value, list) and all(isinstance(one, dict) and "name" in one for one in value):
+            for one in value:
+                own = f"{before}{name}.{one['name']}"
+                found |= {own: "there"} | fields({field: of for field, of in one.items() if field != "name"}, f"{own}.")
+        else:
+            found[f"{before}{name}"] = value
     return found

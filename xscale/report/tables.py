@@ -15,6 +15,10 @@ Cell = str | float | None
 SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
 LESS = re.compile(r"loss|perplexity|\baer\b|delta", re.IGNORECASE)
 """Metrics of which less is better."""
+NEITHER = re.compile(
+    r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy"
+)
+"""Metrics that are not better or worse: sizes, and what belongs to the text."""
 LATE = 10
 """The last tenth of what a run measured."""
 
@@ -32,7 +36,7 @@ def number(value: Cell) -> str:
     if value is None or isinstance(value, str):
         return value or "–"
     if not math.isfinite(value):
-        return "–"
+        return "NaN"
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
@@ -63,14 +67,14 @@ def summary(runs: list[Run]) -> Table:
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
     order = [*SECTIONS, BY_LANGUAGE]
     names.sort(key=lambda name: order.index(section(name)))
-    measured = {name: [run.metrics.get(name) for run in runs] for name in names}
+    measured = {(name, name.partition("/")[0]): [run.metrics.get(name) for run in runs] for name in names}
     for task, row, metric in dict.fromkeys(key for run in runs for key in run.evals):
         found = [run.evals.get((task, row, metric)) for run in runs]
         if not is_size([curve for curve in found if curve is not None]):
-            measured[f"{task} {metric}, {row}"] = found
+            measured[f"{task} {metric}, {row}", metric] = found
     rows: list[list[Cell]] = [
-        [name, *(cell for curve in found for cell in last_late_best(curve, name))]
-        for name, found in measured.items()
+        [name, *(cell for curve in found for cell in last_late_best(curve, metric))]
+        for (name, metric), found in measured.items()
         if any(curve is not None and len(curve.finite.steps) for curve in found)
     ]
     return Table(
@@ -80,25 +84,30 @@ def summary(runs: list[Run]) -> Table:
     )
 
 
-def last_late_best(curve: Curve | None, name: str) -> list[Cell]:
+def last_late_best(curve: Curve | None, metric: str) -> list[Cell]:
+    """The last is none where the run has ended without a number; what never changes has no best value."""
     if curve is None or not len(curve.finite.steps):
         return [None] * 4
-    curve = curve.finite
-    values = curve.values
-    best = int(values.argmin() if LESS.search(name) else values.argmax())
-    late = float(values[-math.ceil(len(values) / LATE) :].mean())
-    return [float(values[-1]), late, float(values[best]), float(curve.steps[best])]
+    late = curve.values[-math.ceil(len(curve.values) / LATE) :]
+    last = [float(curve.values[-1]), float(late[np.isfinite(late)].mean()) if np.isfinite(late).any() else math.nan]
+    steps, values = curve.finite.steps, curve.finite.values
+    if NEITHER.search(metric) or (len(values) > 1 and values.min() == values.max()):
+        return [*last, None, None]
+    best = int(values.argmin() if LESS.search(metric) else values.argmax())
+    return [*last, float(values[best]), float(steps[best])]
 
 
 def differing(runs: list[Run]) -> Table:
     """Fields of the recipes that are not the same in all runs; of a stream that not all have, its objective and samples
-    say enough."""
+    say enough, of an evaluation its name."""
     recipes = [fields(run.config) for run in runs]
     rows: list[list[Cell]] = []
     for name in dict.fromkeys(name for recipe in recipes for name in recipe):
         section, part, own = (*name.split(".", 2), "", "")[:3]
         told = section != "streams" or own in ("objective", "samples")
-        compared = [recipe for recipe in recipes if told or f"streams.{part}.objective" in recipe]
+        whole = name.rpartition(".")[0] if told else f"streams.{part}.objective"
+        having = [recipe for recipe in recipes if whole in recipe]
+        compared = having if having or not told else recipes
         if len({shown(recipe, name) for recipe in compared}) > 1:
             rows.append([name, *(shown(recipe, name) for recipe in recipes)])
     return Table(["field", *(run.label for run in runs)], rows)

@@ -30,6 +30,8 @@ READ_LEXICONS = "alignment", "induction"
 """Tasks of xscale.eval.run that take the run's dictionaries."""
 LAST_WAIT = 600.0
 """Seconds that a run that is done waits for its jobs."""
+LONGEST_LINE, LONGEST_WHY = 4096, 200
+"""Bytes of a job's log, and letters of its last line, that say why it failed."""
 
 
 class Validation:
@@ -215,15 +217,28 @@ class Beside:
             )
 
     def results(self) -> tuple[dict[str, Results], str]:
-        """By the task's name; or what went wrong."""
+        """By the task's name, and by row, with the name of its task where there are several; or what went wrong."""
         if self.process.returncode:
-            return {}, f"exit code {self.process.returncode}"
+            return {}, ": ".join(filter(None, [f"exit code {self.process.returncode}", last_line(self.log)]))
         try:
             found = json.loads(self.scores.read_text(encoding="utf-8"))["results"]
-            rows = {row: numbers for of_task in found.values() for row, numbers in of_task.items()}
+            rows = {
+                row if len(found) == 1 else f"{name} {row}": numbers
+                for name, of_task in found.items()
+                for row, numbers in of_task.items()
+            }
             return {self.task.name: {row: _numbers(of) for row, of in rows.items()}}, ""
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             return {}, f"{self.scores}: {type(error).__name__}: {error}"
+
+
+def last_line(log: Path) -> str:
+    """Of what a job said, its end alone being read; "" where it said nothing."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - LONGEST_LINE))
+        lines = file.read().decode("utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")[-LONGEST_WHY:]
+    return ""
 
 
 def _numbers(of: dict[str, Any]) -> dict[str, float]:

@@ -139,9 +139,9 @@ def measure(args: argparse.Namespace, process: Process) -> None:
         raise UserError(f"--source {source} is none of --train's languages: {', '.join(train) or 'there are none'}")
     if args.code_switch and not translated:
         raise UserError("--code_switch needs --translated LANG=FILE")
-    hidden = [data.path for data in tests.values() if not data.labelled]
+    hidden = [data for data in tests.values() if not data.labelled]
     if hidden and not args.predictions:
-        raise UserError(f"{hidden[0]} has examples without labels; --predictions DIR writes predictions of them")
+        raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
     plan = trainings(task, train, translated, tests, source, args.code_switch)
     ranks.start(process)  # before the model: it says which device is a rank's
     control = Control()
@@ -157,6 +157,12 @@ def measure(args: argparse.Namespace, process: Process) -> None:
     if control.is_main:
         for row, metrics in scores.rows.items():
             print(f"{args.task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
+        for language, summary in scores.summary.items():
+            if "delta" in summary:
+                print(f"{args.task} {language}: supervised - zero-shot {summary['delta']:.4g}")
+        for data in hidden:
+            count = sum(example.gold is None for example in data.examples)
+            print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
     control.barrier()
 
 

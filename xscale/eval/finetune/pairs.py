@@ -27,6 +27,8 @@ CLS = np.zeros(1, dtype=np.int64)
 """Where the state is that says the label."""
 NO_GOLD = "-"
 """MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
+NO_LABEL = None, "", -1, "-1"
+"""-1 is what `datasets` has in the place of a label that is absent."""
 
 
 def read(path: Path, language: str) -> list[Example]:
@@ -37,7 +39,7 @@ def read(path: Path, language: str) -> list[Example]:
             raise UserError(f"{where}: a sentence is empty; mend or remove the line")
         if label == NO_GOLD:
             continue
-        gold = None if label in (None, "") else (SAME.get(str(label), str(label)),)
+        gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
         examples.append(Example(key, (language, language), (first, second), gold))
     if not examples:
         raise UserError(f"{path} has no pair in {language}")
@@ -55,6 +57,8 @@ def _rows(path: Path, language: str) -> Iterator[tuple[str, Any, Any, Any]]:
     header: list[str] | None = None
     columns = 0
     for number, line in read_lines(path):
+        if not line.strip():
+            continue
         fields = line.split("\t")
         if number == 1 and _is_header([field.lower() for field in fields]):
             header = [field.lower() for field in fields]

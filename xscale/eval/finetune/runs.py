@@ -179,9 +179,10 @@ def finish(path: Path, predictions: str) -> None:
         files.remove(checkpoint)
 
 
-def spread(values: list[float]) -> tuple[float, float]:
-    """Mean and sample deviation, 0 of one value."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """Mean and sample deviation, which one value has not."""
+    mean = {name: statistics.fmean(values)}
+    return mean | {f"{name}_std": statistics.stdev(values)} if len(values) > 1 else mean
 
 
 class Scores:
@@ -203,7 +204,7 @@ class Scores:
             self.seeds[row] = {metric: [score[metric] for score in scores] for metric in scores[0]}
             self.rows[row] = {}
             for metric, values in self.seeds[row].items():
-                self.rows[row][metric], self.rows[row][f"{metric}_std"] = spread(values)
+                self.rows[row] |= spread(metric, values)
             self.rows[row]["examples"] = len(data.examples)
             self.summarize(training, row, language)
 
@@ -211,7 +212,7 @@ class Scores:
         """By the task's first metric; delta = sup - zs (Tang et al. 2022)."""
         metric, short = next(iter(self.seeds[row])), SHORT[training.tests[language]]
         summary = self.summary.setdefault(language, {})
-        summary[short], summary[f"{short}_std"] = self.rows[row][metric], self.rows[row][f"{metric}_std"]
+        summary |= spread(short, self.seeds[row][metric])
         if "zs" in summary and "sup" in summary:
             summary["delta"] = summary["sup"] - summary["zs"]
         if self.task.classes and "majority" not in summary:

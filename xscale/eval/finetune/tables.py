@@ -46,6 +46,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, Row]]:
         yield from _numbered(_of_dataset(_load(path)))
         return
     for number, line in read_lines(path):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:

@@ -1,13 +1,13 @@
-"""A tag for each word: parts of speech (UD's, from .conllu) and named entities (PAN-X's, `token<TAB>BIO` a line).
+"""A tag for each word: parts of speech (UD's, from .conllu) and named entities (PAN-X's), `token<TAB>tag` a line.
 
 A word's tag is predicted from its first token. A sentence that is longer than a sequence goes through several, cut
 between words, so that every word has a prediction. Also local data sets with columns `tokens` and tags.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,26 +38,39 @@ UPOS = [
 ]
 """Universal parts of speech (UD v2)."""
 WORDS, POS_TAGS, NER_TAGS = ("tokens", "words"), ("upos", "pos_tags", "tags"), ("ner_tags", "tags")
+PREFIX = re.compile(r"[a-z][\w-]+:")
 
 Sentence = tuple[str, list[str], list[str | None]]
 """Number of its first line, words, tags."""
 
 
 def read_pos(path: Path, language: str) -> list[Example]:
-    found = _of_table(path, POS_TAGS) if is_table(path) else _of_conllu(path)
-    return _examples(path, language, found, UPOS.__contains__, f"one of UD's: {' '.join(UPOS)}")
+    """XTREME's folders have columns in the place of CoNLL-U."""
+    kinds = f"one of UD's: {' '.join(UPOS)}"
+    columns = partial(_of_columns, is_tag=UPOS.__contains__, kinds=kinds)
+    found = _of_table(path, POS_TAGS) if is_table(path) else _of_conllu(path) if is_conllu(path) else columns(path)
+    return _examples(path, language, found, UPOS.__contains__, kinds)
 
 
 def read_ner(path: Path, language: str) -> list[Example]:
-    found = _of_table(path, NER_TAGS) if is_table(path) else _of_columns(path, language)
-    return _examples(path, language, found, is_bio, "O, B-TYPE or I-TYPE")
+    kinds = "O, B-TYPE or I-TYPE"
+    found = _of_table(path, NER_TAGS) if is_table(path) else _without_prefix(_of_columns(path, is_bio, kinds))
+    return _examples(path, language, found, is_bio, kinds)
+
+
+def is_conllu(path: Path) -> bool:
+    """By its name; else by the first line of a word, which has 10 columns."""
+    words = (line for _, line in read_lines(path) if line.strip() and not line.startswith("#"))
+    return ".conllu" in path.suffixes or len(next(words, "\t" * 9).split("\t")) == 10
 
 
 def is_bio(tag: str) -> bool:
     return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
 
 
-def _examples(path: Path, language: str, found: Iterator[Sentence], is_tag: Any, kinds: str) -> list[Example]:
+def _examples(
+    path: Path, language: str, found: Iterable[Sentence], is_tag: Callable[[str], bool], kinds: str
+) -> list[Example]:
     """Of all sentences; raises UserError for a tag that is none."""
     examples = []
     for key, words, tags in found:
@@ -114,9 +127,8 @@ def _of_conllu(path: Path) -> Iterator[Sentence]:
         yield str(first), words, tags
 
 
-def _of_columns(path: Path, language: str) -> Iterator[Sentence]:
+def _of_columns(path: Path, is_tag: Callable[[str], bool], kinds: str) -> Iterator[Sentence]:
     """Word and tag, the first and the last column; one column alone has no tags. A blank line ends a sentence."""
-    prefix = f"{language}:"
     first, words, tags = 0, list[str](), list[str | None]()
     for number, line in read_lines(path):
         if not line.strip() or line.startswith("-DOCSTART-"):
@@ -125,19 +137,25 @@ def _of_columns(path: Path, language: str) -> Iterator[Sentence]:
             words, tags = [], []
             continue
         fields = line.split("\t") if "\t" in line else line.split(" ")
-        word = fields[0].removeprefix(prefix) or fields[0]  # WikiANN's own files say the language before each word
         tag = fields[-1].strip() if len(fields) > 1 else None
-        if not word.strip():
+        if not fields[0].strip():
             raise UserError(f"{path}: line {number} begins with no word; a line is `word<TAB>tag`")
-        if tag is not None and not is_bio(tag):
-            raise UserError(
-                f"{path}: line {number}: the tag {tag!r} is not O, B-TYPE or I-TYPE; a line is `word<TAB>tag`"
-            )
+        if tag is not None and not is_tag(tag):
+            raise UserError(f"{path}: line {number}: the tag {tag!r} is not {kinds}; a line is `word<TAB>tag`")
         first = first if words else number
-        words.append(word)
+        words.append(fields[0])
         tags.append(tag)
     if words:
         yield str(first), words, tags
+
+
+def _without_prefix(given: Iterator[Sentence]) -> list[Sentence]:
+    """WikiANN's own files say a language before each word, `en:house`, whatever the language is called here."""
+    sentences = list(given)
+    found = (PREFIX.match(word) for _, words, _ in sentences for word in words)
+    prefixes = {match[0] if match else "" for match in found}
+    (prefix,) = prefixes if len(prefixes) == 1 else [""]
+    return [(key, [word.removeprefix(prefix) or word for word in words], tags) for key, words, tags in sentences]
 
 
 def upos_labels(examples: list[Example]) -> list[str]:
