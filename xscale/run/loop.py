@@ -4,24 +4,21 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from xscale.config import Recipe
 from xscale.data.loader import StepBatch
-from xscale.data.row import Work
 from xscale.errors import NotFinite, UserError
 from xscale.eval.alignment_score import Gold
 from xscale.objectives import Gathering
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
+from xscale.run.announce import Agreed, Announcer, check_targets
 from xscale.run.checkpoint import Checkpoint
 from xscale.run.evals import Results, find_tasks
 from xscale.run.gold import gold_of
@@ -42,8 +39,6 @@ NOT_FINITE = "not_finite.jsonl"
 """The records of every step that was not finite, a line for each rank."""
 MOST_SKIPPED = 100
 """Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
-FLUSH_SECONDS = 1.0
-"""Metrics are read from the device this often at most, since reading waits for it."""
 FEW_SAMPLES = 1000
 """Of fewer, a share of dropped pairs says little: it is taken of so many."""
 
@@ -67,48 +62,6 @@ class Pending(NamedTuple):
     batch: StepBatch
 
 
-class Coming(NamedTuple):
-    """A step whose numbers are on their way."""
-
-    batch: Any
-    """StepBatch."""
-    sums: Callable[[], list[int]]
-    """Waits for them: how many ranks could not read their records, how many are told to stop, and the others."""
-    agreed: Callable[[], "Agreed"]
-    """Waits for them. Raises what is wrong with the records."""
-    saving: int | None
-    """The checkpoint under way when they were sent."""
-
-
-class Agreed(NamedTuple):
-    """A step's numbers, summed over ranks."""
-
-    targets: dict[tuple[str, str], int]
-    work: Work
-    too_long: Counter[str]
-    """By stream."""
-    samples: int
-    stop: int
-    """How many ranks were told to stop."""
-    flush: int
-    written: int = 0
-    """How many ranks have written their part of the checkpoint under way."""
-    beside: dict[str, list[int]] = {}  # noqa: RUF012
-    """By stream whose companion gathers, how many states it reads on each rank."""
-
-
-def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
-    """Raises UserError, on all ranks, where a step has nothing to learn from."""
-    if any(agreed.targets.values()):
-        return
-    data = recipe.data
-    raise UserError(
-        f"step {step} has no targets: of its pairs {agreed.too_long.total():,} were longer than data.max_length "
-        f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
-        f"more samples a step"
-    )
-
-
 class Trainer:
     """An engine on its way through the steps of a job."""
 
@@ -129,13 +82,9 @@ class Trainer:
         """Steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
-        self.announced, self.waited, self.message = self.step, 0.0, 0
-        """Steps whose records are read; seconds that the step under way has waited for records; numbers of a step's
-        message."""
         self.warned = set(job.dropped())
         self.pending: list[Pending] = []
         self.pace = Pace(here.watch.names)
-        self.last_flush = time.monotonic()
         companions = here.engine.module.companions.items()
         self.gathering = {stream: one for stream, one in companions if isinstance(one, Gathering)}
         self.flops = StepFlops(here.engine.module.encoder)
@@ -154,15 +103,19 @@ class Trainer:
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
-        recipe, started = self.recipe, time.monotonic()
-        coming = self.announce(batches)
+        recipe, started, names = self.recipe, time.monotonic(), frozenset(self.gathering)
+        around = self.process, self.control, self.stop, self.watch, self.keeper
+        self.announcer = Announcer(batches, self.step, recipe.train.steps, names, *around)
+        coming = self.announcer.next()
         while coming:
             self.watch.note(f"at the beginning of step {self.step + 1}")
-            agreed, batch = coming.agreed(), coming.batch
-            if agreed.stop:
+            if coming.failed():
+                self.end_all(coming.error)
+            if coming.stopped():
                 return self.stop_early()
+            agreed, batch = coming.agreed(), coming.batch
             check_targets(agreed, self.step + 1, recipe)
-            ahead = self.announce(batches)
+            ahead = self.announcer.next()
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.condemned:
                 self.leave_out(agreed)
@@ -180,7 +133,7 @@ class Trainer:
             if agreed.flush or last or due or measured:
                 self.flush()
             self.watch.stopping = last
-            if (due or measured) and ahead and ahead.sums()[1]:
+            if (due or measured) and ahead and ahead.stopped():
                 due = measured = False  # it stops now, and saves
             due |= measured and self.measure()
             if last or due:
@@ -203,56 +156,9 @@ class Trainer:
                 {"step": self.step + 1, "loss": None, "skipped": 1, "condemned": True} | numbers
             )
 
-    def announce(self, batches: Iterator[StepBatch]) -> "Coming | None":
-        """The next step that has not been announced; None after the last. Its numbers travel, in one small message,
-        while the step before it is made. What is wrong with its records is raised when it is its turn."""
-        if self.announced == self.recipe.train.steps:
-            return None
-        self.announced += 1
-        self.watch.note(f"reading the records of step {self.announced}")
-        started = time.monotonic()
-        try:
-            batch = next(batches)
-        except Exception as error:
-            if not self.message:  # of the first step: nobody waits for anything else
-                raise
-            finish = cache(self.control.begin_sum([1, *[0] * (self.message - 1)]))
-            return Coming(None, finish, partial(self.end_all, finish, error), None)
-        assert batch.step == self.announced - 1, (batch.step, self.announced)
-        now = time.monotonic()
-        self.waited += now - started
-        targets, work, long = batch.targets(), batch.work(), batch.too_long()
-        flush = self.process.is_main and now - self.last_flush >= FLUSH_SECONDS
-        asked = [int(flush), int(self.keeper.saver.written)]
-        rank, world = self.process.rank, self.process.world
-        own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}
-        of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
-        first = [0, int(bool(self.stop))]
-        numbers = [*first, *targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
-        finish, self.message = cache(self.control.begin_sum(numbers)), len(numbers)
-
-        def agreed() -> Agreed:
-            failed, stop, *found = finish()
-            if failed:
-                self.end_all(finish, None)
-            sums = iter(found)
-            return Agreed(
-                targets={key: next(sums) for key in targets},
-                work=Work(*islice(sums, len(work))),
-                too_long=Counter({stream: next(sums) for stream in long}),
-                samples=next(sums),
-                stop=stop,
-                flush=next(sums),
-                written=next(sums),
-                beside={stream: [*islice(sums, world)] for stream in own},
-            )
-
-        return Coming(batch, finish, agreed, self.keeper.under_way)
-
-    def end_all(self, finish: Callable[[], list[int]], error: Exception | None) -> NoReturn:
+    def end_all(self, error: Exception | None) -> NoReturn:
         """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
         written first."""
-        finish()
         self.flush()
         self.keeper.settle()
         told = self.control.gather(error and (isinstance(error, UserError), str(error)))
@@ -296,7 +202,8 @@ class Trainer:
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         measured = norms | (self.alignment_scores() if measure else {})
-        seconds, waited, self.waited = time.monotonic() - started, self.waited, 0.0
+        seconds, waited = time.monotonic() - started, self.announcer.waited
+        self.announcer.waited = 0.0
         return StepRecord(
             step=self.step + 1,
             sums=sums,
@@ -342,7 +249,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
-        self.last_flush = time.monotonic()
+        self.announcer.flushed = time.monotonic()
         if not self.pending:
             return
         done, self.pending = self.pending, []
