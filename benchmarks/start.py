@@ -41,7 +41,7 @@ MOST_LINKS = 50_000
 """Of one file; ext4 allows 65,000."""
 PHASES = {
     "prepare": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
-    "save": "save", "announce": "records",
+    "save": "save", "batches": "records", "announce": "records",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def rank(words: list[str], result: str) -> None:
     import deepspeed  # noqa: F401
 
     from xscale import train
-    from xscale.run import folder, loop, start
+    from xscale.run import folder, job, loop, start
 
     counts, took = Counts(train.parse_arguments(words).data[0].as_posix()), dict.fromkeys(PHASES.values(), 0.0)
     started = time.perf_counter()
@@ -125,7 +125,7 @@ def rank(words: list[str], result: str) -> None:
 
         setattr(owner, name, timed)
 
-    for owner, name in ((start, "prepare"), (start, "calibration"), (start, "make_engine")):
+    for owner, name in ((start, "prepare"), (start, "calibration"), (start, "make_engine"), (job.Job, "batches")):
         clock(owner, name)
     clock(folder, "find_checkpoint")
     clock(loop.Trainer, "save")
@@ -166,7 +166,7 @@ def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[
             shutil.rmtree(out / "checkpoints" / "step_00000002")
             (out / "checkpoints" / "latest").write_text("step_00000001")
         of_ranks = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(world)]
-        seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *PHASES.values())]
+        seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *dict.fromkeys(PHASES.values()))]
         stats, opens = (sum(of["counts"][place] for of in of_ranks) for place in (0, 1))
         rows.append([f"{name}, {world} rank{'s' * (world > 1)}: {what}", *seconds, f"{stats:,}", f"{opens:,}",
                      f"{of_ranks[0]['MB']:,.0f}"])  # fmt: skip
@@ -194,7 +194,7 @@ def main() -> None:
             for world in args.ranks:
                 rows += measure(name, data, kind, world, Path(where))
             shutil.rmtree(data)
-    columns = ["", "all, s", *PHASES.values(), "stat", "open", "MB"]
+    columns = ["", "all, s", *dict.fromkeys(PHASES.values()), "stat", "open", "MB"]
     print_table(f"Start: {args.records:,} records in {args.shards:,} shards, seconds beyond imports", columns, rows)
 
 
