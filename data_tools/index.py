@@ -7,7 +7,6 @@ Tars may hold `.jsonl` members (one record a line), or one sample per record: KE
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def build(
             scanned = scan_shard(path, langs, counted)
             with files.publish(idx_path(path)) as partial:
                 scanned.idx.tofile(partial)
-            found.append((dataclasses.asdict(scanned.shard), scanned.layout, scanned.langs, scanned.documents))
+            found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
         return found
 
     found = sorted((entry for part in ranks.together(scan) for entry in part), key=lambda entry: entry[0]["name"])

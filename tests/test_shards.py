@@ -250,6 +250,15 @@ def test_mixed_languages_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "index.json").exists()
 
 
+def test_a_spread_is_the_source_in_few_shards(copy: Path) -> None:
+    source = Source(copy)
+    few = source.spread(2)
+    assert few.counts.tolist() == [300, 100] and [shard.name[-5] for shard in few.shards] == ["0", "2"]
+    assert few.read(1, 99) == source.read(2, 99) and few.records == source.records == 700
+    assert few.lengths(1, slice(None)).tolist() == source.lengths(2, slice(None)).tolist()
+    assert source.spread(9).counts.tolist() == source.counts.tolist()
+
+
 # Damage
 
 

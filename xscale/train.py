@@ -17,6 +17,7 @@ if __name__ == "__main__":
     hold()  # before the imports, which take seconds
 
 import argparse
+import gc
 import subprocess
 
 import torch.distributed as dist
@@ -104,6 +105,7 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     bring(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.start(process)
+    gc.freeze()  # what the imports made stays, and is half of what a collection looks through while indices are read
     control = Control()
     code = train_run(args, process, control, status)
     control.barrier()

@@ -46,7 +46,7 @@ class Calibration:
     """The same on all ranks, and after every resume: how a step is cut depends on it."""
 
     tokens_per_byte: list[float]
-    """Of each source, by which sentences are packed."""
+    """Of each source, where there are no `lines`."""
     streams: dict[str, Estimate]
     lines: list[tuple[float, float]] = field(default_factory=list)
     """Of each source (a, b): its records are promised a * bytes + b tokens. Empty: as `tokens_per_byte` says."""

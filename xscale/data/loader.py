@@ -6,6 +6,7 @@ state after it, so the state saved with step t is what step t consumed, whatever
 
 import atexit
 import contextlib
+import copy
 import ctypes
 import fcntl
 import math
@@ -243,8 +244,20 @@ class Failure:
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
     """The next `steps` StepBatches of the mixture, made by `workers` processes by the plans of another; 0: all by this
     one."""
+    return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
+
+
+Plans = Iterator[StepPlan | Failure]
+
+
+def step_plans(mixture: Mixture, workers: int, steps: int) -> Plans:
+    """The mixture's next steps, where there are workers drawn by another process from now on."""
     allow_open_files()
-    plans = planned(mixture, steps) if workers else (mixture.next_step() for _ in range(steps))
+    return planned(mixture, steps) if workers else (mixture.next_step() for _ in range(steps))
+
+
+def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
+    """Waits for the first plans, and starts the workers."""
     loader: DataLoader = DataLoader(
         dataset,
         sampler=_Plans(plans),
@@ -252,7 +265,7 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
         num_workers=workers,
         prefetch_factor=2 if workers else None,
         collate_fn=_same,
-        worker_init_fn=partial(_begin_worker, mixture.rank),
+        worker_init_fn=partial(_begin_worker, rank),
     )
     return map(_unwrap, iter(loader))  # workers start now
 
@@ -261,7 +274,7 @@ PLANS_BYTES = 1 << 20
 """Plans wait in a pipe of so many bytes: of a thousand ranks dozens, of one rank one."""
 
 
-def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
+def planned(mixture: Mixture, steps: int) -> Plans:
     """The mixture's next steps, drawn by a process that is ahead as far as its pipe takes plans: a new window of the
     order may take longer than a step."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
@@ -271,6 +284,10 @@ def planned(mixture: Mixture, steps: int) -> Iterator[StepPlan | Failure]:
     planner.start()
     atexit.register(planner.kill)
     theirs.close()  # so that the planner's end is the pipe's
+    return _received(planner, ours, steps)
+
+
+def _received(planner: multiprocessing.Process, ours: Connection, steps: int) -> Plans:
     try:
         for _ in range(steps):
             if planner.exitcode:  # of one that is gone before its time, the plans in the pipe are good, but the last
@@ -309,10 +326,10 @@ def _unwrap(batch: "StepBatch | Failure") -> StepBatch:
 class _Plans:
     """An iterator in the clothes of a sampler."""
 
-    def __init__(self, plans: "Iterator[StepPlan | Failure]"):
+    def __init__(self, plans: Plans):
         self.plans = plans
 
-    def __iter__(self) -> "Iterator[StepPlan | Failure]":
+    def __iter__(self) -> Plans:
         return self.plans
 
 
@@ -349,6 +366,10 @@ CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 204
 """Of each stream, the first samples in its order: of whose records the bytes are looked up before step 1, how many of
 these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""
 
+CALIBRATION_SHARDS, LINE_SHARDS, LINE_RECORDS = 256, 8, 1024
+"""Shards that are looked into before step 1, of all sources together, but so many of each at least. And of one shard of
+each source together, records that tell how tokens follow from bytes, from 8 to 32 of each."""
+
 
 def alone(works: list[Callable[[], Any]]) -> list[Any]:
     """What each makes. Ranks share them out (ranks.Control.share)."""
@@ -367,9 +388,13 @@ def calibrate(
 ) -> Calibration:
     """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine, and
     however it is shared out."""
-    tokenizer = dataset.context.tokenizer
-    lines = share([partial(tokens_of_lengths, source, tokenizer) for source in sources])
-    found = Calibration(share([partial(source_statistics, source, tokenizer) for source in sources]), {}, lines)
+    tokenizer, number = dataset.context.tokenizer, len(sources)
+    sources = [source.spread(max(CALIBRATION_SHARDS // number, LINE_SHARDS)) for source in sources]
+    dataset = copy.copy(dataset)
+    dataset.sources = sources
+    sample = min(max(LINE_RECORDS // number, 8), 32)
+    lines = share([partial(tokens_of_lengths, source, tokenizer, sample=sample) for source in sources])
+    found = Calibration([slope for slope, _ in lines], {}, lines)
 
     def measure(spec: StreamSpec) -> Estimate:
         many = replace(spec, samples=CALIBRATION_DRAWN)
@@ -400,7 +425,9 @@ def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:
     return [*groups, *np.split(alone, len(alone))] if len(alone) else groups
 
 
-def tokens_of_lengths(source: Source, tokenizer: Tokenizer, shards: int = 8, sample: int = 32) -> tuple[float, float]:
+def tokens_of_lengths(
+    source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
+) -> tuple[float, float]:
     """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
     chosen = np.unique(np.linspace(0, len(source.counts) - 1, shards).round().astype(int))
     places = [

@@ -20,9 +20,8 @@ import tarfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +47,7 @@ counts as one. It takes the windows of a few sources (data/order.py) as a whole.
 BLOCK = tarfile.BLOCKSIZE
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     name: str
     records: int
     bytes: int
@@ -134,14 +132,22 @@ class Source:
         source.swept = False
         return source
 
+    def spread(self, most: int) -> "Source":
+        """A glance at so many shards from all over the source. Its number of records is still that of all."""
+        chosen = np.unique(np.linspace(0, len(self.counts) - 1, most).round().astype(int))
+        source = self.glance()
+        source.counts, source.shards = self.counts[chosen], [self.shards[shard] for shard in chosen]
+        return source
+
     def check_sizes(self, number: int = 0, of: int = 1) -> None:
         """A cheap look at every file, or at one of `of` shares of them, so that an incomplete copy fails before step 1.
         Raises UserError."""
         for shard in self.shards[number::of]:
-            path = self.directory / shard.name
-            for file, expected in ((path, shard.bytes), (idx_path(path), shard.records * IDX_DTYPE.itemsize)):
+            path = f"{self.directory}/{shard.name}"  # of a Path for each file, making it takes longer than the look
+            idx = path.removesuffix(".tar") + ".idx"
+            for file, expected in ((path, shard.bytes), (idx, shard.records * IDX_DTYPE.itemsize)):
                 try:
-                    size = file.stat().st_size
+                    size = os.stat(file).st_size
                 except (FileNotFoundError, NotADirectoryError):
                     size = None
                 if size != expected:
@@ -301,10 +307,11 @@ def check_index(index: dict[str, Any]) -> None:
         raise ValueError(f"segmentation {index['segmentation']!r} is no object")
     shards = [Shard(**shard) for shard in index["shards"]]
     for shard in shards:
-        numbers = (shard.records, shard.bytes, 0 if shard.idx_crc32 is None else shard.idx_crc32)
-        if any(type(number) is not int or number < 0 for number in numbers) or not shard.records:
-            raise ValueError(f"shard {shard.name!r}: {numbers} are no numbers of records and bytes")
-        if Path(shard.name).name != shard.name or not shard.name.endswith(".tar") or type(shard.sha256) is not str:
+        name, records, size, sha256, crc = shard
+        numbers = (records, size, 0 if crc is None else crc)
+        if set(map(type, numbers)) != {int} or min(numbers) < 0 or not records:
+            raise ValueError(f"shard {name!r}: {numbers} are no numbers of records and bytes")
+        if "/" in name or not name.endswith(".tar") or type(sha256) is not str:
             raise ValueError(f"shard {shard.name!r} is no file name, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard stands twice")

@@ -14,7 +14,7 @@ from xscale.data import loader as loading
 from xscale.data import mixture as mixing
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon
-from xscale.data.loader import StepBatch, StepDataset, StreamCollate
+from xscale.data.loader import Plans, StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
 from xscale.data.piece import Context
 from xscale.data.row import Shape
@@ -234,6 +234,22 @@ class Job:
             collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons, names)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
 
+    def plans(
+        self,
+        process: Process,
+        device: str,
+        state: dict[str, Any],
+        steps: int,
+        specs: list[StreamSpec] | None = None,
+        fitted: tuple[int, Shape] | None = None,
+    ) -> Plans:
+        """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on."""
+        for source in self.sources:
+            source.close()  # what was looked into so far
+            source.swept = process.local_world / process.world >= SWEPT
+        mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
+        return loading.step_plans(mixture, self.recipe.data.workers, steps)
+
     def batches(
         self,
         process: Process,
@@ -242,16 +258,13 @@ class Job:
         steps: int,
         specs: list[StreamSpec] | None = None,
         fitted: tuple[int, Shape] | None = None,
+        plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
         """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own.
         fitted: least number of rows, and the shape that they are filled up to."""
-        specs = specs or self.specs
-        for source in self.sources:
-            source.close()  # what was looked into so far
-            source.swept = process.local_world / process.world >= SWEPT
-        rows, shape = fitted or (1, None)
-        mixture = self.mixture(process, device, specs, state, rows)
-        return loading.step_batches(mixture, self.dataset(specs, shape), self.recipe.data.workers, steps)
+        plans = plans or self.plans(process, device, state, steps, specs, fitted)
+        dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
+        return loading.batches_of(plans, dataset, self.recipe.data.workers, process.rank)
 
 
 def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Control | None = None) -> Job:

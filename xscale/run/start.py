@@ -10,6 +10,7 @@ import yaml
 
 from xscale import files, ranks
 from xscale.data.calibration import Calibration
+from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.row import Shape
 from xscale.errors import NotFinite, UserError
@@ -63,6 +64,9 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
             folder.note_start(args.out, first, process.world)
         # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
         fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
+        state = checkpoint.state if checkpoint else initial_state(job.specs)
+        # The first may take seconds, while the engine is built.
+        plans = job.plans(process, hardware.device, state, job.recipe.train.steps - first, fitted=fitted)
         watch.note("building the engine")
         engine = make_engine(job, config, checkpoint, fitted, control)
         LOG.info(
@@ -74,7 +78,7 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
         if not checkpoint:
             prefill(engine.module, job, process, engine.device)
         surroundings = Surroundings(config, engine, args.out, process, control, stop, watch)
-        code, step = train_on(job, surroundings, checkpoint, fitted, status, args.trace)
+        code, step = train_on(job, surroundings, checkpoint, fitted, plans, status, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{step} of {job.recipe.train.steps} steps")
     return code
 
@@ -84,18 +88,19 @@ def train_on(
     here: Surroundings,
     checkpoint: Checkpoint | None,
     fitted: tuple[int, Shape] | None,
+    plans: Plans | None,
     status: Status,
     trace: bool,
 ) -> tuple[int, int]:
-    """The loop, from the checkpoint that the engine has, and again from another where the run goes back. Returns the
-    exit code and the steps done."""
+    """The loop, from the checkpoint that the engine has, and again from another where the run goes back. plans: its
+    first. Returns the exit code and the steps done."""
     condemned = list(checkpoint.condemned) if checkpoint else []
     while True:
         state = checkpoint.state if checkpoint else initial_state(job.specs)
         trainer = Trainer(job, here, state, checkpoint, condemned, trace)
         status.step = partial(getattr, trainer, "step")
         left = job.recipe.train.steps - trainer.step
-        batches = job.batches(here.process, here.engine.device, state, left, fitted=fitted)
+        batches = job.batches(here.process, here.engine.device.type, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
                 if not checkpoint:
@@ -104,7 +109,7 @@ def train_on(
                     trainer.save(must=True)  # a run that cannot save fails now, not after a day
                 return trainer.loop(batches), trainer.step
         except NotFinite as error:
-            checkpoint = go_back(error, condemned, trainer)
+            checkpoint, plans = go_back(error, condemned, trainer), None
 
 
 def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpoint:

@@ -1,0 +1,202 @@
+"""What a start and a resume cost beside imports where the corpus is large, by real files and real ranks.
+
+    python benchmarks/start.py [--records 1000000000] [--shards 100000] [--kinds pair mono] [--sources 1 100]
+
+A corpus of 10^9 records is one written shard of each source and hard links to it; its index names each as a shard of
+its own. Beside it one of two shards shows what a start costs in any case. Each is trained for two steps on 1 and on 2
+ranks, anew and again from its checkpoint of step 1. It prints, of rank 0, seconds from the end of the imports to the
+first step: all, and those of reading indices and looking at files (`prepare`), of finding and checking a checkpoint, of
+measuring the data (`calibrate`), of building the engine, of saving step 0, and of waiting for the first step's records;
+then how often all processes of all ranks together asked the file system for a size (stat) or opened a file of the
+corpus, and how much memory rank 0 has.
+"""
+
+import argparse
+import builtins
+import json
+import mmap
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from common import print_table, text_pairs, write_tokenizer
+
+from data_tools.ranks import Ranks
+from data_tools.write_shards import Line, write_shards
+from xscale.data.shards import idx_path
+from xscale.record import Record
+
+RECIPES = {"pair": "tlm", "mono": "mlm"}
+MOST_LINKS = 50_000
+"""Of one file; ext4 allows 65,000."""
+PHASES = {
+    "prepare": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
+    "save": "save", "batches": "records", "announce": "records",
+}  # fmt: skip
+
+
+def write_corpus(out: Path, kind: str, sources: int, shards: int, records: int) -> Path:
+    """So many records in so many shards, over so many sources, each of languages of its own."""
+    pairs = list(islice(text_pairs(None)[1], records // shards))
+    write_tokenizer(pairs[:2000], 2000, out / "tokenizer")
+    for number in range(sources):
+        langs = ("en", f"l{number:02}") if kind == "pair" else (f"l{number:02}",)
+        lines = (
+            Line(n, "", [Record(f"k-{n:09d}", langs, pair[: len(langs)], doc=None if kind == "pair" else n // 10)])
+            for n, pair in enumerate(pairs, start=1)
+        )
+        write_shards(lines, out / langs[-1], "text", len(pairs), Ranks(), {"tool": "benchmarks"})
+        link_shards(out / langs[-1], shards // sources)
+    return out
+
+
+def link_shards(directory: Path, shards: int) -> None:
+    """Its one shard becomes so many."""
+    index = json.loads((directory / "index.json").read_text())
+    (shard,) = index["shards"]
+    real = directory / shard["name"]
+    for number in range(1, shards):
+        path = directory / f"text-{number:06d}.tar"
+        for new, old in ((path, real), (idx_path(path), idx_path(real))):
+            if number % MOST_LINKS:
+                os.link(old, new)
+            else:
+                shutil.copy(old, new)
+        real = real if number % MOST_LINKS else path
+    index["shards"] = [shard | {"name": f"text-{number:06d}.tar"} for number in range(shards)]
+    for field in ("records", "bytes"):
+        index[field] = shards * shard[field]
+    (directory / "index.json").write_text(json.dumps(index, indent=1) + "\n")
+
+
+class Counts:
+    """Numbers that forked processes share, since loader workers and planners open files too. No lock: none is lost but
+    where two processes count in the same instant."""
+
+    def __init__(self, data: str):
+        self.map, self.data = mmap.mmap(-1, 16), data
+        stat, self.open = os.stat, builtins.open
+
+        def counting(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+            self.add(0, path)
+            return stat(path, *args, **kwargs)
+
+        os.stat = counting  # type: ignore[assignment]
+        sys.addaudithook(lambda event, args: self.add(1, args[0]) if event == "open" else None)
+
+    def add(self, place: int, path: Any) -> None:
+        if str(path).startswith(self.data):
+            count = struct.unpack_from("q", self.map, 8 * place)[0]
+            struct.pack_into("q", self.map, 8 * place, count + 1)
+
+    def both(self) -> list[int]:
+        return list(struct.unpack("qq", self.map))
+
+
+def rank(words: list[str], result: str) -> None:
+    """One rank of a run; writes what it took until its first step."""
+    import deepspeed  # noqa: F401
+
+    from xscale import train
+    from xscale.run import folder, job, loop, start
+
+    counts, took = Counts(train.parse_arguments(words).data[0].as_posix()), dict.fromkeys(PHASES.values(), 0.0)
+    started = time.perf_counter()
+
+    def clock(owner: Any, name: str) -> None:
+        plain: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                took[PHASES[name]] += time.perf_counter() - begun
+
+        setattr(owner, name, timed)
+
+    for owner, name in ((start, "prepare"), (start, "calibration"), (start, "make_engine"), (job.Job, "batches")):
+        clock(owner, name)
+    clock(folder, "find_checkpoint")
+    clock(loop.Trainer, "save")
+    clock(loop.Trainer, "announce")
+    step = loop.Trainer.train_step
+
+    def first_step(self: loop.Trainer, *args: Any) -> Any:
+        if not Path(f"{result}.{self.process.rank}").exists():
+            memory = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmRSS"))
+            found = took | {"all": time.perf_counter() - started, "MB": int(memory.split()[1]) / 1e3}
+            Path(f"{result}.{self.process.rank}").write_text(json.dumps(found | {"counts": counts.both()}))
+        return step(self, *args)
+
+    loop.Trainer.train_step = first_step  # type: ignore[method-assign]
+    code = train.main(words)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[list[str]]:
+    """Rows of the table: a start and a resume."""
+    out = folder / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    rows = []
+    for what in ("start", "resume"):
+        result = folder / f"{what}.json"
+        for old in folder.glob(f"{result.name}.*"):
+            old.unlink()
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
+        words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", RECIPES[kind], "--data", str(data)]
+        sets = ["train.measure_every=0", "train.steps=2", f"streams.{RECIPES[kind]}.samples=64", "checkpoint.every=1"]
+        command = [*launcher, "--master_port", "29519", __file__, "--rank", str(result), *words, "--out", str(out)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([*command, "--set", *sets], env=env, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
+        if what == "start":  # as if it had ended behind step 1
+            shutil.rmtree(out / "checkpoints" / "step_00000002")
+            (out / "checkpoints" / "latest").write_text("step_00000001")
+        of_ranks = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(world)]
+        seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *dict.fromkeys(PHASES.values()))]
+        stats, opens = (sum(of["counts"][place] for of in of_ranks) for place in (0, 1))
+        rows.append([f"{name}, {world} rank{'s' * (world > 1)}: {what}", *seconds, f"{stats:,}", f"{opens:,}",
+                     f"{of_ranks[0]['MB']:,.0f}"])  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--rank"]:
+        rank(sys.argv[3:], sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=10**9)
+    parser.add_argument("--shards", type=int, default=10**5)
+    parser.add_argument("--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--sources", type=int, nargs="+", default=[1, 100])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    args = parser.parse_args()
+    cases = [(kind, number, args.shards) for kind in args.kinds for number in [0, *args.sources]]
+    rows = []
+    with tempfile.TemporaryDirectory() as where:
+        for kind, number, shards in cases:
+            small = not number
+            name = f"{kind}, " + ("2 shards" if small else f"{number} source{'s' * (number > 1)}")
+            data, each = Path(where) / "data", args.records // args.shards
+            write_corpus(data, kind, number or 1, 2 if small else shards, each * (2 if small else shards))
+            for world in args.ranks:
+                rows += measure(name, data, kind, world, Path(where))
+            shutil.rmtree(data)
+    columns = ["", "all, s", *dict.fromkeys(PHASES.values()), "stat", "open", "MB"]
+    print_table(f"Start: {args.records:,} records in {args.shards:,} shards, seconds beyond imports", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
