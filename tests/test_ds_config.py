@@ -427,3 +427,12 @@ def test_stage_3_offloads_several_streams_and_is_not_compiled() -> None:
     resolve(config, recipe("xlm"))
     with pytest.raises(UserError, match=r"stage 3 .*train\.compile"):
         resolve(config, recipe("xlm", "train.compile=true"))
+
+
+def test_groups_of_machines_divide_the_ranks() -> None:
+    """DeepSpeed has no group for the ranks that are left over; of fewer ranks than a group it makes one of all."""
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    for world in (1, 3, 8, 16):
+        resolve(config, recipe("xlm"), world)
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size = 8 does not divide 12 ranks"):
+        resolve(config, recipe("xlm"), 12)

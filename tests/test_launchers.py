@@ -70,6 +70,14 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* how many ranks"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+            "LOCAL_RANK=2, LOCAL_WORLD_SIZE=2 and WORLD_SIZE=2 contradict",
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
+            "LOCAL_RANK=0, LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2 contradict",
+        ),
         ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is no number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is no number"),

@@ -245,10 +245,12 @@ def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
     assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
 
 
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+HPZ = {"stage": 3, "zero_hpz_partition_size": 2}
 RESCALED: dict[str, tuple[Any, ...]] = {
     # ZeRO stages of a run's parts, each on another number of ranks
-    "xlm": (0, 1, 2, 0, 2),
-    "xlm3": (3, 0, 3, 2, 3),
+    "xlm": (0, OFFLOAD, 2, 0, OFFLOAD),
+    "xlm3": (HPZ, 0, 3, 2, HPZ),
     "ppa": (2, 0, 1, 2, 0),
     "mixed": (1, 2, 0, 1, 2),
     "bf16": ("1_bf16", "2_bf16", "3_bf16", "1_bf16", "2_bf16"),
@@ -262,12 +264,12 @@ OF_RESCALED = {
 }
 
 
-def rescaled_run(demo: Path, out: Path, name: str, stage: int | str) -> list[str]:
-    """Arguments of train.py. stage: of fp32, or the end of a shipped file's name."""
+def rescaled_run(demo: Path, out: Path, name: str, stage: int | str | dict[str, Any]) -> list[str]:
+    """Arguments of train.py. stage: of fp32, a whole zero_optimization, or the end of a shipped file's name."""
     path = launch.ROOT / "ds_configs" / f"zero{stage}.json"
-    if isinstance(stage, int):
-        path = out / f"stage{stage}.json"
-        path.write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+    if not isinstance(stage, str):
+        path = out / f"{name}.json"
+        path.write_text(json.dumps({"zero_optimization": stage if isinstance(stage, dict) else {"stage": stage}}))
     recipe = name if name in OF_RESCALED else "xlm"
     sets = ["model.dropout=0.0", "data.workers=0", "train.warmup=2", "checkpoint.every=1000", *OF_RESCALED[recipe]]
     head = ["--ds_config", str(path), "--recipe", recipe, "--data", str(demo), "--out", str(out / name)]

@@ -58,6 +58,11 @@ def find_process() -> Process:
         process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
         if process.rank >= process.world:
             raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or mend the launcher's")
+        if local_world in env and not process.local_rank < process.local_world <= process.world:
+            raise UserError(
+                f"{local_rank}={process.local_rank}, {local_world}={env[local_world]} and {world}={env[world]} "
+                f"contradict each other; unset them, or mend the launcher's"
+            )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
     if "MASTER_ADDR" not in env:

@@ -62,6 +62,9 @@ def describe(job: Job, config: EngineConfig, process: Process, device: str, out:
         f"ranks: {process.world} of {device}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
         f"train.max_tokens {job.max_tokens(device):,}; precision: {config.precision}"
     )
+    samples = sum(spec.samples for spec in job.specs)
+    if samples < process.world:
+        print(f"warning: a step has {samples:,} samples: {process.world - samples:,} ranks have nothing to do")
     print(f"parameters: {parameters:,} (vocabulary {job.tokenizer.vocab_size:,})")
     print(cost.estimate(module, job.recipe, config.resolved, config.precision, process.world, device, shape.tokens))
     print(*forecast(job, module, config, process.world, rows, out), sep="\n")

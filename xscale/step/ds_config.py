@@ -124,6 +124,12 @@ def resolve_ds_config(
     resolved.setdefault("zero_allow_untested_optimizer", True)
     for problem in rehearse(resolved):
         raise UserError(f"ds_config {path}: {problem}")
+    node = zero.get("zero_hpz_partition_size", 1)
+    if stage_of(resolved) == 3 and world % min(node, world):
+        raise UserError(
+            f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set "
+            f"it to the ranks of one machine"
+        )
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
