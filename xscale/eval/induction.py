@@ -128,7 +128,7 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
 def hubness_of(vectors: list[Tensor], gold: Gold) -> tuple[Tensor, Tensor]:
     """Of both languages' words [N], [M]."""
     first, second = (of_side.to(vectors[0].device) for of_side in gold.numbers)
-    return hubness(*vectors, numbers=(first, second))
+    return hubness(vectors[0], vectors[1], numbers=(first, second))
 
 
 def precisions(

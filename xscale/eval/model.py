@@ -39,6 +39,7 @@ class Exported:
                 f"--model {path} cannot be loaded ({str(error).splitlines()[0]}). Make it with "
                 f"`python -m xscale.export RUN_DIR {path}`"
             ) from None
+        self.path = path
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.encoder = Encoder(lm).eval().to(self.device)
         self.tokenizer = Tokenizer(path)

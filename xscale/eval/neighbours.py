@@ -83,7 +83,7 @@ def _search(
                 cells -= penalties[0][rows, None]
                 cells -= penalties[1][columns]
             if numbers is not None:
-                cells[numbers[0][rows, None] == numbers[1][columns]] = -torch.inf
+                cells.masked_fill_(numbers[0][rows, None] == numbers[1][columns], -torch.inf)
             there.look(cells, i, j)
             if both:
                 back.look(cells.T.contiguous(), j, i)
