@@ -243,10 +243,19 @@ def test_csls_takes_from_a_hub_what_makes_it_near_to_all() -> None:
     """The second sentence is everybody's nearest neighbour by cosine, its own translation's alone by csls."""
     cosine = torch.tensor([[0.70, 0.80, 0.10], [0.20, 0.95, 0.20], [0.10, 0.80, 0.70]])
     assert cosine.argmax(1).tolist() == [1, 1, 1]
-    scores = retrieval.csls(cosine, 3)
+    unit = torch.eye(3)  # whose cosines with the rows are the rows
+
+    def csls(k: int) -> torch.Tensor:
+        r_x, r_y = retrieval.hubness(cosine, unit, k)
+        return 2 * (cosine - r_x[:, None] - r_y)
+
+    scores = csls(3)
     assert scores.argmax(1).tolist() == [0, 1, 2]
     np.testing.assert_allclose(scores, by_csls(cosine.double().numpy(), 3), atol=1e-6)
-    assert torch.equal(retrieval.csls(cosine, 10), scores)  # no more neighbours than sentences
+    found = retrieval.accuracies(cosine, unit, "csls", ("en", "de"))
+    assert found == {"en->de": 1, "de->en": 1, "accuracy": 1, "sentences": 3}
+    assert retrieval.accuracies(cosine, unit, "cosine", ("en", "de"))["en->de"] == pytest.approx(1 / 3)
+    assert torch.equal(csls(10), scores)  # no more neighbours than sentences
 
 
 def test_retrieval_on_real_text(measure: Measure, real: Path, tmp_path: Path, write_pairs: Callable[..., None]) -> None:

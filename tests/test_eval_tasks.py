@@ -73,22 +73,50 @@ def unit(rows: int, seed: int, width: int = 6) -> Tensor:
 
 
 def test_nearest_is_a_search_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few rows at a time; less the penalty; never one of the same number."""
-    x, y, penalty = unit(23, 0), unit(17, 1), torch.linspace(0, 1, 17, dtype=torch.float64)
+    """A tile at a time; less the penalties; never one of the same number; of x among y, and of y among x."""
+    x, y = unit(23, 0), unit(17, 1)
+    penalties = torch.linspace(0, 2, 23, dtype=torch.float64), torch.linspace(0, 1, 17, dtype=torch.float64)
     numbers = torch.arange(23) % 9, torch.arange(17) % 9
-    for cells, some, k in product((1, 50, 10**6), (False, True), (1, 5, 99)):
-        monkeypatch.setattr(neighbours, "_CELLS", cells)
-        scores, rows = neighbours.nearest(x, y, k, penalty if some else None, numbers if some else None)
+    for tile, some, k in product((1, 5, 10**6), (False, True), (1, 5, 99)):
+        monkeypatch.setattr(neighbours, "TILE", tile)
+        given = (k, penalties, numbers) if some else (k,)
+        there, back = neighbours.nearest_both(x, y, *given)
+        alone = neighbours.nearest(x, y, *given)
+        assert torch.equal(alone[0], there[0]) and torch.equal(alone[1], there[1])
+        cells = {
+            (i, j): float(x[i] @ y[j]) - some * float(penalties[0][i] + penalties[1][j])
+            for i, j in product(range(23), range(17))
+            if not some or i % 9 != j % 9
+        }
         for i in range(23):
-            cosine = [
-                (float(x[i] @ y[j]) - some * float(penalty[j]), j)
-                for j in range(17)
-                if not some or numbers[0][i] != numbers[1][j]
-            ]
-            expected = sorted(cosine, reverse=True)[:k]
-            assert rows[i].tolist()[: len(expected)] == [j for _, j in expected]
-            assert scores[i].tolist()[: len(expected)] == pytest.approx([value for value, _ in expected])
+            same_neighbours(there, i, sorted(((score, b) for (a, b), score in cells.items() if a == i), reverse=True))
+        for j in range(17):
+            same_neighbours(back, j, sorted(((score, a) for (a, b), score in cells.items() if b == j), reverse=True))
     assert neighbours.nearest(x[:0], y, 3)[1].shape == (0, 3)
+    assert neighbours.nearest_both(x, y[:0], 3)[0][1].shape == (23, 0)
+
+
+def same_neighbours(found: tuple[Tensor, Tensor], row: int, expected: list[tuple[float, int]]) -> None:
+    """expected: all neighbours that the row has, best first."""
+    scores, rows = found
+    expected = expected[: scores.shape[1]]
+    assert rows[row].tolist()[: len(expected)] == [j for _, j in expected]
+    assert scores[row].tolist()[: len(expected)] == pytest.approx([score for score, _ in expected])
+
+
+def test_tiles_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole numbers, whose products are exact and many of them equal: the scores of a sort of the whole matrix, and
+    as the one nearest the first of equal ones."""
+    draw = np.random.default_rng(0)
+    x, y = (torch.from_numpy(draw.integers(-3, 4, (rows, 6))).float() for rows in (301, 230))
+    cells = x @ y.T
+    for tile, k in product((7, 64, 4096), (1, 4, 40)):
+        monkeypatch.setattr(neighbours, "TILE", tile)
+        for (scores, rows), whole in zip(neighbours.nearest_both(x, y, k), (cells, cells.T), strict=True):
+            assert torch.equal(scores, whole.sort(dim=1, descending=True).values[:, :k])
+            assert torch.equal(whole.gather(1, rows), scores) and all(len(set(row)) == k for row in rows.tolist())
+            if k == 1:
+                assert torch.equal(rows[:, 0], whole.argmax(1))
 
 
 # Mining
@@ -358,6 +386,10 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
         assert row == rows[f"en-fr {method} layer {layer}"] and row["sentences"] == 12
         assert row["AER"] == pytest.approx(1 - (right + right_sure) / (a + s)) and row["recall"] == right_sure / s
         assert row["cut"] == sum(first[2] or second[2] for first, second in zip(*sides, strict=True)) > 0
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:5]))
+    _, of_five = command("--task", "aer", "--aer", "xx-en", table)
+    _, limited = command("--task", "aer", "--aer", "xx-en", text, gold, "--limit", 5)
+    assert limited["results"] == of_five["results"] != found["results"]
 
 
 @pytest.mark.parametrize(

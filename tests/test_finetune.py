@@ -5,6 +5,7 @@ import json
 import lzma
 import re
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests import launch
 from tests.rows import one_thread  # noqa: F401
-from xscale import rng
+from xscale import files, rng
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
@@ -605,6 +606,46 @@ def test_exit_codes(
     monkeypatch.setattr(command, "measure", fail)
     assert command.main(f"--model hf --task xnli --train en=a --test en=a --out {tmp_path}/out".split()) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_broken_checkpoint_is_trained_again(tmp_path: Path, model: Exported) -> None:
+    """Whatever is wrong with it; a sound one is loaded."""
+    loaded, said = [], []
+    engine: Any = SimpleNamespace(load_checkpoint=lambda folder, tag: loaded.append(tag))
+    tuner = Tuner(model, tags.POS, Settings(), {}, Path(), rows_of(model), Control(), said.append)
+
+    def kept() -> Path:
+        partial = tmp_path / "epoch_2_of_1_ranks.incomplete"
+        (partial / "deep").mkdir(parents=True)
+        (partial / "weights.pt").write_bytes(b"weights")
+        (partial / "deep" / "optimizer.pt").write_bytes(b"moments")
+        loop.settle(partial, tmp_path / "epoch_2_of_1_ranks")
+        return tmp_path / "epoch_2_of_1_ranks"
+
+    kept()
+    assert tuner.load(engine, tmp_path) == 2 and loaded == ["epoch_2_of_1_ranks"] and not said
+    breaks: dict[str, Callable[[Path], Any]] = {
+        "deep/optimizer.pt: not what was written": lambda path: (path / "deep/optimizer.pt").write_bytes(b"momenta"),
+        "weights.pt": lambda path: (path / "weights.pt").unlink(),
+        "hashes.json": lambda path: (path / "hashes.json").unlink(),
+        "Expecting value": lambda path: (path / "hashes.json").write_text("half"),
+    }
+    for what, damage in breaks.items():
+        files.remove(tmp_path / "epoch_2_of_1_ranks")
+        damage(kept())
+        assert tuner.load(engine, tmp_path) == 0 and len(loaded) == 1
+        line = said.pop()
+        assert line.startswith(f"{tmp_path}/epoch_2_of_1_ranks is not usable (") and what in line and "again" in line
+        assert not list(tmp_path.iterdir())
+
+
+def test_two_commands_do_not_share_a_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LOCK_SECONDS", 1)
+    first = command.take_work(tmp_path / "pos.runs")
+    with pytest.raises(UserError, match=r"pos.runs is being trained by another process \(host .*, process \d+\)"):
+        command.take_work(tmp_path / "pos.runs")
+    first.close()
+    command.take_work(tmp_path / "pos.runs")
 
 
 # Whole runs

@@ -26,7 +26,7 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.run.evals import Heldout, better, check_tasks, number_of
 from xscale.run.job import Job, prepare
-from xscale.run.metrics import JsonLines, Tracker
+from xscale.run.metrics import JsonLines, Reporter, Tracker
 from xscale.run.validation import Beside
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
@@ -212,6 +212,18 @@ def test_what_a_job_says_when_it_fails_and_of_several_tasks(tmp_path: Path) -> N
 def test_a_job_is_no_rank() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "PATH": "/bin"}
     assert without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {"SLURM_JOB_ID": "7", "PATH": "/bin"}
+
+
+def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:
+    """Progress lines come every so many seconds, and at every step that is measured."""
+    sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
+    reporter, shown = Reporter(tmp_path, 0, prepare("tlm", sets, [demo]).recipe), []
+    reporter.bar, reporter.line = None, lambda entry: shown.append(entry["step"]) or ""  # type: ignore
+    for step in range(1, 10):
+        numbers = dict.fromkeys(("loss", "loss/tlm", "lr", "tokens_per_s", "step_s"), 1.0)
+        reporter.report({"step": step} | numbers)
+    reporter.close()
+    assert shown == [1, 3, 6, 9]
 
 
 def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -> None:

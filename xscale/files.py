@@ -1,5 +1,6 @@
 """Files that are complete or absent: written beside their place, forced to disk, then moved there."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -8,11 +9,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from xscale.errors import UserError
 
 PARTIAL = ".incomplete"
 """Suffix of what is being written, or removed."""
+LOCK = "lock"
+LOCK_SECONDS = 20
+"""How long a start waits for the one before it to be gone; a killed launcher may leave ranks for a while."""
 
 
 @contextmanager
@@ -71,6 +76,26 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def lock(folder: Path) -> Any:
+    """A lock on a directory that lives as long as the file returned. Raises UserError where another has it."""
+    file = (folder / LOCK).open("a+")
+    for _ in range(LOCK_SECONDS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            time.sleep(1)
+        except OSError:
+            return file  # a file system without locks
+    else:
+        file.seek(0)
+        raise UserError(f"{folder} is being trained by another process ({file.read().strip()}); stop it first")
+    file.truncate(0)
+    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
+    file.flush()
+    return file
 
 
 def sync(path: Path) -> None:

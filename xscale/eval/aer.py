@@ -51,6 +51,9 @@ class Gold:
     possible: list[Links]
     """With the sure ones."""
 
+    def first(self, limit: int) -> "Gold":
+        return Gold(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
+
 
 def argmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
     """Which pairs of tokens are linked [I, J]."""

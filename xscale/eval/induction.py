@@ -26,7 +26,7 @@ from xscale.data.lexicon import Lexicon
 from xscale.eval.alignment_score import FEWEST
 from xscale.eval.model import Exported
 from xscale.eval.neighbours import nearest
-from xscale.eval.retrieval import MARGINS, NEIGHBOURS, embed_ids, layer_numbers, variant
+from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, variant
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
@@ -71,12 +71,12 @@ def evaluate(
     numbers = layer_numbers(layers, last)
     for layer, vectors in word_vectors(model, gold, numbers):
         for margin in margins:
-            hubness = hubness_of(vectors, gold) if margin == "csls" else (None, None)
+            penalties = hubness_of(vectors, gold) if margin == "csls" else None
             for kind, words in asked.items():
                 name = [kind, variant([(margin, margins, MARGINS[0])], -1, [-1], last)]
                 name += [f"layer {last + 1 + layer}"] if layer is not None else []
                 if min(map(len, words)) >= FEWEST:
-                    found[" ".join(filter(None, name))] = precisions(vectors, hubness, gold, words)
+                    found[" ".join(filter(None, name))] = precisions(vectors, penalties, gold, words)
     for kind, words in asked.items():
         if any(words) and min(map(len, words)) < FEWEST:
             few = " and ".join(str(len(side)) for side in words)
@@ -126,17 +126,13 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
 
 
 def hubness_of(vectors: list[Tensor], gold: Gold) -> tuple[Tensor, Tensor]:
-    """Half the r of csls of both languages' words [N], [M]: by cos(x, y) - r(y) / 2, words rank as by csls."""
-    numbers = [of_side.to(vectors[0].device) for of_side in gold.numbers]
-    first, second = (
-        nearest(vectors[a], vectors[b], NEIGHBOURS, numbers=(numbers[a], numbers[b]))[0].mean(1) / 2
-        for a, b in ((0, 1), (1, 0))
-    )
-    return first, second
+    """Of both languages' words [N], [M]."""
+    first, second = (of_side.to(vectors[0].device) for of_side in gold.numbers)
+    return hubness(vectors[0], vectors[1], numbers=(first, second))
 
 
 def precisions(
-    vectors: list[Tensor], hubness: Sequence[Tensor | None], gold: Gold, asked: list[list[Word]]
+    vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, gold: Gold, asked: list[list[Word]]
 ) -> dict[str, float]:
     """P@k there, back and their mean, of the words that are asked for of either language."""
     numbers = [of_side.to(vectors[0].device) for of_side in gold.numbers]
@@ -145,7 +141,8 @@ def precisions(
         place = {word: row for row, word in enumerate(gold.words[a])}
         rows_Q = torch.tensor([place[word] for word in asked[a]], device=vectors[0].device)
         of_both = (numbers[a][rows_Q], numbers[b])
-        _, found_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), hubness[b], of_both)
+        of_hubs = (penalties[a][rows_Q], penalties[b]) if penalties else None
+        _, found_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), of_hubs, of_both)
         entries = {(entry[a], entry[b]) for entry in gold.entries}
         hits = [
             [(word, gold.words[b][row]) in entries for row in found]

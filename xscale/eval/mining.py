@@ -22,7 +22,7 @@ from torch import Tensor
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.model import Exported
-from xscale.eval.neighbours import nearest
+from xscale.eval.neighbours import nearest_both
 from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variant
 
 NEIGHBOURS = 4
@@ -82,7 +82,7 @@ def embed_both(
 
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     """No sentence stands in two candidates. x, y: unit vectors."""
-    there, back = ([part.cpu().double().numpy() for part in nearest(*pair, k)] for pair in ((x_NH, y_MH), (y_MH, x_NH)))
+    there, back = ([part.cpu().double().numpy() for part in found] for found in nearest_both(x_NH, y_MH, k))
     r_N, r_M = there[0].mean(1), back[0].mean(1)
     there_rows, back_rows = there[1].astype(np.int64), back[1].astype(np.int64)
     forward = there[0] / ((r_N[:, None] + r_M[there_rows]) / 2)

@@ -1,36 +1,90 @@
-"""Nearest neighbours by cosine, a part of the rows at a time: what retrieval, mining and induction search with.
+"""Nearest neighbours by cosine, a tile at a time: what retrieval, mining and induction search with.
 
-Shape letters: N rows that search, M rows that are searched, H width, k neighbours. Rows are unit vectors.
+Of the N x M cosines no more are there at once than a tile; its rows are looked into that have something better than
+what was found before.
+
+Shape letters: N rows of x, M rows of y, H width, k neighbours; of a tile R rows, C columns, U rows that have something
+better. Rows of x and y are unit vectors.
 """
 
 import torch
 from torch import Tensor
 
-_CELLS = 1 << 24
-"""Of the N x M cosines, so many at a time."""
+TILE = 1024
+"""Rows and columns of a tile: 4 MB, which a cache holds."""
 
 
 def nearest(
     x_NH: Tensor,
     y_MH: Tensor,
     k: int,
-    penalty_M: Tensor | None = None,
+    penalties: tuple[Tensor, Tensor] | None = None,
     numbers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(x @ y.T - penalty).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
+    """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
 
-    numbers: of what the rows of x [N] and of y [M] stand for; none is its own neighbour.
+    penalties: of the rows of x [N] and of y [M]. numbers: of what the rows of x [N] and of y [M] stand for; none is
+    its own neighbour.
     """
-    scores, rows = [], []
-    step = max(1, _CELLS // max(len(y_MH), 1))
-    for start in range(0, len(x_NH), step):
-        cells = x_NH[start : start + step] @ y_MH.T
-        if penalty_M is not None:
-            cells -= penalty_M
-        if numbers is not None:
-            cells[numbers[0][start : start + step, None] == numbers[1]] = -torch.inf
-        best = cells.topk(min(k, len(y_MH)), 1)
-        scores.append(best.values)
-        rows.append(best.indices)
-    none = x_NH.new_empty(0, min(k, len(y_MH)))
-    return torch.cat([none, *scores]), torch.cat([none.long(), *rows])
+    return _search(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
+
+
+def nearest_both(
+    x_NH: Tensor,
+    y_MH: Tensor,
+    k: int,
+    penalties: tuple[Tensor, Tensor] | None = None,
+    numbers: tuple[Tensor, Tensor] | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Likewise of x among y, and of y among x, from the same products."""
+    there, back = _search(x_NH, y_MH, k, penalties, numbers, both=True)
+    return there.found, back.found
+
+
+class _Best:
+    """The best k of each of n rows, of the columns so far."""
+
+    def __init__(self, like: Tensor, n: int, k: int):
+        self.scores = like.new_full((n, k), -torch.inf)
+        self.rows = torch.zeros(n, k, dtype=torch.int64, device=like.device)
+
+    @property
+    def found(self) -> tuple[Tensor, Tensor]:
+        return self.scores, self.rows
+
+    def look(self, cells_RC: Tensor, at: int, first: int) -> None:
+        """At a tile: rows from `at` on, columns from `first` on, behind all that were looked at before."""
+        k = self.scores.shape[1]
+        better_U = (cells_RC.amax(1) > self.scores[at : at + len(cells_RC), -1]).nonzero()[:, 0]
+        cells_UC, at_U = cells_RC[better_U], at + better_U
+        # Of equal ones topk takes any, max the first.
+        new = cells_UC.max(1, keepdim=True) if k == 1 else cells_UC.topk(min(k, cells_UC.shape[1]), 1)
+        scores = torch.cat([self.scores[at_U], new.values], 1)
+        rows = torch.cat([self.rows[at_U], first + new.indices], 1)
+        scores, order = scores.sort(dim=1, descending=True, stable=True)
+        self.scores[at_U], self.rows[at_U] = scores[:, :k], rows.gather(1, order[:, :k])
+
+
+def _search(
+    x_NH: Tensor,
+    y_MH: Tensor,
+    k: int,
+    penalties: tuple[Tensor, Tensor] | None,
+    numbers: tuple[Tensor, Tensor] | None,
+    both: bool,
+) -> tuple[_Best, _Best]:
+    N, M = len(x_NH), len(y_MH)
+    there, back = _Best(x_NH, N, min(k, M)), _Best(x_NH, M, min(k, N))
+    for i in range(0, N if k and M else 0, TILE):
+        for j in range(0, M, TILE):
+            rows, columns = slice(i, i + TILE), slice(j, j + TILE)
+            cells = x_NH[rows] @ y_MH[columns].T
+            if penalties is not None:
+                cells -= penalties[0][rows, None]
+                cells -= penalties[1][columns]
+            if numbers is not None:
+                cells.masked_fill_(numbers[0][rows, None] == numbers[1][columns], -torch.inf)
+            there.look(cells, i, j)
+            if both:
+                back.look(cells.T.contiguous(), j, i)
+    return there, back

@@ -25,6 +25,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all
+from xscale.eval.neighbours import nearest_both
 from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -64,7 +65,7 @@ def evaluate(
     for pooling, layer, margin in product(poolings, numbers, margins):
         first, second = (of_side[pooling, layer] for of_side in sides)
         chosen = [(pooling, poolings, POOLINGS[0]), (margin, margins, MARGINS[0])]
-        found[variant(chosen, layer, numbers, last)] = accuracies(first @ second.T, margin, source.langs)
+        found[variant(chosen, layer, numbers, last)] = accuracies(first, second, margin, source.langs)
     return found
 
 
@@ -87,21 +88,27 @@ def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
     return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
 
 
-def accuracies(cosine_NN: Tensor, margin: str, langs: tuple[str, ...]) -> dict[str, float]:
-    """Share of rows whose best column has their number, of columns whose best row has, and the mean of both."""
-    scores = cosine_NN if margin == "cosine" else csls(cosine_NN)
-    gold = torch.arange(len(scores), device=scores.device)
+def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> dict[str, float]:
+    """Share of the first's rows whose nearest of the second's has their number, the other way round, and the mean of
+    both. Rows are unit vectors."""
+    penalties = hubness(first_NH, second_NH) if margin == "csls" else None
+    (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
+    gold_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
     a, b = langs
     found = {
-        f"{a}->{b}": (scores.argmax(1) == gold).double().mean().item(),
-        f"{b}->{a}": (scores.argmax(0) == gold).double().mean().item(),
+        f"{a}->{b}": (there_N1 == gold_N1).double().mean().item(),
+        f"{b}->{a}": (back_N1 == gold_N1).double().mean().item(),
     }
-    return found | {"accuracy": sum(found.values()) / 2, "sentences": len(scores)}
+    return found | {"accuracy": sum(found.values()) / 2, "sentences": len(first_NH)}
 
 
-def csls(cosine_NN: Tensor, k: int = NEIGHBOURS) -> Tensor:
-    k = min(k, len(cosine_NN))
-    return 2 * cosine_NN - cosine_NN.topk(k, 1).values.mean(1, keepdim=True) - cosine_NN.topk(k, 0).values.mean(0)
+def hubness(
+    x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, numbers: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Half of r(x) [N] and of r(y) [M]: what rows rank by as by csls if it is taken from their cosines. numbers: so
+    neighbours.nearest."""
+    (there, _), (back, _) = nearest_both(x_NH, y_MH, k, numbers=numbers)
+    return there.mean(1) / 2, back.mean(1) / 2
 
 
 def embed(

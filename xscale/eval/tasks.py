@@ -5,12 +5,12 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xscale.data.lexicon import find_lexicons, load_lexicon, pair_of
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
-from xscale.eval import aer, alignment_score, heldout, induction, mining, perplexity, retrieval
+from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, perplexity, retrieval
 from xscale.eval.model import Exported
 
 Scores = dict[str, float]
@@ -28,7 +28,9 @@ class Row(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", default=[], help="shard directories of held-out text; for alignment, of any")
-    add("--limit", type=int, default=1000, help="records of each source, or words of a dictionary, at most")
+    add(
+        "--limit", type=int, default=1000, help="records of each source, words of a dictionary, pairs of --aer, at most"
+    )
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment and induction (default: lexicon/*.txt)")
     add(
         "--lexicon_heldout",
@@ -48,17 +50,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="word links made by hand: `en-es FILE.tsv`, or `en-fr TEXT LINKS`; repeatable",
     )
+    add(
+        "--mteb",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar="X",
+        help="a task of mteb, the folder of its data, which of its subsets: `XNLI xnli/ de en`; repeatable",
+    )
     more = parser.add_argument_group("variants", "Of several values every combination is measured.")
     add = more.add_argument
-    add("--pooling", nargs="+", choices=retrieval.POOLINGS, default=["mean"], help="of retrieval, mining (mean)")
+    add("--pooling", nargs="+", choices=retrieval.POOLINGS, default=["mean"], help="of retrieval, mining, mteb (mean)")
     add(
         "--layer",
         nargs="+",
         type=layer,
         default=[],
         metavar="N",
-        help="0: embeddings, -1: last, or all; of retrieval and mining (default: -1), aer (all), induction (besides "
-        "the embedding table)",
+        help="0: embeddings, -1: last, or all; of retrieval, mining and mteb (default: -1), aer (all), induction "
+        "(besides the embedding table)",
     )
     add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="of retrieval, induction (cosine)")
 
@@ -151,7 +161,7 @@ def name_of(prefix: Path) -> str:
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
     def measure(langs: tuple[str, str], files: list[Path], model: Exported) -> dict[str, Scores]:
-        return aer.evaluate(model, aer.load_gold(langs, *files), args.layer or [retrieval.ALL])
+        return aer.evaluate(model, aer.load_gold(langs, *files).first(args.limit), args.layer or [retrieval.ALL])
 
     if not args.aer:
         raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
@@ -165,6 +175,19 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
     return rows
 
 
+def plan_mteb(args: Namespace, sources: list[Source]) -> list[Row]:
+    def measure(task: Any, model: Exported) -> dict[str, Scores]:
+        return mteb_tasks.evaluate(model, task, args.pooling, args.layer or [-1])
+
+    if not args.mteb or any(len(given) < 2 for given in args.mteb):
+        raise UserError("task mteb needs --mteb NAME FOLDER, or --mteb NAME FOLDER SUBSET ...")
+    rows = []
+    for name, folder, *subsets in args.mteb:
+        task = mteb_tasks.find_task(name, Path(folder), subsets)
+        rows.append(Row(f"{name} {task.metadata.type}", Path(folder), partial(measure, task)))
+    return rows
+
+
 def withheld_share(args: Namespace, model: Exported) -> float:
     return model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
 
@@ -175,6 +198,7 @@ TASKS: dict[str, Callable[[Namespace, list[Source]], list[Row]]] = {
     "heldout": plan_heldout,
     "induction": plan_induction,
     "mining": plan_mining,
+    "mteb": plan_mteb,
     "perplexity": plan_perplexity,
     "retrieval": plan_retrieval,
 }

@@ -187,7 +187,7 @@ class Retrieval:
                 texts = [texts[side] for texts in pairs[self.process.rank :: world]]
                 (mine,) = retrieval.embed(self.model, texts, ids[language], ["mean"], [-1]).values()
                 sides.append(gather_rows(mine.float())[0][order.to(mine.device)])
-            results[source.pair] = retrieval.accuracies(sides[0] @ sides[1].T, "cosine", source.langs)
+            results[source.pair] = retrieval.accuracies(sides[0], sides[1], "cosine", source.langs)
         self.encoder.train()
         return results
 

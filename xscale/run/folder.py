@@ -5,13 +5,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from xscale import files
 from xscale.errors import UserError
 from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
@@ -22,8 +22,6 @@ IDENTITY = "identity.json"
 STARTS, STATUS = "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
 """Of other trainers' runs, shards, models and tokenizers."""
-LOCK_SECONDS = 20
-"""How long a start waits for the run before it to be gone; a killed launcher may leave ranks for a while."""
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
@@ -56,26 +54,6 @@ def read_identity(out: Path) -> dict[str, Any] | None:
     return None
 
 
-def lock_out(out: Path) -> Any:
-    """A lock on the run's directory that lives as long as the file returned. Raises UserError where another has it."""
-    file = (out / "lock").open("a+")
-    for _ in range(LOCK_SECONDS):
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(1)
-        except OSError:
-            return file  # a file system without locks
-    else:
-        file.seek(0)
-        raise UserError(f"{out} is being trained by another process ({file.read().strip()}); stop it first")
-    file.truncate(0)
-    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
-    file.flush()
-    return file
-
-
 def is_idle(out: Path) -> bool:
     """Whether a start that failed before it had the directory may say so there: in a new one, or a run's at rest."""
     if not out.exists():
@@ -83,7 +61,7 @@ def is_idle(out: Path) -> bool:
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
         return False
     try:
-        with (out / "lock").open("a+") as file:
+        with (out / files.LOCK).open("a+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

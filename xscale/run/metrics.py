@@ -328,6 +328,7 @@ class Reporter:
         self.metrics = JsonLines(out / "metrics.jsonl", first_step)
         self.board = Board(out / "tb", first_step)
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
+        self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         fields = flat(recipe.to_dict())
         self.board.describe(fields)
         self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
@@ -343,7 +344,8 @@ class Reporter:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
-        if now - self.last_line >= LINE_SECONDS or step in (self.first_step + 1, self.steps):
+        measured = self.measured_every and step % self.measured_every == 0  # its own loss stands before held-out ones
+        if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
             if self.bar is None:
                 LOG.info(self.line(entry))

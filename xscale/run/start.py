@@ -161,7 +161,7 @@ def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
-    lock = folder.lock_out(out)
+    lock = files.lock(out)
     status.running()
     return lock
 

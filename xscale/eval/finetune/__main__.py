@@ -148,7 +148,9 @@ def measure(args: argparse.Namespace, process: Process) -> None:
     model = Exported(args.model)
     tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
     weights = "".join(files.sha256_file(path) for path in sorted(args.model.iterdir()) if path.is_file())
-    runs = Runs(tuner, tests, args.work or args.out.with_suffix(".runs"), weights)
+    work, locks = args.work or args.out.with_suffix(".runs"), list[Any]()
+    control.from_main(lambda: locks.append(take_work(work)))
+    runs = Runs(tuner, tests, work, weights)
     scores = Scores(task, tests)
     for training in plan:
         found = runs.predictions(training, args.seeds)
@@ -164,6 +166,12 @@ def measure(args: argparse.Namespace, process: Process) -> None:
             count = sum(example.gold is None for example in data.examples)
             print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
     control.barrier()
+
+
+def take_work(work: Path) -> Any:
+    """A lock on the folder: checkpoints of two commands at once would take each other's place. Rank 0 only."""
+    files.check_writable(work / files.LOCK)
+    return files.lock(work)
 
 
 def make_tuner(args: argparse.Namespace, model: Exported, task: Task, control: Control, languages: list[str]) -> Tuner:

@@ -8,6 +8,7 @@ Shape letters: N tokens of a row, S states that are read, H hidden width, C outp
 
 import copy
 import gc
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ from xscale.step.zero import one_reduction, take_step
 
 TUNED = "tuned"
 """The one stream of a row."""
+HASHES = "hashes.json"
+"""Of a checkpoint's files."""
 SEQUENCES = 64
 """Of a row that is only predicted."""
 
@@ -201,6 +204,12 @@ class Tuner:
         """Epochs that the newest checkpoint has done; 0 where there is none of as many ranks."""
         there = [epoch for epoch in range(1, self.settings.epochs) if (folder / self.checkpoint(epoch)).is_dir()]
         epoch = max(self.control.gather(max(there, default=0)))
+        path = folder / self.checkpoint(epoch)
+        problem = self.control.from_main(lambda: damage(path)) if epoch else ""
+        if problem:
+            self.tell(f"{path} is not usable ({problem}); its run starts again")
+            self.control.from_main(lambda: remove_checkpoints(folder))
+            return 0
         if epoch:
             engine.load_checkpoint(str(folder), tag=self.checkpoint(epoch))
         return epoch
@@ -210,7 +219,26 @@ class Tuner:
 
 
 def settle(partial: Path, path: Path) -> None:
-    """What all ranks have written, to disk and to its place."""
-    for file in partial.rglob("*"):
+    """What all ranks have written, to disk and to its place, with the hashes of all files."""
+    hashes = {}
+    for file in sorted(partial.rglob("*")):
         files.sync(file)
+        if file.is_file():
+            hashes[str(file.relative_to(partial))] = files.sha256_file(file)
+    files.write_text(partial / HASHES, json.dumps(hashes, indent=1) + "\n")
     files.move_in(partial, path)
+
+
+def damage(path: Path) -> str:
+    """What is wrong with a checkpoint that was settled; "": nothing."""
+    try:
+        hashes = json.loads((path / HASHES).read_text(encoding="utf-8"))
+        changed = [name for name, digest in hashes.items() if files.sha256_file(path / name) != digest]
+    except (OSError, ValueError, AttributeError) as error:
+        return str(error)
+    return f"{', '.join(changed)}: not what was written" if changed else ""
+
+
+def remove_checkpoints(folder: Path) -> None:
+    for path in folder.glob("epoch_*"):
+        files.remove(path)

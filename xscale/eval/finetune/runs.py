@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from xscale import files
 from xscale.errors import UserError
-from xscale.eval.finetune.loop import Tuner
+from xscale.eval.finetune.loop import Tuner, remove_checkpoints
 from xscale.eval.finetune.task import Data, Encoding, Example, Feature, Task, check_labels, most_frequent
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
@@ -175,8 +175,7 @@ def read_text(path: Path) -> str:
 def finish(path: Path, predictions: str) -> None:
     """The predictions take the place of the checkpoints that they come from."""
     files.write_text(path, predictions)
-    for checkpoint in path.parent.glob("epoch_*"):
-        files.remove(checkpoint)
+    remove_checkpoints(path.parent)
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:

@@ -1,0 +1,100 @@
+"""Tasks of mteb (Muennighoff et al. 2023) whose data lie in a folder, on an exported encoder's sentence vectors.
+
+mteb reads a folder as it reads the hub's data set: a clone of that (`git clone
+https://huggingface.co/datasets/mteb/xnli`), or files laid out alike. Scores are mteb's own. A task bears mteb's name
+and type, "XNLI PairClassification": how well cosines tell pairs apart, which fine-tuning on XNLI does not measure.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xscale import files
+from xscale.errors import UserError
+from xscale.eval.model import Exported
+from xscale.eval.retrieval import BATCH, POOLINGS, embed, layer_numbers, variant
+
+
+class Encoder:
+    """What mteb calls an encoder (its EncoderProtocol): `mteb.evaluate(Encoder(Exported(path)), tasks)`."""
+
+    def __init__(self, model: Exported, pooling: str = POOLINGS[0], layer: int = -1):
+        self.model, self.pooling, self.layer = model, pooling, layer
+
+    def encode(
+        self, inputs: Iterable[Mapping[str, Any]], *, task_metadata: Any, hf_split: str, hf_subset: str, **others: Any
+    ) -> np.ndarray:
+        """Unit vectors [n_texts, H]. Of a model with language embeddings the subset has to be the language."""
+        texts = [text for batch in inputs for text in batch["text"]]
+        language = self.model.numbers_of([hf_subset])[hf_subset]
+        (found,) = embed(self.model, texts, language, [self.pooling], [self.layer]).values()
+        return found.cpu().numpy()
+
+    def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Cosines of each with each [n, m]."""
+        return rows(embeddings1) @ rows(embeddings2).T
+
+    def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
+        """Of each with its own [n]."""
+        return (rows(embeddings1) * rows(embeddings2)).sum(1)
+
+    @property
+    def mteb_model_meta(self) -> Any:
+        """Named by folder and weights: mteb keeps results under these names."""
+        from mteb.models import ModelMeta
+
+        weights = [files.sha256_file(path) for path in sorted(self.model.path.glob("*.safetensors"))]
+        revision = "-".join([*(digest[:12] for digest in weights), self.pooling, f"layer{self.layer}"])
+        return ModelMeta.create_empty({"name": f"xscale/{self.model.path.resolve().name}", "revision": revision})
+
+
+def rows(vectors: Any) -> Tensor:
+    """[n, H], or [1, H] of one vector."""
+    return torch.atleast_2d(torch.as_tensor(vectors))
+
+
+def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
+    """mteb's task of this name on the folder's data; its subsets, or all. Raises UserError."""
+    try:
+        import mteb
+    except ImportError:
+        raise UserError("mteb is not installed; `pip install 'xscale[mteb]'` brings it") from None
+    if not folder.is_dir():
+        raise UserError(f"--mteb {name} {folder}: no folder; download the data set that mteb names for {name} to it")
+    try:
+        task = mteb.get_task(name, hf_subsets=subsets or None)
+    except (KeyError, ValueError) as error:
+        raise UserError(f"--mteb {' '.join([name, str(folder), *subsets])}: {error}") from None
+    absent = sorted(set(subsets) - set(task.hf_subsets))
+    if absent:
+        raise UserError(f"--mteb {name}: mteb's {name} has no subset {', '.join(absent)}")
+    task.metadata = task.metadata.model_copy(update={"dataset": {"path": str(folder.resolve())}})
+    return task
+
+
+def evaluate(
+    model: Exported, task: Any, poolings: Sequence[str] = POOLINGS[:1], layers: Sequence[str | int] = (-1,)
+) -> dict[str, dict[str, float]]:
+    """mteb's scores of each subset (and split, where the task has several), for each combination."""
+    last = model.encoder.lm.config.num_hidden_layers
+    numbers = layer_numbers(layers, last)
+    try:
+        task.load_data()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"{task.metadata.dataset['path']} is not the data of mteb's {task.metadata.name}: {error}"
+        ) from None
+    found = {}
+    for split, pooling, layer in product(task.eval_splits, poolings, numbers):
+        encoder = Encoder(model, pooling, layer)
+        for subset, scores in task.evaluate(encoder, split, encode_kwargs={"batch_size": BATCH}).items():
+            name = [subset, *([split] if len(task.eval_splits) > 1 else [])]
+            name.append(variant([(pooling, poolings, POOLINGS[0])], layer, numbers, last))
+            numeric = {metric: float(v) for metric, v in scores.items() if isinstance(v, int | float)}
+            found[" ".join(filter(None, name))] = {"main_score": numeric["main_score"]} | numeric
+    return found
