@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import OF_MACHINE, NotFinite, UserError, run_command
+from xscale.errors import NotFinite, UserError, of_machine, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
@@ -86,10 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        if error.errno not in OF_MACHINE:
-            raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
-        return 4
+        return of_machine(error)
 
 
 def check(args: argparse.Namespace) -> None:
