@@ -108,7 +108,9 @@ def check(args: argparse.Namespace) -> None:
             __import__(module)
         except ImportError:
             raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
-    files.check_writable(args.out)
+    folders = [args.work or args.out.with_suffix(".runs"), *filter(None, [args.predictions])]
+    for path in (args.out, *(folder / "predictions.json" for folder in folders)):
+        files.check_writable(path)
 
 
 def read_all(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, Data]:
