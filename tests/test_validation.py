@@ -150,7 +150,9 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         "checkpoint.best=heldout/xlm/loss", task(name="heldout", data=["x"])
     )
     for fields, told in (
-        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: xscale.eval.run has"),
+        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: of --data alone xscale.eval.run"),
+        ({"name": "mining", "mode": "job", "data": [str(demo / "heldout")]}, "eval.mining: of --data alone"),
+        ({"name": "retrieval", "data": ["/nope"]}, "^eval.retrieval: /nope: no index.json"),
         ({"name": "heldout", "data": [str(demo / "pairs")]}, "is trained on"),
         ({"name": "perplexity", "mode": "job", "data": [str(demo / "none")]}, "none"),
     ):
@@ -207,6 +209,16 @@ def test_what_a_job_says_when_it_fails_and_of_several_tasks(tmp_path: Path) -> N
     )
     both = {"heldout en-de": {"loss": 1}, "retrieval en-de": {"accuracy": 2}}
     assert beside.results() == ({"x": both}, ""), "one row took the other's place"
+    beside.process.returncode = 2
+    assert beside.results() == ({"x": both}, "exit code 2: error: no \ufffd disk"), "what was measured is lost"
+    beside.process.returncode = 0
+    beside.scores.write_text('{"results": {}}')
+    assert beside.results() == ({}, f"{beside.scores}: has no results")
+    beside.scores.unlink()
+    for name, metric in (("heldout", "loss"), ("retrieval", "accuracy")):  # slurm/evaluate.sbatch's array
+        scores = {"results": {name: {"en-de": {metric: len(metric) // 4}}}}
+        (tmp_path / f"scores.{name}.json").write_text(json.dumps(scores))
+    assert beside.results() == ({"x": both}, "")
 
 
 def test_a_job_is_no_rank() -> None:
