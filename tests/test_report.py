@@ -415,6 +415,17 @@ def test_retrieval_by_layer(tmp_path: Path) -> None:
     assert [[line.label for line in chart.lines] for chart in both] == [["a", "b"], ["a", "b"]]
 
 
+def test_directions_of_all_pairs_share_a_column(tmp_path: Path) -> None:
+    rows = {
+        f"{a}-{b} mean": {f"{a}->{b}": 0.1, f"{b}->{a} trained": 0.2, "accuracy": 0.3}
+        for a, b in (("en", "de"), ("fr", "zh-Hans"))
+    }
+    (tmp_path / "s.json").write_text(json.dumps({"model": "m", "results": {"alignment": rows}}))
+    table = tables.score_tables(read_scores([tmp_path / "s.json"]))["alignment"]
+    assert table.head == ["model", "", "→", "← trained", "accuracy"]
+    assert table.rows == [["m", name, 0.1, 0.2, 0.3] for name in rows]
+
+
 def test_what_failed_is_said(tmp_path: Path) -> None:
     scores = {"model": "a", "results": {}, "failed": {"alignment": {"en-de": "needs a <dictionary>"}}}
     (tmp_path / "s.json").write_text(json.dumps(scores))
