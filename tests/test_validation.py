@@ -1,6 +1,7 @@
 """Measured while it trains: the same training bit for bit, the numbers of an independent look, the best that stays."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,6 +184,21 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "evals.jsonl").read_text()) == {
         "step": 1, "results": {"a": {"b": {"c": None, "d": None, "e": 1.5}}}, "x": None,
     }  # fmt: skip
+
+
+def test_a_file_that_is_removed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its folder, as by somebody who removes --out of a run that goes on; and the console says so."""
+    said: list[str] = []
+    monkeypatch.setattr("xscale.run.metrics.LOG", SimpleNamespace(error=said.append, warning=said.append))
+    lines = JsonLines(tmp_path / "run" / "evals.jsonl", 0)
+    for step in (1, 2, 3):
+        lines.write({"step": step})
+        lines.flush()
+        if step == 1:
+            shutil.rmtree(tmp_path / "run")
+    lines.close()
+    assert (tmp_path / "run" / "evals.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    assert len(said) == 1 and "evals.jsonl was removed while the run goes on" in said[0]
 
 
 @pytest.mark.parametrize("scores", ["[1]", "3", "{}", '{"results": [1]}', '{"results": {"a": 1}}', "no JSON", None])
