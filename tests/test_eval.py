@@ -1,5 +1,6 @@
 """Evaluation: what is measured, what is left out, and what a failure leaves behind."""
 
+import errno
 import json
 import re
 import shutil
@@ -129,6 +130,15 @@ def test_what_cannot_be_written_is_said_before_the_work(
     assert measure("--task", "heldout", out=tmp_path / place)[0] == 2
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and str(tmp_path / place) in error
+
+
+def test_a_disk_that_fills_is_the_machines(measure: Measure, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def fail(path: Path, results: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(run, "write_json", fail)
+    assert measure("--task", "retrieval")[0] == 4
+    assert "scores.json: No space left on device; mend that" in capsys.readouterr().err
 
 
 def test_folders_that_others_saved(

@@ -431,6 +431,40 @@ def test_a_step_is_the_mean_over_the_targets_of_all_ranks(
         torch.testing.assert_close(summed[name] / 3, weight.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("full", [True, False])
+def test_a_disk_without_room_ends_no_run(
+    tmp_path: Path, model: Exported, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """The checkpoint is left out, what was there stays, and it is said."""
+
+    def fail(*given: Any) -> None:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        finally:
+            raise RuntimeError("unexpected pos 15552 vs 15446")  # as torch does
+
+    if full:
+        monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(loop, "take", lambda *given, copies: SimpleNamespace(taken={"a.pt": {"x": 1}}))
+    said: list[str] = []
+    tuner = Tuner(model, tags.POS, Settings(), {}, Path(), rows_of(model), Control(), said.append)
+    (tmp_path / "epoch_1_of_1_ranks").mkdir()
+    tuner.save(None, tmp_path, 2, "en, seed 0")
+    assert [path.name for path in tmp_path.iterdir()] == [f"epoch_{1 if full else 2}_of_1_ranks"]
+    assert [line.partition(" (")[0] for line in said] == ["en, seed 0: epoch 2 is not kept"] * full
+    assert all("No space left on device" in line for line in said)
+
+
+def test_what_is_not_finite_has_no_score(model: Exported, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = [Example("1", ("en",), ("word",), ("NOUN",))]
+    features = tags.encode(examples, Encoding(model.tokenizer, 40, tags.UPOS))
+    module = Tuned(model.encoder, 17, tags.POS.loss, seed=0)
+    torch.nn.init.constant_(module.head.bias, float("nan"))
+    tuner = Tuner(model, tags.POS, Settings(), {}, Path(), rows_of(model), Control(), print)
+    with pytest.raises(NotFinite, match="take a smaller --lr"):
+        tuner.predict(SimpleNamespace(module=module, device=torch.device("cpu")), features)
+
+
 # Runs
 
 
@@ -484,6 +518,12 @@ def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
         trainings(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
 
 
+def test_one_part_of_speech_is_nothing_to_learn_from() -> None:
+    one = Data(Path("en.conllu"), "en", [Example("1", ("en",), ("a", "b"), ("NOUN", "NOUN"))])
+    with pytest.raises(UserError, match=r"en.conllu has one label alone, NOUN"):
+        trainings(tags.POS, {"en": one}, {}, {"en": one}, "en", code_switch=False)
+
+
 def test_means_deviations_delta_and_the_majority() -> None:
     task, tests = command.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
     plan = trainings(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
@@ -526,6 +566,9 @@ def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, mode
             fits.append((name, len(units), outputs))
             (folder / "epoch_1_of_1_ranks").mkdir(parents=True)
             return seed
+
+        def tell(self, line: str) -> None:
+            pass
 
         def predict(self, engine: int, features: list[Any]) -> list[np.ndarray]:
             return [np.array([[1.0 - engine, 0.5]]) for _ in features]
@@ -575,6 +618,8 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
         ("--translated de=de.tsv --code_switch", "--code_switch needs --train of the source language"),
         ("--train en=one.tsv --translated de=de.tsv --code_switch", "line or question 2 is not in .*one.tsv"),
         ("--train en=de.tsv --lr nan", "--lr nan must be positive"),
+        ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json cannot be written"),
+        ("--train en=de.tsv --work de.tsv", "de.tsv/predictions.json cannot be written"),
         ("--train en=de.tsv --seeds 1 1", "--seeds 1 1: seeds are different numbers"),
     ],
 )

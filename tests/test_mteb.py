@@ -1,5 +1,5 @@
-"""Tasks of mteb on local files. mteb brings hundreds of megabytes and is not among the tests' packages: where it is not
-installed a stand-in holds to what its documentation says of tasks and encoders."""
+"""Tasks of mteb on local files. The fast tests have a stand-in, by what its documentation says of tasks and encoders:
+mteb itself takes seconds to import, and `make test-slow` installs it."""
 
 import json
 import sys
@@ -60,11 +60,9 @@ class Tatoeba:
         return found
 
 
-@pytest.fixture(params=["stand-in", "mteb"])
+@pytest.fixture(params=["stand-in", pytest.param("mteb", marks=pytest.mark.slow)])
 def mteb(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "mteb":
-        pytest.importorskip("mteb")
-    else:
+    if request.param == "stand-in":
         module = ModuleType("mteb")
         module.get_task = lambda name, hf_subsets: {"Tatoeba": Tatoeba}[name](hf_subsets)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "mteb", module)
@@ -120,8 +118,10 @@ def test_what_mteb_asks_of_an_encoder(hf: Path) -> None:
     assert encoder.similarity(x, y)[0, 2] == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_the_protocol_of_mteb_itself(hf: Path) -> None:
-    mteb = pytest.importorskip("mteb")
+    import mteb
+
     one, other = (mteb_tasks.Encoder(Exported(hf), pooling) for pooling in ("mean", "cls"))
     assert isinstance(one, mteb.EncoderProtocol)
     assert one.mteb_model_meta.name == "xscale/hf" and one.mteb_model_meta.revision != other.mteb_model_meta.revision

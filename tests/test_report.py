@@ -1,5 +1,6 @@
 """The report: what a page and the console say is what the files say, and a page stands by itself at any width."""
 
+import errno
 import html.parser
 import json
 import math
@@ -7,6 +8,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -413,6 +415,17 @@ def test_retrieval_by_layer(tmp_path: Path) -> None:
     assert [[line.label for line in chart.lines] for chart in both] == [["a", "b"], ["a", "b"]]
 
 
+def test_directions_of_all_pairs_share_a_column(tmp_path: Path) -> None:
+    rows = {
+        f"{a}-{b} mean": {f"{a}->{b}": 0.1, f"{b}->{a} trained": 0.2, "accuracy": 0.3}
+        for a, b in (("en", "de"), ("fr", "zh-Hans"))
+    }
+    (tmp_path / "s.json").write_text(json.dumps({"model": "m", "results": {"alignment": rows}}))
+    table = tables.score_tables(read_scores([tmp_path / "s.json"]))["alignment"]
+    assert table.head == ["model", "", "→", "← trained", "accuracy"]
+    assert table.rows == [["m", name, 0.1, 0.2, 0.3] for name in rows]
+
+
 def test_what_failed_is_said(tmp_path: Path) -> None:
     scores = {"model": "a", "results": {}, "failed": {"alignment": {"en-de": "needs a <dictionary>"}}}
     (tmp_path / "s.json").write_text(json.dumps(scores))
@@ -551,6 +564,8 @@ def broken(name: str, text: str) -> Callable[[Path], list[object]]:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
         run = name.startswith("run")
+        if run and not (folder / "run" / "metrics.jsonl").exists():
+            (folder / "run" / "metrics.jsonl").touch()
         return [folder / "run" if run else "--scores", *([] if run else [folder / name]), "--out", folder / "r.html"]
 
     return write
@@ -567,6 +582,8 @@ def broken(name: str, text: str) -> Callable[[Path], list[object]]:
         (lambda folder: ["--scores", folder / "x", "--out", folder / "r.html"], "x cannot be read (No such file"),
         (broken("run/metrics.jsonl", '{"step": 1}\n[2]\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),
         (broken("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),
+        (broken("run/config.yaml", "a: [1"), "config.yaml is no YAML (while parsing"),
+        (broken("run/config.yaml", "- a"), "config.yaml has no fields; it is no recipe"),
         (broken("scores.json", "{"), "scores.json is no JSON"),
         (broken("scores.json", "[]"), "scores.json has no results"),
     ],
@@ -578,6 +595,29 @@ def test_errors_name_file_and_remedy(
     error = capsys.readouterr().err
     assert said in error and len(error.splitlines()) == 1
     assert not (tmp_path / "r.html").exists()
+
+
+def test_files_of_another_shape_are_passed_over(tmp_path: Path) -> None:
+    """Of a run that somebody touched, and of scores that somebody else wrote."""
+    evals = [{"step": 1, "failed": "x"}, {"step": 2, "failed": {"pos": None}, "results": [1]}]
+    folder = make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], evals)
+    (folder / "status.json").write_text("[1]")
+    for number, failed in enumerate(('["x"]', '{"pos": "why"}', '{"pos": {"de": ["why"]}}')):
+        (tmp_path / f"{number}.json").write_text(f'{{"model": "m", "results": {{}}, "failed": {failed}}}')
+    page_of(folder, "--scores", *tmp_path.glob("*.json"), out=tmp_path / "r.html")
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_full_disk_is_the_machines(
+    one: tuple[Path, list[Entry]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, full: bool
+) -> None:
+    def fail(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path)) if full else OSError(errno.EBADF, "ours")
+
+    monkeypatch.setattr("xscale.files.write_text", fail)
+    with nullcontext() if full else pytest.raises(OSError, match="ours"):
+        assert command.main([str(one[0]), "--out", str(tmp_path / "r.html")]) == 4
+        assert "r.html: No space left on device; mend that" in capsys.readouterr().err
 
 
 def test_shards_without_links_are_refused(

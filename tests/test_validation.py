@@ -1,6 +1,7 @@
 """Measured while it trains: the same training bit for bit, the numbers of an independent look, the best that stays."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -150,7 +151,9 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         "checkpoint.best=heldout/xlm/loss", task(name="heldout", data=["x"])
     )
     for fields, told in (
-        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: xscale.eval.run has"),
+        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: of --data alone xscale.eval.run"),
+        ({"name": "mining", "mode": "job", "data": [str(demo / "heldout")]}, "eval.mining: of --data alone"),
+        ({"name": "retrieval", "data": ["/nope"]}, "^eval.retrieval: /nope: no index.json"),
         ({"name": "heldout", "data": [str(demo / "pairs")]}, "is trained on"),
         ({"name": "perplexity", "mode": "job", "data": [str(demo / "none")]}, "none"),
     ):
@@ -183,6 +186,21 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_file_that_is_removed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its folder, as by somebody who removes --out of a run that goes on; and the console says so."""
+    said: list[str] = []
+    monkeypatch.setattr("xscale.run.metrics.LOG", SimpleNamespace(error=said.append, warning=said.append))
+    lines = JsonLines(tmp_path / "run" / "evals.jsonl", 0)
+    for step in (1, 2, 3):
+        lines.write({"step": step})
+        lines.flush()
+        if step == 1:
+            shutil.rmtree(tmp_path / "run")
+    lines.close()
+    assert (tmp_path / "run" / "evals.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
+    assert len(said) == 1 and "evals.jsonl was removed while the run goes on" in said[0]
+
+
 @pytest.mark.parametrize("scores", ["[1]", "3", "{}", '{"results": [1]}', '{"results": {"a": 1}}', "no JSON", None])
 def test_scores_that_are_none(tmp_path: Path, scores: str | None) -> None:
     beside = object.__new__(Beside)
@@ -207,6 +225,16 @@ def test_what_a_job_says_when_it_fails_and_of_several_tasks(tmp_path: Path) -> N
     )
     both = {"heldout en-de": {"loss": 1}, "retrieval en-de": {"accuracy": 2}}
     assert beside.results() == ({"x": both}, ""), "one row took the other's place"
+    beside.process.returncode = 2
+    assert beside.results() == ({"x": both}, "exit code 2: error: no \ufffd disk"), "what was measured is lost"
+    beside.process.returncode = 0
+    beside.scores.write_text('{"results": {}}')
+    assert beside.results() == ({}, f"{beside.scores}: has no results")
+    beside.scores.unlink()
+    for name, metric in (("heldout", "loss"), ("retrieval", "accuracy")):  # slurm/evaluate.sbatch's array
+        scores = {"results": {name: {"en-de": {metric: len(metric) // 4}}}}
+        (tmp_path / f"scores.{name}.json").write_text(json.dumps(scores))
+    assert beside.results() == ({"x": both}, "")
 
 
 def test_a_job_is_no_rank() -> None:

@@ -35,6 +35,14 @@ class RankError(UserError):
     """A UserError that this rank alone has seen, such as a damaged record of its share."""
 
 
+def of_machine(error: OSError) -> int:
+    """Of a command: says what a file system answers, and returns exit code 4; raises what is a fault of ours."""
+    if error.errno not in OF_MACHINE:
+        raise error
+    print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
+    return 4
+
+
 def print_anything() -> None:
     """What a console's locale has no character for is printed as a number, instead of ending the program."""
     for stream in (sys.stdout, sys.stderr):

@@ -32,8 +32,10 @@ def publish(path: Path) -> Iterator[Path]:
     try:
         yield partial
         move_in(partial, path)
-    except BaseException:
+    except BaseException as error:
         remove(partial)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a write that fails does not say of what
         raise
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.shards import find_sources
-from xscale.errors import UserError
+from xscale.errors import UserError, of_machine
 from xscale.eval.model import Exported, write_json
 from xscale.eval.tasks import TASKS, Row, Scores, add_flags
 from xscale.plugins import load_plugins
@@ -37,7 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return measure_all(model, rows, args)
+    try:
+        return measure_all(model, rows, args)
+    except OSError as error:  # of --out
+        return of_machine(error)
 
 
 def check_out(path: Path) -> None:

@@ -206,7 +206,7 @@ svg text { font-family: system-ui, sans-serif; }
 .wide { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; font-size: .85rem; width: max-content; }
 th, td { padding: 2px 10px 2px 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--faint); }
-td { overflow-wrap: normal; max-width: 45ch; } th { white-space: nowrap; }
+td { overflow-wrap: break-word; max-width: min(45ch, 80vw); } th { white-space: nowrap; }
 td:first-child, th:first-child { position: sticky; left: 0; background: var(--paper); }
 .groups th { border-bottom: 0; padding-top: 4px; }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }

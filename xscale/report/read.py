@@ -87,10 +87,25 @@ def read_run(folder: Path, name: str, label: str) -> Run:
         folder,
         curves((entry["step"], entry.items()) for entry in json_lines(path)),
         curves((entry["step"], flat(entry.get("results"))) for entry in evals),
-        [(entry["step"], task, str(why)) for entry in evals for task, why in (entry.get("failed") or {}).items()],
-        (yaml.safe_load(config.read_text(encoding="utf-8")) or {}) if config.is_file() else {},
-        read_json(status) if status.is_file() else {},
+        [(entry["step"], task, str(why)) for entry in evals for task, why in mapping(entry.get("failed")).items()],
+        read_yaml(config) if config.is_file() else {},
+        mapping(read_json(status)) if status.is_file() else {},
     )
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is no YAML ({str(error).splitlines()[0]}); mend it, or remove it") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} has no fields; it is no recipe: mend it, or remove it")
+    return found
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """What stands there by name; nothing where it is something else."""
+    return value if isinstance(value, dict) else {}
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -130,9 +145,9 @@ def curve(steps: list[int], values: list[Any]) -> Curve:
 
 def flat(results: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
     """((task, row, metric), number) of an evaluation's results."""
-    for task, rows in (results if isinstance(results, dict) else {}).items():
-        for row, scores in rows.items() if isinstance(rows, dict) else ():
-            yield from (((task, row, metric), n) for metric, n in (scores.items() if isinstance(scores, dict) else ()))
+    for task, rows in mapping(results).items():
+        for row, scores in mapping(rows).items():
+            yield from (((task, row, metric), n) for metric, n in mapping(scores).items())
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
@@ -152,8 +167,8 @@ def read_scores(paths: list[Path]) -> list[Scores]:
         for (task, row, metric), value in flat(scores["results"]):
             if isinstance(value, int | float):
                 of_model.results.setdefault(task, {}).setdefault(row, {})[metric] = value
-        for task, rows in (scores.get("failed") or {}).items():
-            of_model.failed.setdefault(task, {}).update(rows)
+        for task, rows in mapping(scores.get("failed")).items():
+            of_model.failed.setdefault(task, {}).update({row: str(why) for row, why in mapping(rows).items()})
     return list(by_model.values())
 
 

@@ -123,11 +123,23 @@ def score_tables(scores: list[Scores]) -> dict[str, Table]:
     found: dict[str, Table] = {}
     for task in dict.fromkeys(task for model in scores for task in model.results):
         of_models = [(model.name, *of_row) for model in scores for of_row in model.results.get(task, {}).items()]
-        of_task = [(model, row, numbers) for model, row, numbers in of_models if not is_transfer(numbers)]
+        of_task = [
+            (model, row, {column(row, metric): value for metric, value in numbers.items()})
+            for model, row, numbers in of_models
+            if not is_transfer(numbers)
+        ]
         metrics = list(dict.fromkeys(metric for _, _, numbers in of_task for metric in numbers))
         rows: list[list[Cell]] = [[model, row, *map(numbers.get, metrics)] for model, row, numbers in of_task]
         found |= {task: Table(["model", "", *metrics], rows)} if rows else {}
     return found
+
+
+def column(row: str, metric: str) -> str:
+    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
+    direction, *rest = metric.split(" ", 1)
+    first, arrow, second = direction.partition("->")
+    arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
+    return " ".join([arrows.get(row.split(" ")[0], direction), *rest])
 
 
 def failed_evals(runs: list[Run]) -> Table:

@@ -28,6 +28,8 @@ from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
 """Row, such as a stream or a pair of languages -> name -> number."""
+MEASURED = [name for name in TASKS if name not in ("aer", "mining")]
+"""Tasks of xscale.eval.run that need no more than --data."""
 LEAST = "loss", "perplexity", "aer"
 """Numbers that are best where they are least have one of these in their names."""
 
@@ -62,15 +64,17 @@ def check_tasks(job: Job) -> None:
         kind = task.name.partition(".")[0]
         if task.mode == "inline" and task.data:
             sources_of(task, job)
-        elif task.mode == "job" and not task.command and kind not in TASKS:
-            raise UserError(f"eval.{task.name}: xscale.eval.run has {', '.join(TASKS)}; or give a command")
+        elif task.mode == "job" and not task.command and kind not in MEASURED:
+            raise UserError(
+                f"eval.{task.name}: of --data alone xscale.eval.run measures {', '.join(MEASURED)}; or give a command"
+            )
         elif task.mode == "job" and task.data and not task.command:
-            find_sources([Path(path) for path in task.data])
+            find_data(task)
 
 
 def sources_of(task: EvalTask, job: Job) -> list[Source]:
     """Raises UserError for data that the run trains on, or whose languages it does not know."""
-    sources = take_first(find_sources([Path(path) for path in task.data]), task.limit)
+    sources = take_first(find_data(task), task.limit)
     trained = {source.fingerprint: source for source in job.sources}
     for source in sources:
         if source.fingerprint in trained:
@@ -81,6 +85,14 @@ def sources_of(task: EvalTask, job: Job) -> list[Source]:
                 f"eval.{task.name}: {source.directory} is in {' and '.join(new)}, which no --data of the run has"
             )
     return sources
+
+
+def find_data(task: EvalTask) -> list[Source]:
+    """Raises UserError, which names the task."""
+    try:
+        return find_sources([Path(path) for path in task.data])
+    except UserError as error:
+        raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
 
 class Heldout:

@@ -118,7 +118,7 @@ class JsonLines:
         if path.exists():
             with files.publish(path) as kept, path.open("rb") as old, kept.open("wb") as new:
                 new.writelines(line for line in old if _step_of(line) <= after_step)
-        self.file = path.open("ab", buffering=0)
+        self.path, self.file = path, path.open("ab", buffering=0)
         self.end = path.stat().st_size
         """Of the last whole line."""
         self.lines: deque[bytes] = deque()
@@ -141,6 +141,8 @@ class JsonLines:
         if not self.file:
             return
         try:
+            if os.fstat(self.file.fileno()).st_nlink == 0:
+                self._begin_anew()
             if self.lines:
                 self._append(b"".join(self.lines))
                 self.lines.clear()
@@ -154,6 +156,15 @@ class JsonLines:
             LOG.error(f"{self.alarm.what}: {self.lost:,} lines are lost, for which there was no room in memory")
             self.lost = 0
         self.alarm.clear()
+
+    def _begin_anew(self) -> None:
+        """Of a file that somebody has removed, whose lines nobody would see."""
+        assert self.file
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        anew = self.path.open("ab", buffering=0)
+        self.file.close()
+        self.file, self.end = anew, self.path.stat().st_size
+        LOG.error(f"{self.path} was removed while the run goes on; a new one has the lines from now on")
 
     def _append(self, data: bytes) -> None:
         """All of it, or nothing: what a write that failed has left is cut off."""

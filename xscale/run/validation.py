@@ -161,7 +161,7 @@ class Validation:
             if problem:
                 LOG.warning(f"eval.{beside.task.name} of step {beside.step} failed ({problem}); {beside.log} says why")
                 self.lines.write({"step": beside.step, "failed": {beside.task.name: problem}, "results": {}})
-            else:
+            if results:
                 self.report(beside.step, results, time.monotonic() - beside.started, job=True)
 
     def close(self) -> None:
@@ -217,19 +217,32 @@ class Beside:
             )
 
     def results(self) -> tuple[dict[str, Results], str]:
-        """By the task's name, and by row, with the name of its task where there are several; or what went wrong."""
+        """By the task's name, and by row, with the name of its task where there are several; and what went wrong: a
+        command that measures several things may have failed at one."""
+        problem = ""
         if self.process.returncode:
-            return {}, ": ".join(filter(None, [f"exit code {self.process.returncode}", last_line(self.log)]))
+            problem = ": ".join(filter(None, [f"exit code {self.process.returncode}", last_line(self.log)]))
         try:
-            found = json.loads(self.scores.read_text(encoding="utf-8"))["results"]
+            found = self.found()
             rows = {
-                row if len(found) == 1 else f"{name} {row}": numbers
+                row if len(found) == 1 else f"{name} {row}": _numbers(numbers)
                 for name, of_task in found.items()
                 for row, numbers in of_task.items()
             }
-            return {self.task.name: {row: _numbers(of) for row, of in rows.items()}}, ""
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            return {}, f"{self.scores}: {type(error).__name__}: {error}"
+            return {}, problem or f"{self.scores}: {type(error).__name__}: {error}"
+        return ({self.task.name: rows}, problem) if rows else ({}, problem or f"{self.scores}: has no results")
+
+    def found(self) -> dict[str, Any]:
+        """What the command wrote, or an array of it, such as slurm/evaluate.sbatch: scores.TASK.json."""
+        paths = sorted(self.scores.parent.glob(f"{self.scores.stem}.*{self.scores.suffix}"))
+        if self.scores.exists() or not paths:
+            paths = [self.scores]
+        return {
+            name: rows
+            for path in paths
+            for name, rows in json.loads(path.read_text(encoding="utf-8"))["results"].items()
+        }
 
 
 def last_line(log: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import OF_MACHINE, NotFinite, UserError, run_command
+from xscale.errors import NotFinite, UserError, of_machine, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.loop import Rows, Settings, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
@@ -86,10 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        if error.errno not in OF_MACHINE:
-            raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
-        return 4
+        return of_machine(error)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -111,7 +108,9 @@ def check(args: argparse.Namespace) -> None:
             __import__(module)
         except ImportError:
             raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
-    files.check_writable(args.out)
+    folders = [args.work or args.out.with_suffix(".runs"), *filter(None, [args.predictions])]
+    for path in (args.out, *(folder / "predictions.json" for folder in folders)):
+        files.check_writable(path)
 
 
 def read_all(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, Data]:

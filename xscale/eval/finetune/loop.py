@@ -34,6 +34,7 @@ from xscale.ops.alignment_gather import alignment_gather
 from xscale.ranks import Control
 from xscale.step.ds_config import Hardware, resolve_ds_config
 from xscale.step.engine import build_engine
+from xscale.step.host_copy import take
 from xscale.step.step import to_device
 from xscale.step.zero import one_reduction, take_step
 
@@ -153,7 +154,7 @@ class Tuner:
             seconds = time.perf_counter() - started
             self.tell(f"{name}: epoch {epoch + 1}/{self.settings.epochs}  loss {mean:.6f}  {seconds:.1f} s")
             if epoch + 1 < self.settings.epochs:
-                self.save(engine, folder, epoch + 1)
+                self.save(engine, folder, epoch + 1, name)
         return engine
 
     def build(self, outputs: int, seed: int, steps: int) -> Any:
@@ -162,6 +163,8 @@ class Tuner:
         config = resolve_ds_config(self.ds_config, self.ds_path, recipe, self.control.size, Hardware.here())
         if config.stage > 2:
             raise UserError(f"--ds_config {self.ds_path} has ZeRO stage {config.stage}; fine-tuning takes 0, 1 or 2")
+        for note in config.notes:
+            self.tell(note)
         module.train()
         gc.collect()  # engines are cycles: the last one's memory
         return build_engine(module, config.resolved)
@@ -189,15 +192,21 @@ class Tuner:
                 logits_SC = module(inputs, counts)[1].cpu().numpy()
             found |= dict(zip(batch, np.split(logits_SC, np.cumsum(counts)[:-1]), strict=True))
         everyone = {i: logits for of_rank in self.control.gather(found) for i, logits in of_rank.items()}
+        if not all(np.isfinite(logits).all() for logits in everyone.values()):
+            raise NotFinite("what the tuned model says is not finite; take a smaller --lr")
         return [everyone[i] for i in range(len(features))]
 
-    def save(self, engine: Any, folder: Path, epoch: int) -> None:
-        """All ranks together; in the place of the epoch before."""
+    def save(self, engine: Any, folder: Path, epoch: int, name: str) -> None:
+        """All ranks together; in the place of the epoch before. Where a disk has no room, training goes on without."""
         path = folder / self.checkpoint(epoch)
         partial = files.beside(path)
         self.control.from_main(lambda: files.remove(partial))
-        engine.save_checkpoint(str(folder), tag=partial.name, client_state={"epoch": epoch}, save_latest=False)
-        self.control.from_main(lambda: settle(partial, path))
+        found = self.control.gather(write(take(engine, partial, copies=False).taken, partial))
+        problem = next(filter(None, found), "") or self.control.from_main(lambda: settle(partial, path))
+        if problem:
+            self.control.from_main(lambda: files.remove(partial))
+            self.tell(f"{name}: epoch {epoch} is not kept ({problem}); a run that is killed begins before it")
+            return
         self.control.from_main(lambda: files.remove(folder / self.checkpoint(epoch - 1)))
 
     def load(self, engine: Any, folder: Path) -> int:
@@ -218,15 +227,17 @@ class Tuner:
         return f"epoch_{epoch}_of_{self.control.size}_ranks"
 
 
-def settle(partial: Path, path: Path) -> None:
-    """What all ranks have written, to disk and to its place, with the hashes of all files."""
-    hashes = {}
-    for file in sorted(partial.rglob("*")):
-        files.sync(file)
-        if file.is_file():
-            hashes[str(file.relative_to(partial))] = files.sha256_file(file)
-    files.write_text(partial / HASHES, json.dumps(hashes, indent=1) + "\n")
+def settle(partial: Path, path: Path) -> str:
+    """What all ranks have written, to its place, with the hashes of all files. Returns what the disk said, "" where it
+    took them."""
+    written = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+    hashes = {str(path.relative_to(partial)): files.sha256_file(path) for path in written}
+    try:
+        files.write_text(partial / HASHES, json.dumps(hashes, indent=1) + "\n")
+    except OSError as error:
+        return f"{partial}: {error.strerror}"
     files.move_in(partial, path)
+    return ""
 
 
 def damage(path: Path) -> str:
@@ -242,3 +253,19 @@ def damage(path: Path) -> str:
 def remove_checkpoints(folder: Path) -> None:
     for path in folder.glob("epoch_*"):
         files.remove(path)
+
+
+def write(states: dict[str, Any], folder: Path) -> str:
+    """This rank's files of a checkpoint, to disk. Returns what the disk said, "" where it took them."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, state in states.items():
+            with (folder / name).open("wb") as file:
+                torch.save(state, file)
+            files.sync(folder / name)
+    except (OSError, RuntimeError) as error:  # torch raises its own over that of a failed write
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        return f"{folder}: {cause.strerror}"
+    return ""

@@ -72,9 +72,9 @@ def check_training(task: Task, training: Training, tests: dict[str, Data]) -> No
     for example in () if data.labelled else data.examples:
         if example.gold is None:
             raise UserError(f"{data.path}: line {example.key} has no label; training text needs one everywhere")
-    labels = task.labels(data.examples)
-    if task.classes and len(labels) < 2:
-        raise UserError(f"{data.path} has one label alone, {', '.join(labels)}; there is nothing to learn from it")
+    labels, there = task.labels(data.examples), {label for example in data.examples for label in example.gold or ()}
+    if task.classes and len(there) < 2:
+        raise UserError(f"{data.path} has one label alone, {', '.join(there)}; there is nothing to learn from it")
     for test in training.tests if task.classes else ():
         check_labels(labels, tests[test], data.path)
 
@@ -142,7 +142,9 @@ class Runs:
             folder = self.folder(training, seed)
             path = folder / "predictions.json"
             text = control.from_main(partial(read_text, path))
-            if not text:
+            if text:
+                tuner.tell(f"{training.name}, seed {seed}: is done, {path} has it")
+            else:
                 units = units or units_of(tuner.task, training, encoding)
                 engine = tuner.fit(units, len(encoding.labels), seed, folder, f"{training.name}, seed {seed}")
                 text = json.dumps({language: self.predict(engine, language, encoding) for language in training.tests})
