@@ -2,6 +2,7 @@
 mteb itself takes seconds to import, and `make test-slow` installs it."""
 
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.rows import one_thread  # noqa: F401
 from tests.test_eval import POOL, cosines, states_of
 from tests.test_eval_tasks import random_model, sentences
+from tests.test_readme import commands
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import mteb_tasks, run
 from xscale.eval.model import Exported
@@ -125,6 +127,21 @@ def test_the_protocol_of_mteb_itself(hf: Path) -> None:
     one, other = (mteb_tasks.Encoder(Exported(hf), pooling) for pooling in ("mean", "cls"))
     assert isinstance(one, mteb.EncoderProtocol)
     assert one.mteb_model_meta.name == "xscale/hf" and one.mteb_model_meta.revision != other.mteb_model_meta.revision
+
+
+def test_the_command_of_the_readme(
+    mteb: str, hf: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "xlm").symlink_to(hf)
+    (tmp_path / "tatoeba-bitext-mining").mkdir()
+    texts = [json.dumps({"sentence1": text, "sentence2": text, "lang": "deu-eng"}) for text in sentences(demo, 0)[:9]]
+    (tmp_path / "tatoeba-bitext-mining" / "test.jsonl").write_text("\n".join(texts))
+    (line,) = [line for line in commands("Evaluation") if "--task mteb" in line]
+    assert run.main(shlex.split(line)[3:]) == 0
+    results = json.loads((tmp_path / "mteb.json").read_text())["results"]
+    assert results["mteb"]["Tatoeba BitextMining deu-eng"]["accuracy"] == 1
 
 
 @pytest.mark.parametrize(
