@@ -9,6 +9,7 @@ Sources are there in memory alone (their .idx, not their text), dealt out evenly
      that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
   3. bytes of a step's collectives, as a dry run foretells them and as runs on 2 and 4 ranks gave them, by ZeRO stage,
      of rows that hold all of a step and of several; then what each of --ranks would send, by a ring
+What a start costs there, by real files: start.py.
 """
 
 import argparse
