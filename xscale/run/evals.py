@@ -28,7 +28,7 @@ from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
 """Row, such as a stream or a pair of languages -> name -> number."""
-MEASURED = [name for name in TASKS if name not in ("aer", "mining")]
+MEASURED = [name for name in TASKS if name not in ("aer", "mining", "mteb")]
 """Tasks of xscale.eval.run that need no more than --data."""
 LEAST = "loss", "perplexity", "aer"
 """Numbers that are best where they are least have one of these in their names."""
