@@ -64,7 +64,6 @@ class Announcer:
 
     def __init__(
         self,
-        batches: Iterator[StepBatch],
         done: int,
         steps: int,
         gathering: frozenset[str],
@@ -74,8 +73,8 @@ class Announcer:
         watch: Watch,
         keeper: Keeper,
     ):
-        """done: steps before the first of `batches`; steps: the last; gathering: streams whose companion gathers."""
-        self.batches, self.announced, self.steps, self.gathering = batches, done, steps, gathering
+        """done: steps before the first; steps: the last; gathering: streams whose companion gathers."""
+        self.announced, self.steps, self.gathering = done, steps, gathering
         self.process, self.control, self.stop, self.watch, self.keeper = process, control, stop, watch, keeper
         self.waited = 0.0
         """Seconds that the step under way has waited for records."""
@@ -84,15 +83,16 @@ class Announcer:
         self.length = 0
         """Numbers of a message."""
 
-    def next(self) -> Coming | None:
-        """The next step that has not been announced; None after the last."""
+    def next(self, batches: Iterator[StepBatch]) -> Coming | None:
+        """The next step that has not been announced; None after the last. The iterator is its caller's alone: within a
+        cycle its workers would be waited for at some collection of garbage."""
         if self.announced == self.steps:
             return None
         self.announced += 1
         self.watch.note(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:
-            batch = next(self.batches)
+            batch = next(batches)
         except Exception as error:
             if not self.length:  # of the first step: nobody waits for anything else
                 raise

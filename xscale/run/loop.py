@@ -93,6 +93,8 @@ class Trainer:
         self.validation = Validation(job, tasks, here.out, here.control, self.step, self.reporter)
         folder, keep = here.out / "checkpoints", self.recipe.checkpoint.keep
         self.keeper = Keeper(here.engine, folder, here.control, here.watch, self.validation, keep, checkpoint)
+        around = here.process, here.control, here.stop, here.watch, self.keeper
+        self.announcer = Announcer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around)
         self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
@@ -103,10 +105,8 @@ class Trainer:
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
-        recipe, started, names = self.recipe, time.monotonic(), frozenset(self.gathering)
-        around = self.process, self.control, self.stop, self.watch, self.keeper
-        self.announcer = Announcer(batches, self.step, recipe.train.steps, names, *around)
-        coming = self.announcer.next()
+        recipe, started = self.recipe, time.monotonic()
+        coming = self.announcer.next(batches)
         while coming:
             self.watch.note(f"at the beginning of step {self.step + 1}")
             if coming.failed():
@@ -115,7 +115,7 @@ class Trainer:
                 return self.stop_early()
             agreed, batch = coming.agreed(), coming.batch
             check_targets(agreed, self.step + 1, recipe)
-            ahead = self.announcer.next()
+            ahead = self.announcer.next(batches)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.condemned:
                 self.leave_out(agreed)
