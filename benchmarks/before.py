@@ -158,7 +158,7 @@ def main(vocab_size: int, threads: int, words: list[str]) -> None:
             waiting = time.monotonic()
             if not sys.stdin.readline():
                 os._exit(0)
-            trainer.last_flush += time.monotonic() - waiting
+            getattr(trainer, "announcer", trainer).last_flush += time.monotonic() - waiting  # older ones have no other
             wall, cpu = time.perf_counter(), time.process_time()
             yield next(batches)
             step = Step(time.perf_counter() - wall, time.process_time() - cpu)

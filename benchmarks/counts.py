@@ -214,7 +214,7 @@ def measure_host(trainer: Any, batches: Iterator[Any], calls: list[Any]) -> Iter
 
 
 def warm(trainer: Any, batches: Iterator[Any]) -> Iterator[Any]:
-    trainer.last_flush = float("inf")  # metrics are not written
+    trainer.announcer.last_flush = float("inf")  # metrics are not written
     for _ in range(WARM):
         yield cleared(trainer, next(batches))
 

@@ -41,7 +41,7 @@ MOST_LINKS = 50_000
 """Of one file; ext4 allows 65,000."""
 PHASES = {
     "prepare": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
-    "save": "save", "batches": "records", "announce": "records",
+    "save": "save", "batches": "records", "next": "records",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def rank(words: list[str], result: str) -> None:
     import deepspeed  # noqa: F401
 
     from xscale import train
-    from xscale.run import folder, job, loop, start
+    from xscale.run import announce, folder, job, loop, start
 
     counts, took = Counts(train.parse_arguments(words).data[0].as_posix()), dict.fromkeys(PHASES.values(), 0.0)
     started = time.perf_counter()
@@ -129,7 +129,7 @@ def rank(words: list[str], result: str) -> None:
         clock(owner, name)
     clock(folder, "find_checkpoint")
     clock(loop.Trainer, "save")
-    clock(loop.Trainer, "announce")
+    clock(announce.Announcer, "next")
     step = loop.Trainer.train_step
 
     def first_step(self: loop.Trainer, *args: Any) -> Any:

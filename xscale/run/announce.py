@@ -78,7 +78,7 @@ class Announcer:
         self.process, self.control, self.stop, self.watch, self.keeper = process, control, stop, watch, keeper
         self.waited = 0.0
         """Seconds that the step under way has waited for records."""
-        self.flushed = time.monotonic()
+        self.last_flush = time.monotonic()
         """When metrics were read last."""
         self.length = 0
         """Numbers of a message."""
@@ -111,7 +111,7 @@ class Announcer:
 
     def _send(self, batch: StepBatch) -> Coming:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
-        flush = self.process.is_main and time.monotonic() - self.flushed >= FLUSH_SECONDS
+        flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         asked = [int(flush), int(self.keeper.saver.written)]
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}

@@ -249,7 +249,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
-        self.announcer.flushed = time.monotonic()
+        self.announcer.last_flush = time.monotonic()
         if not self.pending:
             return
         done, self.pending = self.pending, []
