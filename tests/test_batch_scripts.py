@@ -17,6 +17,7 @@ def run(tmp_path: Path, script: str, srun: str, *more: str, **environment: str) 
     comment = f'sed -n "s/.*comment=/   Comment=/p" {words["scontrol"]} | tail -n 1'
     bodies = {
         "srun": f'printf "%s\\n" "$@" > {words["srun"]}\n{srun}',
+        "sleep": "exec $(PATH=/usr/bin:/bin command -v sleep) 0.05",
         "scontrol": f'[ "$1" = show ] && {comment} || echo "$@" >> {words["scontrol"]}',
     }
     for name, body in bodies.items():

@@ -159,15 +159,35 @@ def test_the_time_limit_signals_the_run(slurm: Cluster, demo: Path, tmp_path: Pa
 
 def test_what_the_machine_has_ended_is_tried_again(slurm: Cluster, tmp_path: Path) -> None:
     """By the job's comment, which outlives a requeue: here once, then the job ends with its code."""
-    hangs, output = tmp_path / "hangs", tmp_path / "job.out"
-    hangs.write_text("#!/bin/bash\nexit 5\n")
-    hangs.chmod(0o755)
-    flags = ["--parsable", f"--output={output}", "--ntasks-per-node=1", "slurm/pretrain.sbatch"]
-    job = int(slurm.run("env", f"RUN_IN={hangs}", "RETRIES=1", "sbatch", *flags, f"--out={tmp_path / 'run'}"))
+    out, output = tmp_path / "a run", tmp_path / "job.out"
+    (out / "checkpoints").mkdir(parents=True)
+    (out / "checkpoints" / "latest").write_text("step_00000007")
+    job = submit_in(slurm, tmp_path, "exit 5", output, "--out", str(out))
     wait_for_state(slurm, job, "PENDING", output, restarts=1)
     release(slurm, job)
     found = wait_for_state(slurm, job, "FAILED", output)
-    assert (found["Restarts"], found["ExitCode"]) == ("1", "5:0") and output.read_text().count("retry 1 of 1") == 1
+    assert (found["Restarts"], found["ExitCode"]) == ("1", "5:0")
+    assert output.read_text().count("retry 1 of 1 since step_00000007") == 1
+
+
+def test_a_signal_that_the_ranks_did_not_get_is_sent_again(slurm: Cluster, tmp_path: Path) -> None:
+    """SLURM loses one that comes between a step's creation and its tasks' launch."""
+    output = tmp_path / "job.out"
+    deaf = "trap '' USR2; sleep 4; trap 'exit 75' USR2; sleep 60 & wait $!; exit 0"
+    job = submit_in(slurm, tmp_path, deaf, output)
+    wait_for(lambda: f"{job}.0" in slurm.run("squeue", "-h", "-s", "-o", "%i"), 60, slurm.logs)
+    slurm.run("scancel", "--full", "--signal=USR2", job)
+    wait_for_state(slurm, job, "PENDING", output, restarts=1)
+    slurm.run("scancel", job)
+
+
+def submit_in(slurm: Cluster, folder: Path, script: str, output: Path, *words: str) -> int:
+    """pretrain.sbatch, whose ranks run a script in place of Python; tried again once."""
+    runs_in = folder / "runs_in"
+    runs_in.write_text(f"#!/bin/bash\n{script}\n")
+    runs_in.chmod(0o755)
+    flags = ["--parsable", f"--output={output}", "--ntasks-per-node=1", "slurm/pretrain.sbatch"]
+    return int(slurm.run("env", f"RUN_IN={runs_in}", "RETRIES=1", "sbatch", *flags, *words))
 
 
 def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
