@@ -234,7 +234,7 @@ def opens(job: Job) -> None:
     with counted_opens() as of_worker:
         for shard, record in zip(shards.tolist(), records.tolist(), strict=True):
             worker.read(shard, record)
-            most = max(most, sum(kind == "tar" for *_, kind in shards_of._open))
+            most = max(most, len(shards_of._open))
     spans = [np.ptp(np.flatnonzero(shards == shard)) + 1 for shard in range(len(main.shards))]
     full = np.random.default_rng(0).permutation(np.repeat(np.arange(len(main.shards)), main.counts))
     small = np.full(main.records // SMALL_SHARD, SMALL_SHARD)

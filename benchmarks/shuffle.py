@@ -16,10 +16,9 @@ generated ones, and the documents of --text.
 import argparse
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from common import print_table
@@ -117,9 +116,11 @@ def samples_of(corpus: Running, seed: int, window: int, sources: int) -> tuple[n
         of = [array[first[s] :][: corpus.counts[s]][r] for s, r in zip(shards, records, strict=True)]
         return np.concatenate(of)
 
-    text = Text(partial(look, corpus.follows), lambda tokens: tokens, ROOM)
-    lengths, key = partial(look, corpus.tokens), rng.key(seed, "benchmark")
-    order = EpochOrder(corpus.counts, key, 0, window, lengths=lengths, text=text, sources=sources)
+    def look_at_both(*places: Any) -> tuple[np.ndarray, np.ndarray]:
+        return look(corpus.tokens, *places), look(corpus.follows, *places)
+
+    text = Text(look_at_both, lambda tokens: tokens, ROOM)
+    order = EpochOrder(corpus.counts, rng.key(seed, "benchmark"), 0, window, text=text, sources=sources)
     starts, at = [], 0
     while at < order.size:
         ends = order.samples(at, order.size)

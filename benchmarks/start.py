@@ -1,18 +1,19 @@
 """What a start and a resume cost beside imports where the corpus is large, by real files and real ranks.
 
     python benchmarks/start.py [--records 1000000000] [--shards 100000] [--kinds pair mono] [--sources 1 100]
+                               [--far MS]
 
 A corpus of 10^9 records is one written shard of each source and hard links to it; its index names each as a shard of
-its own. Beside it one of two shards shows what a start costs in any case. Each is trained for two steps on 1 and on 2
+its own. Beside it one of two shards shows what a start costs in any case. Each is trained for 8 steps on 1 and on 2
 ranks, anew and again from its checkpoint of step 1. It prints, of rank 0, seconds from the end of the imports to the
 first step: all, and those of reading indices and looking at files (`prepare`), of finding and checking a checkpoint, of
 measuring the data (`calibrate`), of building the engine, of saving step 0, and of waiting for the first step's records;
 then how often all processes of all ranks together asked the file system for a size (stat) or opened a file of the
-corpus, and how much memory rank 0 has.
+corpus, and how much memory rank 0 has. --far: each stat and open of a file of the corpus takes so long, as on a file
+system across a network.
 """
 
 import argparse
-import builtins
 import json
 import mmap
 import os
@@ -83,9 +84,9 @@ class Counts:
     """Numbers that forked processes share, since loader workers and planners open files too. No lock: none is lost but
     where two processes count in the same instant."""
 
-    def __init__(self, data: str):
-        self.map, self.data = mmap.mmap(-1, 16), data
-        stat, self.open = os.stat, builtins.open
+    def __init__(self, data: str, far: float):
+        self.map, self.data, self.far = mmap.mmap(-1, 16), data, far
+        stat = os.stat
 
         def counting(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
             self.add(0, path)
@@ -96,6 +97,8 @@ class Counts:
 
     def add(self, place: int, path: Any) -> None:
         if str(path).startswith(self.data):
+            if self.far:
+                time.sleep(self.far)
             count = struct.unpack_from("q", self.map, 8 * place)[0]
             struct.pack_into("q", self.map, 8 * place, count + 1)
 
@@ -110,7 +113,8 @@ def rank(words: list[str], result: str) -> None:
     from xscale import train
     from xscale.run import announce, folder, job, loop, start
 
-    counts, took = Counts(train.parse_arguments(words).data[0].as_posix()), dict.fromkeys(PHASES.values(), 0.0)
+    far = float(os.environ.get("XSCALE_FAR", 0))
+    counts, took = Counts(train.parse_arguments(words).data[0].as_posix(), far), dict.fromkeys(PHASES.values(), 0.0)
     started = time.perf_counter()
 
     def clock(owner: Any, name: str) -> None:
@@ -156,14 +160,21 @@ def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[
             old.unlink()
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world)]
         words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", RECIPES[kind], "--data", str(data)]
-        sets = ["train.measure_every=0", "train.steps=2", f"streams.{RECIPES[kind]}.samples=64", "checkpoint.every=1"]
+        sets = [
+            "train.measure_every=0",
+            "train.steps=8",
+            f"streams.{RECIPES[kind]}.samples=64",
+            "checkpoint.every=1",
+            "checkpoint.keep=99",
+        ]
         command = [*launcher, "--master_port", "29519", __file__, "--rank", str(result), *words, "--out", str(out)]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run([*command, "--set", *sets], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
         if what == "start":  # as if it had ended behind step 1
-            shutil.rmtree(out / "checkpoints" / "step_00000002")
+            for step in (out / "checkpoints").glob("step_0000000[2-8]"):
+                shutil.rmtree(step)
             (out / "checkpoints" / "latest").write_text("step_00000001")
         of_ranks = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(world)]
         seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *dict.fromkeys(PHASES.values()))]
@@ -182,7 +193,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(RECIPES), default=list(RECIPES))
     parser.add_argument("--sources", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--far", type=float, default=0, metavar="MS")
     args = parser.parse_args()
+    os.environ["XSCALE_FAR"] = str(args.far / 1e3)
     cases = [(kind, number, args.shards) for kind in args.kinds for number in [0, *args.sources]]
     rows = []
     with tempfile.TemporaryDirectory() as where:

@@ -82,7 +82,7 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
     if links_count:
         return SEGMENTATIONS[links_count]
     try:
-        return read_index(directory).get("segmentation", SEGMENTATIONS["whitespace"])
+        return read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
     except UserError:
         return SEGMENTATIONS["unicode" if layout == "lines" else "whitespace"]
 

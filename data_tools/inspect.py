@@ -30,7 +30,7 @@ _LENGTH_SAMPLE = 10_000
 
 
 def describe(source: Source, records: list[Record], links: dict[str, Any] | None, show: int) -> list[str]:
-    lines = [summary(source.directory, source.index)]
+    lines = [summary(source.directory, read_index(source.directory)[0])]
     for shard in source.shards[:20]:
         lines.append(f"  {shard.name}  {shard.records:,} records  {shard.bytes:,} bytes  sha256 {shard.sha256[:16]}")
     if len(source.shards) > 20:
@@ -185,7 +185,6 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
 
 def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
     """Print what is there. Returns --json's entry."""
-    read_index(directory)
     source = Source(directory)
     if verify:
         problems = damage(source, ranks)

@@ -37,8 +37,8 @@ class FakeSource:
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         return self.sizes[shard][records]
 
-    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        return self.on[shard][records]
+    def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        return self.lengths(shard, records), self.on[shard][records]
 
 
 SOURCES: list[Any] = [

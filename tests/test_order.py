@@ -199,7 +199,8 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
     def looks(of_shards: list[np.ndarray]) -> Look:
         return lambda shards, records: np.concatenate([of_shards[s][r] for s, r in zip(shards, records, strict=True)])
 
-    return tokens, on, {"lengths": looks(tokens), "text": Text(looks(on), lambda lengths: lengths, room)}
+    text = Text(lambda *places: (looks(tokens)(*places), looks(on)(*places)), lambda lengths: lengths, room)
+    return tokens, on, {"lengths": looks(tokens), "text": text}
 
 
 @settings(max_examples=60, deadline=None)
@@ -270,7 +271,9 @@ def test_part_of_a_permutation(key: int, n: int, bits: int, data: st.DataObject)
     whole = sorted(range(n), key=lambda i: splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64))
     assert rng.permutation(np.uint64(key), n).tolist() == whole
     at = data.draw(st.integers(0, n - 1))
-    first, part = rng.part_of_permutation(np.uint64(key), n, at, bits)
+    first, ascending, order = rng.part_of_permutation(np.uint64(key), n, at, bits)
+    part = ascending[order]
+    assert (np.diff(ascending) > 0).all()
     assert first <= at < first + len(part) and whole[first : first + len(part)] == part.tolist()
     hashes = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) >> (64 - bits) for i in whole]
     assert [i for i, leading in zip(whole, hashes, strict=True) if leading == hashes[at]] == part.tolist()

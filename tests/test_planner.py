@@ -1,5 +1,6 @@
 """Plans are made by a process of their own: the same ones, and whatever befalls it is told."""
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,7 @@ from xscale.data import loader
 from xscale.data.loader import Failure, step_batches
 from xscale.data.mixture import StepPlan, StreamSpec
 from xscale.errors import RankError, UserError
+from xscale.run import metrics
 
 
 class Plans(Dataset):
@@ -46,6 +48,25 @@ def test_processes_are_called_by_what_they_are() -> None:
     list(islice(batches, 2))  # one of each worker
     names = {Path(f"/proc/{child.pid}/comm").read_text() for child in multiprocessing.active_children()}
     assert names == {"xscale1-plan\n", "xscale1-load0\n", "xscale1-load1\n"}
+
+
+def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into the log of their rank, when a run that hangs asks for it."""
+    monkeypatch.setattr(metrics.LOG, "propagate", True)
+    monkeypatch.setattr(metrics.LOG, "handlers", [])
+    monkeypatch.setattr(faulthandler, "enable", lambda _: None)  # pytest's own stays
+    log = metrics.start_logging(tmp_path, 0)
+    batches = through_workers(mixture(1, 3, 100), 2, 100)
+    list(islice(batches, 2))
+    for child in multiprocessing.active_children():
+        assert child.pid
+        os.kill(child.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + 20
+    while log.read_text().count("_worker_loop") < 2 or " in _plan" not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    assert all(child.is_alive() for child in multiprocessing.active_children())
+    faulthandler.unregister(signal.SIGUSR1)
 
 
 def test_an_error_of_the_plan_is_the_run_s() -> None:

@@ -412,7 +412,16 @@ def test_fingerprint_is_that_of_the_content(copy: Path, mono: Path, tmp_path: Pa
 # Reading
 
 
-def test_few_files_are_open_at_once(mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records) -> None:
+@pytest.fixture
+def none_open() -> None:
+    """Of sources that other tests have left."""
+    while shards._open:
+        shards._open.popitem()[1].close()
+
+
+def test_few_files_are_open_at_once(
+    none_open: None, mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records
+) -> None:
     monkeypatch.setattr(shards, "OPEN_FILES", 4)
     source, expected = Source(mono), shard_records(mono)
     before = len(os.listdir("/proc/self/fd"))
@@ -425,7 +434,9 @@ def test_few_files_are_open_at_once(mono: Path, monkeypatch: pytest.MonkeyPatch,
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_sources_share_the_files_that_are_open(mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records) -> None:
+def test_sources_share_the_files_that_are_open(
+    none_open: None, mono: Path, monkeypatch: pytest.MonkeyPatch, shard_records
+) -> None:
     """A hundred of them, under a budget of our own and under the system's."""
     sources, expected = [Source(mono) for _ in range(100)], shard_records(mono)
     before = len(os.listdir("/proc/self/fd"))
@@ -448,6 +459,18 @@ def test_find_sources(demo: Path, mono: Path) -> None:
     assert [source.name for source in find_sources([mono, demo / "pairs"])] == ["en", "en-xx"]
     with pytest.raises(UserError, match="tokenizer"):
         find_sources([demo / "tokenizer"])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_folder_whose_index_is_missing_is_not_left_out(demo: Path, tmp_path: Path, broken: bool) -> None:
+    shutil.copytree(demo, tmp_path / "demo")
+    index = tmp_path / "demo" / "pairs" / "index.json"
+    index.unlink()
+    if broken:
+        index.symlink_to("index.json")
+    with pytest.raises(UserError, match=r"demo/pairs has shards and no index.json that can be read. Copy it again"):
+        find_sources([tmp_path / "demo"])
+    assert len(find_sources([tmp_path / "demo" / "pairs_yy"])) == 1
 
 
 def test_an_index_of_another_version_is_refused(copy: Path) -> None:

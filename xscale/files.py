@@ -6,18 +6,34 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from xscale.errors import UserError
 
+Found = TypeVar("Found")
 PARTIAL = ".incomplete"
 """Suffix of what is being written, or removed."""
 LOCK = "lock"
 LOCK_SECONDS = 20
 """How long a start waits for the one before it to be gone; a killed launcher may leave ranks for a while."""
+FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
+"""Of side_by_side."""
+
+
+def side_by_side(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
+    """`map` as a list, of looks at files: in threads where the first FIRST take FAR_SECONDS each, as they do across a
+    network. On a disk of this machine threads would take longer."""
+    begun = time.perf_counter()
+    found = [*map(look, *(of[:FIRST] for of in items))]
+    others = [of[FIRST:] for of in items]
+    if time.perf_counter() - begun < FIRST * FAR_SECONDS or not others[0]:
+        return [*found, *map(look, *others)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [*found, *pool.map(look, *others)]
 
 
 @contextmanager

@@ -218,8 +218,7 @@ class StepDataset(Dataset):
         same = [a[1:] == a[:-1] for a in (draw.sample, draw.source, draw.shard)]
         found[1:] = np.logical_and.reduce([*same, draw.record[1:] == draw.record[:-1] + 1])
         for i in np.flatnonzero(found).tolist():
-            source, shard, record = int(draw.source[i]), int(draw.shard[i]), draw.record[i : i + 1]
-            found[i] = self.sources[source].follows(shard, record)[0]
+            found[i] = self.sources[draw.source[i]].goes_on(int(draw.shard[i]), int(draw.record[i]))
         return found
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:
@@ -366,9 +365,9 @@ CALIBRATION_DRAWN, CALIBRATION_READ, CALIBRATION_BEYOND, CALIBRATION_GROUP = 204
 """Of each stream, the first samples in its order: of whose records the bytes are looked up before step 1, how many of
 these are tokenised, at most, how many of those that are over max_length, and how many are counted together."""
 
-CALIBRATION_SHARDS, LINE_SHARDS, LINE_RECORDS = 256, 8, 1024
+CALIBRATION_SHARDS, LINE_SHARDS, LINE_RECORDS = 256, 4, 1024
 """Shards that are looked into before step 1, of all sources together, but so many of each at least. And of one shard of
-each source together, records that tell how tokens follow from bytes, from 8 to 32 of each."""
+each source together, records that tell how tokens follow from bytes, from 8 to 32 of each, of 8 shards at most."""
 
 
 def alone(works: list[Callable[[], Any]]) -> list[Any]:
@@ -389,11 +388,12 @@ def calibrate(
     """How the tokens of each stream's samples compare with what their bytes promise. The same on every machine, and
     however it is shared out."""
     tokenizer, number = dataset.context.tokenizer, len(sources)
-    sources = [source.spread(max(CALIBRATION_SHARDS // number, LINE_SHARDS)) for source in sources]
+    shards = max(CALIBRATION_SHARDS // number, LINE_SHARDS)
+    sources = [source.spread(shards) for source in sources]
     dataset = copy.copy(dataset)
     dataset.sources = sources
     sample = min(max(LINE_RECORDS // number, 8), 32)
-    lines = share([partial(tokens_of_lengths, source, tokenizer, sample=sample) for source in sources])
+    lines = share([partial(tokens_of_lengths, source, tokenizer, min(shards, 8), sample) for source in sources])
     found = Calibration([slope for slope, _ in lines], {}, lines)
 
     def measure(spec: StreamSpec) -> Estimate:
@@ -425,20 +425,17 @@ def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:
     return [*groups, *np.split(alone, len(alone))] if len(alone) else groups
 
 
-def tokens_of_lengths(
-    source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
-) -> tuple[float, float]:
+def tokens_of_lengths(source: Source, tokenizer: Tokenizer, shards: int = 8, sample: int = 32) -> tuple[float, float]:
     """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
     chosen = np.unique(np.linspace(0, len(source.counts) - 1, shards).round().astype(int))
     places = [
-        (int(shard), int(record))
-        for shard in chosen
-        for record in np.unique(np.linspace(0, source.counts[shard] - 1, sample).round().astype(int))
+        (shard, np.unique(np.linspace(0, source.counts[shard] - 1, sample).round().astype(int)))
+        for shard in chosen.tolist()
     ]
-    texts = [source.read(*place).texts for place in places]
+    texts = [source.read(shard, record).texts for shard, records in places for record in records.tolist()]
     ids = iter(tokenizer.encode([text for of_record in texts for text in of_record]))
     tokens = np.array([sum(len(next(ids)) + 1 for _ in of_record) for of_record in texts], dtype=float)
-    lengths = np.concatenate([source.lengths(shard, np.array([record])) for shard, record in places]).astype(float)
+    lengths = np.concatenate([source.lengths(*place) for place in places]).astype(float)
     return line(lengths, tokens)
 
 

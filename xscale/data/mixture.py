@@ -9,7 +9,7 @@ step number determine all that follows. Samples of all streams are then dealt ou
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from xscale.data.order import EpochOrder, Part, Text
 from xscale.data.row import Shape
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
+from xscale.files import side_by_side
 
 PACK_FILL = 0.9
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
@@ -257,18 +258,24 @@ class Mixture:
             text = None
             if stream.packed:
                 promised = partial(self.calibration.promised, source)
-                text = Text(partial(_each, of.follows), promised, int(PACK_FILL * self.max_length))
-            lengths, sources = partial(_each, of.lengths), len(stream.sources)
+                text = Text(partial(_look, of), promised, int(PACK_FILL * self.max_length))
+            lengths, sources = partial(_lengths, of), len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, lengths=lengths, text=text, sources=sources)
             cached = self._orders[stream.name, source] = (epoch, order)
         return cached[1]
 
 
-def _each(
-    look: Callable[[int, slice | np.ndarray], np.ndarray], shards: Sequence[int], records: Sequence[slice | np.ndarray]
-) -> np.ndarray:
-    """order.Look of what a source tells of one shard."""
-    return np.concatenate([*map(look, shards, records)])
+def _lengths(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> np.ndarray:
+    """order.Look, of bytes."""
+    return np.concatenate(side_by_side(source.lengths, shards, records))
+
+
+def _look(
+    source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """order.Text.look"""
+    lengths, follows = zip(*side_by_side(source.look, shards, records), strict=True)
+    return np.concatenate(lengths), np.concatenate(follows)
 
 
 FIT_SAMPLES = 2**15

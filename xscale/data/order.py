@@ -32,8 +32,8 @@ Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], np.ndarray]
 class Text(NamedTuple):
     """What running text is packed by."""
 
-    follows: Look
-    """Whether each record goes on the document of the record before it."""
+    look: Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
+    """Of Look's arguments, bytes of each record, and whether it goes on the document of the record before it."""
     tokens: Callable[[np.ndarray], np.ndarray]
     """Of bytes, about; from 1."""
     room: int
@@ -80,7 +80,7 @@ class EpochOrder:
         sources: int = 1,
     ):
         """counts: records of each shard [n_shards]; seed: 64-bit key of the stream and source; lengths: bytes of
-        records; text: of running text; sources: of the stream."""
+        records that are no running text; text: of running text; sources: of the stream."""
         self.counts, self.lengths, self.text, self.sources = counts, lengths, text, sources
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Of each run of `windows` neighbouring shards one goes to each window, so that every window is a cross-section
@@ -147,29 +147,27 @@ class EpochOrder:
         """The part of a permutation that holds place `at`."""
         counts = self.counts[window]
         bits = min((parts - 1).bit_length(), 8)
-        first, ordinals = rng.part_of_permutation(key, int(counts.sum()), at, bits)
+        first, ordinals, order = rng.part_of_permutation(key, int(counts.sum()), at, bits)
         lengths = NOTHING.lengths
         if self.lengths:
             ends = np.cumsum(counts)
-            in_turn = np.argsort(ordinals)
-            of_shards = np.split(ordinals[in_turn], np.searchsorted(ordinals[in_turn], ends[:-1]))
+            of_shards = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
             records = [of - start for of, start in zip(of_shards, (ends - counts).tolist(), strict=True)]
-            lengths = np.empty(len(ordinals), dtype=np.uint32)
-            lengths[in_turn] = self.lengths(window.tolist(), records)
-        return first, ordinals, lengths, NOTHING.ends
+            lengths = self.lengths(window.tolist(), records)[order]
+        return first, ordinals[order], lengths, NOTHING.ends
 
     def _arranged(
         self, window: np.ndarray, key: np.ndarray, parts: int, at: int
     ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """The part of running text that holds place `at`."""
-        assert self.lengths and self.text
+        assert self.text
         counts = self.counts[window]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
         number = int(np.searchsorted(places, at, side="right")) - 1
         first, end = edges[number : number + 2]
         shards, records = window.tolist(), [slice(*of) for of in zip(first.tolist(), end.tolist(), strict=True)]
-        lengths, follows = self.lengths(shards, records), self.text.follows(shards, records)
+        lengths, follows = self.text.look(shards, records)
         starts = np.cumsum(end - first) - (end - first)
         follows[starts[end > first]] = False
         if parts > 1:

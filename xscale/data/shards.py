@@ -11,15 +11,16 @@ of its parts, which are read as records of one document: they are bounded whatev
 """
 
 import copy
+import gc
 import hashlib
 import io
 import json
 import os
 import resource
+import struct
 import tarfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,11 +30,14 @@ from xscale.data import words
 from xscale.data.carry import carry_over
 from xscale.data.text import stretch
 from xscale.errors import UserError
+from xscale.files import side_by_side
 from xscale.record import Record
 
 FORMAT_VERSION = 2
 """Version 1, which knows neither documents nor parts, is read as it is."""
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
+ENTRY = struct.Struct("<QII")
+"""One of IDX_DTYPE."""
 LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
 """Whose words a record's links count: those of data/words.py, or of the text as others split it."""
@@ -41,9 +45,9 @@ FOLLOWS = 1 << 31
 """Bit of `length`: the entry goes on the document of the entry before."""
 PART_BYTES = 1024
 """A longer monolingual text is indexed in parts of at most so many UTF-8 bytes, about."""
-OPEN_FILES = 4096
-"""A process keeps so many files of all its sources open at once, or half of those it may: those it used last. An .idx
-counts as one. It takes the windows of a few sources (data/order.py) as a whole."""
+OPEN_FILES = 1 << 14
+"""A process keeps so many files of all its sources open at once, or half of those it may: those it used last. A shard
+has two. It takes the windows of dozens of sources (data/order.py) as a whole."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -61,16 +65,22 @@ class Source:
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
-        index = read_index(self.directory)
-        self.index = index
+        collects = gc.isenabled()
+        gc.disable()  # of what it makes nothing is garbage, and it may be hundreds of thousands of objects
+        try:
+            index, self.shards = read_index(self.directory)
+        finally:
+            if collects:
+                gc.enable()
+        self.fingerprint = fingerprint(index)
+        self.index = index | {"shards": []}
+        """What it says, but of its shards, which may be hundreds of thousands."""
         self.layout: str = index["layout"]
         self.langs: tuple[str, ...] = tuple(index["langs"])
         self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
-        self.shards = [Shard(**shard) for shard in index["shards"]]
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
-        self.fingerprint = fingerprint(index)
         self.swept = False
         """Whether a shard that is opened will be read through, so that it is asked for at once."""
 
@@ -139,58 +149,80 @@ class Source:
         source.counts, source.shards = self.counts[chosen], [self.shards[shard] for shard in chosen]
         return source
 
-    def check_sizes(self, number: int = 0, of: int = 1) -> None:
-        """A cheap look at every file, or at one of `of` shares of them, so that an incomplete copy fails before step 1.
-        Raises UserError."""
-        for shard in self.shards[number::of]:
-            path = f"{self.directory}/{shard.name}"  # of a Path for each file, making it takes longer than the look
-            idx = path.removesuffix(".tar") + ".idx"
-            for file, expected in ((path, shard.bytes), (idx, shard.records * IDX_DTYPE.itemsize)):
-                try:
-                    size = os.stat(file).st_size
-                except (FileNotFoundError, NotADirectoryError):
-                    size = None
-                if size != expected:
-                    found = "is missing" if size is None else f"has {size:,} bytes"
-                    raise UserError(
-                        f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
-                        f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
-                    )
+    def check_sizes(self) -> None:
+        """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
+        side_by_side(self.check_size, self.shards)
+
+    def check_size(self, shard: Shard) -> None:
+        """Of its two files. Raises UserError."""
+        path = f"{self.directory}/{shard.name}"  # of a Path for each file, making it takes longer than the look
+        for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
+            try:
+                size = os.stat(file).st_size
+            except (FileNotFoundError, NotADirectoryError):
+                size = None
+            if size != expected:
+                found = "is missing" if size is None else f"has {size:,} bytes"
+                raise UserError(
+                    f"{file} {found}; index.json says {expected:,} bytes. Copy it again, or run "
+                    f"`python -m data_tools.index {self.directory}` if the shards were changed on purpose"
+                )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
         """Byte lengths of records of one shard, read from the .idx alone."""
-        idx = self._idx(shard)
+        return self.look(shard, records)[0]
+
+    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+        """Whether records of one shard go on the document of the record before, read from the .idx alone."""
+        return self.look(shard, records)[1]
+
+    def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
+        """`lengths` and `follows` of records of one shard."""
+        idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
             offsets, of = np.ascontiguousarray(idx["offset"]), idx["offset"][records]
             lengths //= np.searchsorted(offsets, of, side="right") - np.searchsorted(offsets, of)
-        return lengths
+        return lengths, idx["length"][records] >= FOLLOWS
 
-    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Whether records of one shard go on the document of the record before, read from the .idx alone."""
-        return self._idx(shard)["length"][records] >= FOLLOWS
+    def entries(self, shard: int) -> np.ndarray:
+        """A shard's .idx, whole and verified [n_records]. Raises UserError."""
+        about = self.shards[shard]
+        path = self._path(shard, ".idx")
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            data = os.pread(fd, about.records * IDX_DTYPE.itemsize, 0)
+        finally:
+            os.close(fd)
+        if len(data) % IDX_DTYPE.itemsize or (about.idx_crc32 is not None and zlib.crc32(data) != about.idx_crc32):
+            raise UserError(
+                f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
+                f"run `python -m data_tools.index {self.directory}`"
+            )
+        return np.frombuffer(data, dtype=IDX_DTYPE)[: self.counts[shard]]
+
+    def goes_on(self, shard: int, record: int) -> bool:
+        """As `follows`, of one record that is read."""
+        return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
         """Record number `record` of shard number `shard`. Raises UserError where its bytes are damaged."""
-        fd = self._file(shard)
-        idx = self._idx(shard)
-        offset, length, crc = idx[record].item()
+        offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
-        if not length:
+        data = self._bytes(shard, offset, length)
+        if zlib.crc32(data) != crc or not data:
+            data = self._bytes(shard, offset, length)  # a shared file system may answer better the second time
+            if zlib.crc32(data) != crc or not data:
+                raise UserError(self._damage(shard, record, offset, length))
+        try:
+            whole = self.parse(data)
+        except UserError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
             raise UserError(
-                f"{idx_path(self.directory / self.shards[shard].name)} is damaged: record {record} has no bytes. Copy "
-                f"it again, or run `python -m data_tools.index {self.directory}`"
-            )
-        data = os.pread(fd, length, offset)
-        if zlib.crc32(data) != crc:
-            data = os.pread(fd, length, offset)  # a shared file system may answer better the second time
-            if zlib.crc32(data) != crc:
-                raise UserError(
-                    f"{self.directory / self.shards[shard].name}: record {record} (bytes {offset}-{offset + length}) "
-                    f"is damaged, its checksum differs from the index. Restore the shard; "
-                    f"`python -m data_tools.inspect {self.directory} --verify` names every damaged shard"
-                )
-        whole = self.parse(data)
+                f"{self._path(shard)}: record {record} is none of layout {self.layout!r} ({error}); run "
+                f"`python -m data_tools.index {self.directory}`"
+            ) from None
         if whole.langs != self.langs:
             raise UserError(
                 f"{self.directory}: record {whole.key!r} is of {', '.join(whole.langs)}, index.json says "
@@ -198,69 +230,97 @@ class Source:
             )
         if length <= PART_BYTES or len(whole.texts) == 2:
             return whole
-        most = length // PART_BYTES
-        before, after = (idx["offset"][max(record - most, 0) : record], idx["offset"][record + 1 : record + 1 + most])
-        number, behind = (int((offsets == offset).sum()) for offsets in (before, after))
-        if number + behind == 0:
+        return self._part(whole, shard, record, offset, length // PART_BYTES)
+
+    def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
+        """Of a long text, the part that this record is."""
+        first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
+        near = os.pread(self._files(shard).idx, (end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize)
+        same = np.frombuffer(near, dtype=IDX_DTYPE)["offset"] == offset
+        number, parts = int(same[: record - first].sum()), int(same.sum())
+        if parts == 1:
             return whole
-        text = stretch(whole.texts[0], number, number + 1 + behind)
+        text = stretch(whole.texts[0], number, parts)
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
+
+    def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
+        """Offset, length, which may say FOLLOWS, and CRC-32 of a record. The .idx as a whole is not verified for it:
+        whoever plans a run has done that (`look`), and a wrong entry does not fit its bytes."""
+        if not 0 <= record < self.counts[shard]:
+            raise IndexError(record)
+        entry = os.pread(self._files(shard).idx, ENTRY.size, record * ENTRY.size)
+        if len(entry) < ENTRY.size:
+            self.entries(shard)  # says what is wrong with it
+            raise UserError(f"{self._path(shard, '.idx')} ends before record {record}. Copy it again")
+        return ENTRY.unpack(entry)
+
+    def _bytes(self, shard: int, offset: int, length: int) -> bytes:
+        if offset + length > self.shards[shard].bytes:
+            return b""
+        return os.pread(self._files(shard).tar, length, offset)
+
+    def _damage(self, shard: int, record: int, offset: int, length: int) -> str:
+        self.entries(shard)  # may say that it is at fault
+        if not length:
+            return (
+                f"{self._path(shard, '.idx')} is damaged: record {record} has no bytes. Copy it again, or run "
+                f"`python -m data_tools.index {self.directory}`"
+            )
+        return (
+            f"{self._path(shard)}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
+            f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names every "
+            f"damaged shard"
+        )
 
     def parse(self, data: bytes) -> Record:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
-    def _idx(self, shard: int) -> np.ndarray:
-        return _kept_open((id(self), shard, "idx"), self._open_idx)
+    def _path(self, shard: int, suffix: str = ".tar") -> str:
+        return f"{self.directory}/{self.shards[shard].name.removesuffix('.tar')}{suffix}"
 
-    def _open_idx(self, shard: int) -> np.ndarray:
-        path = str(idx_path(self.directory / self.shards[shard].name))  # numpy looks a Path up, folder by folder
-        mapped, crc = np.memmap(path, dtype=IDX_DTYPE, mode="r"), self.shards[shard].idx_crc32
-        if crc is not None and zlib.crc32(mapped.tobytes()) != crc:
-            raise UserError(
-                f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
-                f"run `python -m data_tools.index {self.directory}`"
-            )
-        return np.asarray(mapped)[: self.counts[shard]]  # a memmap looks a record up at a third of the speed
+    def _files(self, shard: int) -> "Files":
+        """Of a shard, opened once as long as it is among those that this process used last."""
+        files = _open.get((id(self), shard))
+        if files is None:
+            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
+            while _open and len(_open) >= most // 2:
+                _open.popitem(last=False)[1].close()
+            files = _open[id(self), shard] = Files(self._path(shard), self._path(shard, ".idx"), self.swept)
+        _open.move_to_end((id(self), shard))
+        return files
 
-    def _file(self, shard: int) -> int:
-        return _kept_open((id(self), shard, "tar"), self._open_tar)
-
-    def _open_tar(self, shard: int) -> int:
-        fd = os.open(self.directory / self.shards[shard].name, os.O_RDONLY)
-        if self.swept:
-            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_WILLNEED)
-        return fd
-
-    def close(self, close: Any = os.close) -> None:
+    def close(self) -> None:
         """Let go of its files; they are opened again where they are read."""
         for key in [key for key in _open if key[0] == id(self)]:
-            _let_go(_open.pop(key), close)
+            _open.pop(key).close()
 
-    def __del__(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
-        self.close(close)
-
-
-_open: OrderedDict[tuple[int, int, str], Any] = OrderedDict()
-"""What this process keeps open of (source, shard, tar or idx): a file descriptor or an array, longest unused first."""
+    def __del__(self) -> None:
+        if _open is not None:  # the interpreter ends
+            self.close()
 
 
-def _kept_open(key: tuple[int, int, str], opens: Callable[[int], Any]) -> Any:
-    """What `opens` makes of the shard, once as long as it is among those used last."""
-    found = _open.get(key)
-    if found is None:
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
-        while _open and len(_open) >= most:
-            _let_go(_open.popitem(last=False)[1])
-        found = _open[key] = opens(key[1])
-    _open.move_to_end(key)
-    return found
+class Files:
+    """Of a shard, open for reading."""
+
+    def __init__(self, tar: str, idx: str, swept: bool):
+        self.tar = os.open(tar, os.O_RDONLY)
+        try:
+            self.idx = os.open(idx, os.O_RDONLY)
+        except OSError:
+            os.close(self.tar)
+            raise
+        if swept:
+            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+            os.posix_fadvise(self.tar, 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
+        close(self.tar)
+        close(self.idx)
 
 
-def _let_go(kept: Any, close: Callable[[int], None] = os.close) -> None:
-    if isinstance(kept, int):
-        close(kept)
+_open: OrderedDict[tuple[int, int], Files] = OrderedDict()
+"""What this process keeps open of (source, shard), longest unused first."""
 
 
 def pair_name(name: str) -> str:
@@ -272,7 +332,8 @@ def idx_path(tar: Path) -> Path:
     return tar.with_suffix(".idx")
 
 
-def read_index(directory: Path) -> dict[str, Any]:
+def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
+    """What it says, and of that its shards. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
         raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
@@ -280,8 +341,7 @@ def read_index(directory: Path) -> dict[str, Any]:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
         if type(version) is int and version in (1, FORMAT_VERSION):
-            check_index(index)
-            return index
+            return index, check_index(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{path} is not an index ({error}). Rebuild it: `python -m data_tools.index {directory}`"
@@ -294,8 +354,9 @@ def read_index(directory: Path) -> dict[str, Any]:
     )
 
 
-def check_index(index: dict[str, Any]) -> None:
-    """Raises ValueError, or what Python raises, where a field is absent, of another type, or at odds with others."""
+def check_index(index: dict[str, Any]) -> list[Shard]:
+    """Its shards. Raises ValueError, or what Python raises, where a field is absent, of another type, or at odds with
+    others."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
@@ -305,18 +366,19 @@ def check_index(index: dict[str, Any]) -> None:
         raise ValueError(f"kind {index['kind']!r} and layout {index['layout']!r} do not fit")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is no object")
-    shards = [Shard(**shard) for shard in index["shards"]]
-    for shard in shards:
-        name, records, size, sha256, crc = shard
-        numbers = (records, size, 0 if crc is None else crc)
-        if set(map(type, numbers)) != {int} or min(numbers) < 0 or not records:
-            raise ValueError(f"shard {name!r}: {numbers} are no numbers of records and bytes")
-        if "/" in name or not name.endswith(".tar") or type(sha256) is not str:
-            raise ValueError(f"shard {shard.name!r} is no file name, or has no hash")
+    if unknown := set().union(*index["shards"]) - {*Shard._fields}:
+        raise ValueError(f"shards have no {', '.join(sorted(map(str, unknown)))}")
+    shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s.get("idx_crc32")) for s in index["shards"]]
+    for name, records, size, sha256, crc in shards:
+        if not (type(records) is type(size) is int and records > 0 <= size and (crc is None or type(crc) is int)):
+            raise ValueError(f"shard {name!r}: {(records, size, crc)} are no numbers of records and bytes")
+        if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
+            raise ValueError(f"shard {name!r} is no file name, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard stands twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
         raise ValueError(f"records {index['records']} are not those of its shards")
+    return shards
 
 
 def check_languages(langs: list[str] | tuple[str, ...]) -> None:
@@ -348,6 +410,7 @@ def find_sources(directories: list[Path]) -> list[Source]:
                 f"--data {directory}: no index.json there or one level below. Write shards with "
                 f"`python -m data_tools.write_shards`, or index existing tars: `python -m data_tools.index {directory}`"
             )
+        check_none_forgotten(directory, found)
         sources += [Source(path) for path in found]
     seen: dict[str, Path] = {}
     for source in sources:
@@ -357,6 +420,16 @@ def find_sources(directories: list[Path]) -> list[Source]:
             )
         seen[source.fingerprint] = source.directory
     return sources
+
+
+def check_none_forgotten(directory: Path, found: list[Path]) -> None:
+    """Raises UserError where shards lie beside the sources without an index.json: a copy that is not whole."""
+    for path in sorted(directory.iterdir()) if directory not in found else ():
+        if path not in found and path.is_dir() and any(path.glob("*.tar")):
+            raise UserError(
+                f"{path} has shards and no index.json that can be read. Copy it again, or run "
+                f"`python -m data_tools.index {path}`; or move it away, or name the others in --data"
+            )
 
 
 def take_first(sources: list[Source], first: int | None) -> list[Source]:

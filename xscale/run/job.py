@@ -21,6 +21,7 @@ from xscale.data.row import Shape
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.files import side_by_side
 from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
@@ -318,10 +319,10 @@ def check_language_names(languages: list[str]) -> None:
 def check_sizes(sources: list[Source], control: Control | None) -> None:
     """Of every file of the sources, once, whatever the ranks. Raises UserError."""
     size = control.size if control else 1
+    owners, shards = zip(*((source, shard) for source in sources for shard in source.shards), strict=True)
 
     def check(number: int) -> None:
-        for source in sources:
-            source.check_sizes(number, size)
+        side_by_side(Source.check_size, owners[number::size], shards[number::size])
 
     (control.share if control else loading.alone)([partial(check, number) for number in range(size)])
 
