@@ -8,6 +8,7 @@ import signal
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -104,6 +105,36 @@ def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> No
         Source(tmp_path / "mono").follows(0, slice(None))
     without_crc32(tmp_path / "mono")
     assert Source(tmp_path / "mono").follows(0, slice(None)).any()
+
+
+@pytest.mark.parametrize("field", ["offset", "length", "crc32"])
+@pytest.mark.parametrize("value", [0xFFFFFFFF, 77])
+def test_a_wrong_entry_of_an_index_is_no_record(tmp_path: Path, demo: Path, field: str, value: int) -> None:
+    """A record is read by its entry alone, which has to fit its bytes; then the whole .idx is asked."""
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    idx = next((tmp_path / "pairs").glob("*.idx"))
+    entries = np.fromfile(idx, dtype=IDX_DTYPE)
+    entries[field][5] = value
+    entries.tofile(idx)
+    source = Source(tmp_path / "pairs")
+    assert source.read(0, 4).key and source.read(0, 6).key
+    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
+        source.read(0, 5)
+    without_crc32(tmp_path / "pairs")
+    with pytest.raises(UserError, match=r"pairs-000000\.tar: record 5 .* is damaged"):
+        Source(tmp_path / "pairs").read(0, 5)
+
+
+def test_an_index_that_was_cut_off_is_told(tmp_path: Path, demo: Path) -> None:
+    shutil.copytree(demo / "pairs", tmp_path / "pairs")
+    idx = next((tmp_path / "pairs").glob("*.idx"))
+    os.truncate(idx, 5 * IDX_DTYPE.itemsize + 3)
+    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
+        Source(tmp_path / "pairs").read(0, 5)
+    without_crc32(tmp_path / "pairs")
+    assert Source(tmp_path / "pairs").read(0, 4).key
+    with pytest.raises(UserError, match=rf"{idx.name} (is damaged|ends before record 5)"):
+        Source(tmp_path / "pairs").read(0, 5)
 
 
 # A run's folder
@@ -266,7 +297,7 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     (source,) = job.sources
     places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
     shard, number = next(place for place in places if source.read(*place).key == key)
-    path, at = source.directory / source.shards[shard].name, int(source._idx(shard)["offset"][number])
+    path, at = source.directory / source.shards[shard].name, int(source.entries(shard)["offset"][number])
     with path.open("r+b") as file:
         file.seek(at + 20)
         file.write(b"\0")

@@ -80,13 +80,18 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
         ),
         ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is no number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but not the other of RANK and WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": ""}, "RANK=0, but not the other of RANK and WORLD_SIZE"),
         ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is no number"),
     ],
 )
-def test_an_environment_that_says_nothing(started, environment: dict[str, str], named: str) -> None:
+def test_an_environment_that_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], named: str
+) -> None:
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "127.0.0.1"} | environment)
     with pytest.raises(UserError, match=named):
-        started(environment)
         ranks.check_launch()
+        ranks.find_process()
 
 
 def test_jobs_and_steps_meet_at_ports_of_their_own(started) -> None:

@@ -1,20 +1,31 @@
 """Start-up work is shared out over ranks: files are looked at once, sources are measured once."""
 
 import os
+import re
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from xscale.data import loader
+from tests.launch import ROOT
+from xscale import files, train
+from xscale.data import loader, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
+from xscale.files import side_by_side
 from xscale.ranks import Control, Process
 from xscale.run.job import prepare
+from xscale.run.start import check_same
+from xscale.step.ds_config import Hardware, load_ds_config
 
 SETS = ["data.workers=0", "streams.tlm.samples=16"]
 
@@ -56,6 +67,28 @@ def on_ranks(size: int, work: Any) -> list[Any]:
     for thread in threads:
         thread.join()
     return found
+
+
+def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
+    """Each would plan another stream, and train on."""
+
+    def started(control: Threads, other: list[str], resume: str = "auto") -> str:
+        mine = control.rank == 1
+        args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
+        job = prepare("tlm", [*SETS, *(other if mine else [])], [demo])
+        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", job.recipe, 2, Hardware.here())
+        check_same(args, job, config, control)
+        return "same"
+
+    assert on_ranks(2, lambda control: started(control, [])) == ["same", "same"]
+    for other, resume, named in (
+        (["train.seed=7"], "auto", r"recipe\.train\.seed: 0 on rank 0, 7 there"),
+        (["train.lr=0.5"], "auto", r"0\.5 there"),
+        ([], "never", r"--resume: auto on rank 0, never there"),
+    ):
+        first, second = on_ranks(2, lambda control, other=other, resume=resume: started(control, other, resume))
+        for error in (first, second):
+            assert re.search(rf"rank 1 on {os.uname().nodename} was started otherwise(.|\n)*{named}", str(error)), error
 
 
 def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,20 +138,19 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
     """Of every source some at least, from all over it; a run draws from all records all the same."""
     monkeypatch.setattr(loader, "CALIBRATION_SHARDS", 4)
     monkeypatch.setattr(loader, "LINE_SHARDS", 1)
-    job, opened, plain = prepare("tlm", SETS, [demo]), list[tuple[str, str]](), Source._open_idx
+    job, opened, plain = prepare("tlm", SETS, [demo]), list[tuple[str, str]](), shards.Files
     job.sources[0].shards *= 50
     job.sources[0].counts = np.tile(job.sources[0].counts, 50)
 
-    def open_idx(self: Source, shard: int) -> np.ndarray:
-        opened.append((self.name, self.shards[shard].name))
-        return plain(self, shard)
+    def open_files(tar: str, *others: Any) -> shards.Files:
+        opened.append((Path(tar).parent.name, tar))
+        return plain(tar, *others)
 
-    monkeypatch.setattr(Source, "_open_idx", open_idx)
+    monkeypatch.setattr(shards, "Files", open_files)
     before = [source.counts.tolist() for source in job.sources]
     found = job.calibrated().calibration
-    assert len(opened) <= 2 * len(job.sources) and {name for name, _ in opened} >= {
-        source.name for source in job.sources
-    }
+    assert len(opened) <= 2 * len(job.sources)
+    assert {name for name, _ in opened} >= {source.directory.name for source in job.sources}
     assert found and len(found.lines) == len(job.sources)
     assert [source.counts.tolist() for source in job.sources] == before
 
@@ -133,3 +165,45 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
     assert not advised, "a look at a few records"
     next(job.batches(Process(0, ranks, 0, 1), "cpu", initial_state(job.specs), 1))
     assert bool(advised) == asked
+
+
+def test_files_far_away_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order asked for; and near ones one after another."""
+    clock = [0.0]
+    monkeypatch.setattr(files, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+
+    def look(seconds: float, number: int) -> tuple[int, int]:
+        time.sleep(seconds)
+        clock[0] += seconds
+        if number == 99:
+            raise UserError("99 is missing")
+        return number, threading.get_ident()
+
+    for seconds, threads in ((0.0, 1), (0.002, 9)):
+        found = side_by_side(look, [seconds] * 90, range(90))
+        assert [number for number, _ in found] == [*range(90)]
+        assert (len({thread for _, thread in found}) >= threads) and (threads > 1 or len({t for _, t in found}) == 1)
+        with pytest.raises(UserError, match="99 is missing"):
+            side_by_side(look, [seconds] * 110, range(110))
+    assert side_by_side(look, [], []) == []
+
+
+@pytest.mark.slow
+def test_an_engine_does_not_import_a_compiler() -> None:
+    """DeepSpeed looks for its Muon with any optimizer, and would."""
+    program = """
+import deepspeed, sys, torch
+from deepspeed.runtime import compiler
+before = compiler.compile
+from xscale.step.engine import import_muon_uncompiled
+import_muon_uncompiled()
+from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
+assert compiler.compile is before
+deepspeed.comm.init_distributed("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+assert is_zero_supported_optimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
+assert "torch._inductor.compile_fx" not in sys.modules
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        run = [sys.executable, "-c", program, f"{folder}/store"]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-2000:]

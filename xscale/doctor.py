@@ -198,7 +198,6 @@ def launcher(process: Process) -> Lines:
         f"rank {process.rank} of {process.world}, {process.local_rank} of {process.local_world} on this host; "
         + " ".join(f"{name}={os.environ[name]}" for name in names if len(os.environ.get(name, "")) in range(1, 40))
     )
-    ranks.check_launch()
     if _cuda() and process.local_world > torch.cuda.device_count():
         yield (
             f"error: {process.local_world} ranks on a host of {torch.cuda.device_count()} GPU(s) would share them; "
@@ -354,6 +353,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     problems = 0
     try:
+        ranks.check_launch()
         process = ranks.find_process()
     except UserError as error:
         print(f"launcher    error: {error}")

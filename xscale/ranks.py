@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import subprocess
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from xscale.errors import UserError, number_of
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective; generous, since one rank may hash a large checkpoint while others wait."""
+NAME_SECONDS = 30
+"""How long MASTER_ADDR may be a name that no host knows yet."""
 
 _LAUNCHERS = {
     # name: (rank, world, local rank, local world)
@@ -84,12 +87,19 @@ def name_process(name: str) -> None:
 
 
 def check_launch() -> None:
-    """Raises UserError for a process without a launcher in a SLURM job of several tasks: srun was forgotten."""
+    """Raises UserError for a process without a launcher in a SLURM job of several tasks, where srun was forgotten, and
+    for half of a launcher's variables."""
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher():
         raise UserError(
             f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
             f"(srun --ntasks=1 for a lone one)"
+        )
+    said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
+    if len(said) == 1 and not _launcher():
+        raise UserError(
+            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; it "
+            f"would be a run of one rank: set both, or unset it"
         )
 
 
@@ -110,7 +120,7 @@ def _launcher() -> tuple[str, str, str, str] | None:
     for names in _LAUNCHERS.values():
         # srun --mpi=pmi2 sets PMI_RANK too, but does not say there which rank of the node it is.
         by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
-        if names[0] in env and names[1] in env and not by_srun:
+        if env.get(names[0]) and env.get(names[1]) and not by_srun:
             return names
     return None
 
@@ -163,6 +173,15 @@ def _resolves(host: str) -> bool:
         return False
 
 
+def _wait_for_name(host: str) -> None:
+    """Some clusters make the first rank's name known a while after the others have begun. Raises DistNetworkError."""
+    deadline = time.monotonic() + NAME_SECONDS
+    while not _resolves(host):
+        if time.monotonic() > deadline:
+            raise dist.DistNetworkError(f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows")
+        time.sleep(1)
+
+
 def start(process: Process) -> torch.device:
     """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
     import deepspeed
@@ -178,6 +197,7 @@ def start(process: Process) -> torch.device:
     # Huge pages for large tensors on the CPU: page faults took 14 % of a step's time, and take 7 % so. Keeping freed
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    _wait_for_name(os.environ["MASTER_ADDR"])
     if cuda:
         torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
     deepspeed.init_distributed("nccl" if cuda else "gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)

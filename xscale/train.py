@@ -105,7 +105,7 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     bring(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.start(process)
-    gc.freeze()  # what the imports made stays, and is half of what a collection looks through while indices are read
+    gc.freeze()  # what the imports made stays
     control = Control()
     code = train_run(args, process, control, status)
     control.barrier()

@@ -94,14 +94,16 @@ def code_revision() -> dict[str, Any]:
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def compare(saved: Any, current: Any, where: str = "") -> list[str]:
+def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
     """Lines `field: was X, is now Y` for every difference of two trees."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = [*saved, *(key for key in current if key not in saved)]
         return [
-            line for k in keys for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k))
+            line
+            for k in keys
+            for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k), form)
         ]
-    return [] if saved == current else [f"{where}: was {saved}, is now {current}"]
+    return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
 
 
 def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: Control) -> Checkpoint | None:

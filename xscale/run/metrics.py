@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import signal
 import sys
 import time
 from collections import deque
@@ -51,7 +52,9 @@ def start_logging(out: Path, rank: int) -> Path:
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
-    faulthandler.enable(path.open("a"))  # the stacks of a crash
+    stacks = path.open("a")
+    faulthandler.enable(stacks)  # of a crash
+    faulthandler.register(signal.SIGUSR1, stacks)  # when somebody asks; also of the loader's processes, as they fork
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
     return path
 

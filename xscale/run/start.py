@@ -1,6 +1,7 @@
 """From a job to an engine that is ready for its next step, and into the loop."""
 
 import argparse
+import os
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -35,17 +36,23 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
     job = prepare(args.recipe, args.set, args.data, control)
     check_tasks(job)
+    hardware = Hardware.here()
+    config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+    check_same(args, job, config, control)
     ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
     locks: list[Any] = []  # held until this returns
     control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
     status.ours = True
+    if not args.out.is_dir():
+        raise UserError(
+            f"--out {args.out} is not there on {os.uname().nodename}, where rank {process.rank} runs; it has to be a "
+            f"folder that all hosts share"
+        )
     log = start_logging(args.out, process.rank)
     watch = Watch(process, names_of_ranks(control), log, status.cut_off, stop)
     watch.begin(job.recipe.train.stall_limit, job.recipe.train.stop_limit)
     with closing(watch):
-        hardware = Hardware.here()
-        config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
         for note in [*config.notes, *job.notes()]:
             LOG.info(note)
         checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
@@ -132,6 +139,24 @@ def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpo
         f"({len(condemned)} of {recipe.train.rollbacks} rollbacks)"
     )
     return found
+
+
+def check_same(args: argparse.Namespace, job: Job, config: EngineConfig, control: Control) -> None:
+    """Raises UserError, on all ranks, where one was started otherwise than rank 0: each would plan another stream."""
+    ours = job.identity() | {
+        "recipe": job.recipe.to_dict(),
+        "--ds_config": config.resolved,
+        "--resume": args.resume,
+        "--out": str(args.out),
+    }
+    theirs = control.from_main(lambda: ours)
+    found = folder.compare(theirs, ours, form="{} on rank 0, {} there")
+    for rank, (host, lines) in enumerate(control.gather((os.uname().nodename, found[:3]))):
+        if lines:
+            raise UserError(
+                f"rank {rank} on {host} was started otherwise than rank 0; start all ranks by the same command, with "
+                f"the same files:\n" + "\n".join(f"  {line}" for line in lines)
+            )
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:

@@ -9,7 +9,9 @@ of a process that is stopped, of one that hangs in a file system, in a collectiv
 import faulthandler
 import json
 import math
+import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -178,6 +180,9 @@ class Watch:
             file.write("stacks of this rank, which has come no further:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
+        for pid in [child.pid for child in multiprocessing.active_children() if child.pid]:
+            with suppress(ProcessLookupError):  # the loader's: their stacks come to the same file (metrics.py)
+                os.kill(pid, signal.SIGUSR1)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
         self.ended(code, why)
         threading.Event().wait()
