@@ -45,7 +45,7 @@ test-slow: $(VENV)/installed
 	    { echo "tests/test_slurm.py needs SLURM, and root to install and run it, tests/test_report.py a browser:" \
 	    "apt-get install slurm-wlm munge chromium"; exit 2; }
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[align,mteb]'
-	python -m pytest -m slow
+	python -m pytest -n 2 --dist loadfile -m slow
 
 lint: $(VENV)/installed
 	ruff format --check .
