@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from tests import launch
 from xscale.data.lexicon import Lexicon, load_lexicon, withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import alignment_score
+from xscale.eval import alignment_score, run
 from xscale.eval.alignment_score import WordPairs, find_gold, spread, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
 from xscale.run import gold
@@ -164,25 +162,8 @@ def test_eval_run_tells_withheld_words_from_trained_ones(demo: Path, tmp_path: P
 
     def scores(model: Path, *options: object) -> dict[str, float]:
         out = tmp_path / "scores.json"
-        command = [
-            "--model",
-            model,
-            "--task",
-            "alignment",
-            "--data",
-            demo / "pairs",
-            "--lexicons",
-            path,
-            "--out",
-            out,
-            *options,
-        ]
-        subprocess.run(
-            [sys.executable, "-m", "xscale.eval.run", *map(str, command)],
-            check=True,
-            cwd=launch.ROOT,
-            env=launch.environment(),
-        )
+        given = ["--model", model, "--task", "alignment", "--data", demo / "pairs", "--lexicons", path, "--out", out]
+        assert run.main([str(word) for word in (*given, *options)]) == 0
         (measured,) = json.loads(out.read_text())["results"]["alignment"].values()
         return measured
 

@@ -24,7 +24,8 @@ def world() -> World:
 
 @cache
 def pairs(seed: int = 0, count: int = 2000) -> list[Pair]:
-    return [read(*World(seed).pair(i)) for i in range(count)]
+    world = World(seed)
+    return [read(*world.pair(i)) for i in range(count)]
 
 
 def read(en: str, other: str, links: str) -> Pair:
