@@ -3,6 +3,7 @@
 import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -56,16 +57,25 @@ def test_processes_of_the_loader_tell_where_they_are(tmp_path: Path, monkeypatch
     monkeypatch.setattr(metrics.LOG, "handlers", [])
     monkeypatch.setattr(faulthandler, "enable", lambda _: None)  # pytest's own stays
     log = metrics.start_logging(tmp_path, 0)
-    batches = through_workers(mixture(1, 3, 100), 2, 100)
+    batches = through_workers(mixture(1, 3, 100), 2, 10**6)  # the planner is not done
     list(islice(batches, 2))
-    for child in multiprocessing.active_children():
-        assert child.pid
-        os.kill(child.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 20
-    while log.read_text().count("_worker_loop") < 2 or " in _plan" not in log.read_text():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
-    assert all(child.is_alive() for child in multiprocessing.active_children())
+    children, found = multiprocessing.active_children(), []
+    try:
+        for child in children:
+            before, deadline = len(log.read_text()), time.monotonic() + 20
+            assert child.pid
+            os.kill(child.pid, signal.SIGUSR1)
+            while not (where := re.search(r" in (_worker_loop|_plan)\n", log.read_text()[before:])):
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            time.sleep(0.2)  # it goes on to the stack's end
+            found.append(where[1])
+        assert sorted(found) == ["_plan", "_worker_loop", "_worker_loop"]
+        assert all(child.is_alive() for child in children)
+    except AssertionError:
+        for child in children:  # which would be waited for at the end of all tests
+            child.kill()
+        raise
     faulthandler.unregister(signal.SIGUSR1)
 
 
