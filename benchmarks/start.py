@@ -82,10 +82,14 @@ def link_shards(directory: Path, shards: int) -> None:
 
 class Counts:
     """Numbers that forked processes share, since loader workers and planners open files too. No lock: none is lost but
-    where two processes count in the same instant."""
+    where two processes count in the same instant. Counting takes time itself: seconds are those of a run without."""
 
-    def __init__(self, data: str, far: float):
+    def __init__(self, data: str, far: float, counting: bool):
         self.map, self.data, self.far = mmap.mmap(-1, 16), data, far
+        if counting or far:
+            self.begin()
+
+    def begin(self) -> None:
         stat = os.stat
 
         def counting(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
@@ -113,8 +117,8 @@ def rank(words: list[str], result: str) -> None:
     from xscale import train
     from xscale.run import announce, folder, job, loop, start
 
-    far = float(os.environ.get("XSCALE_FAR", 0))
-    counts, took = Counts(train.parse_arguments(words).data[0].as_posix(), far), dict.fromkeys(PHASES.values(), 0.0)
+    data, far = train.parse_arguments(words).data[0].as_posix(), float(os.environ.get("XSCALE_FAR", 0))
+    counts, took = Counts(data, far, "XSCALE_COUNTS" in os.environ), dict.fromkeys(PHASES.values(), 0.0)
     started = time.perf_counter()
 
     def clock(owner: Any, name: str) -> None:
@@ -151,9 +155,21 @@ def rank(words: list[str], result: str) -> None:
 
 def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[list[str]]:
     """Rows of the table: a start and a resume."""
+    timed, counted = (train_twice(data, kind, world, folder, counting) for counting in (False, True))
+    rows = []
+    for what, of_ranks, others in zip(("start", "resume"), timed, counted, strict=True):
+        seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *dict.fromkeys(PHASES.values()))]
+        stats, opens = (sum(of["counts"][place] for of in others) for place in (0, 1))
+        rows.append([f"{name}, {world} rank{'s' * (world > 1)}: {what}", *seconds, f"{stats:,}", f"{opens:,}",
+                     f"{of_ranks[0]['MB']:,.0f}"])  # fmt: skip
+    return rows
+
+
+def train_twice(data: Path, kind: str, world: int, folder: Path, counting: bool) -> list[list[dict[str, Any]]]:
+    """What the ranks wrote of a start and of a resume."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
-    rows = []
+    found = []
     for what in ("start", "resume"):
         result = folder / f"{what}.json"
         for old in folder.glob(f"{result.name}.*"):
@@ -168,7 +184,7 @@ def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[
             "checkpoint.keep=99",
         ]
         command = [*launcher, "--master_port", "29519", __file__, "--rank", str(result), *words, "--out", str(out)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | ({"XSCALE_COUNTS": "1"} if counting else {})
         done = subprocess.run([*command, "--set", *sets], env=env, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
@@ -176,12 +192,8 @@ def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[
             for step in (out / "checkpoints").glob("step_0000000[2-8]"):
                 shutil.rmtree(step)
             (out / "checkpoints" / "latest").write_text("step_00000001")
-        of_ranks = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(world)]
-        seconds = [f"{of_ranks[0][phase]:.2f}" for phase in ("all", *dict.fromkeys(PHASES.values()))]
-        stats, opens = (sum(of["counts"][place] for of in of_ranks) for place in (0, 1))
-        rows.append([f"{name}, {world} rank{'s' * (world > 1)}: {what}", *seconds, f"{stats:,}", f"{opens:,}",
-                     f"{of_ranks[0]['MB']:,.0f}"])  # fmt: skip
-    return rows
+        found.append([json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(world)])
+    return found
 
 
 def main() -> None:

@@ -4,11 +4,13 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from xscale import doctor
 from xscale.run import slurm
+from xscale.run.job import prepare
 
 CONFIG = """\
 Configuration data as of 2026-01-31T12:00:00
@@ -124,6 +126,7 @@ def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.Capt
         "data",
         "ds_configs",
         "memory",
+        "room",
     ]
     assert len(told.splitlines()) < 50 and not (tmp_path / "runs").exists() and not list(tmp_path.glob(".doctor*"))
     assert "rank 0 of 1" in told and "MB/s to disk" in told and "en-xx (pair): 600 records" in told
@@ -138,15 +141,17 @@ def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.Capt
     [
         (["--recipe", "nothing"], "recipe 'nothing' not found"),
         (["--recipe", "tlm", "--set", "train.lrr=1"], "train.lrr: unknown key"),
-        (["--recipe", "tlm", "--out", "{file}/run"], "file is a file; choose another"),
+        (["--recipe", "tlm", "--out", "{file}/run"], "file is a file, or leads nowhere"),
         (["--recipe", "tlm", "--data", "{file}"], "error:"),
+        (["--recipe", "tlm", "--out", "{nowhere}/run"], "nowhere is a file, or leads nowhere"),
     ],
 )
 def test_what_keeps_a_run_from_starting(
     demo: Path, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture, words: list[str], named: str
 ) -> None:
     (tmp_path / "file").touch()
-    words = [word.format(file=tmp_path / "file") for word in words]
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    words = [word.format(file=tmp_path / "file", nowhere=tmp_path / "nowhere") for word in words]
     data = [] if "--data" in words else ["--data", str(demo)]
     assert doctor.main([*data, "--out", str(tmp_path / "out"), *words]) == 2
     told = capsys.readouterr().out
@@ -170,3 +175,16 @@ def test_one_process_where_several_were_meant(alone: None, capsys: pytest.Captur
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
     assert doctor.main([]) == 2
     assert "error: one process in a SLURM job of 2 tasks; start it with srun" in capsys.readouterr().out
+
+
+def test_a_disk_that_has_no_room_for_checkpoints(
+    demo: Path, tmp_path: Path, alone: None, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has none for a single one ends a run at its first save; one that lacks some, later."""
+    words = ["--recipe", "tlm", "--data", str(demo), "--out", str(tmp_path)]
+    size = 14 * sum(p.numel() for p in prepare("tlm", [], [demo]).module().parameters())
+    for free, kind, code in ((2.5 * size, "warning", 0), (0.5 * size, "error", 2)):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(total=1e12, free=free))
+        assert doctor.main(words) == code
+        told = capsys.readouterr().out
+        assert f"2 checkpoints of {size / 1e9:,.2f} GB stay" in told and f"{kind}: --out {tmp_path} has" in told

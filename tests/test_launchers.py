@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from xscale import ranks
+from xscale import ranks, train
 from xscale.errors import UserError
 from xscale.ranks import Process
 from xscale.run.folder import IDENTITY
@@ -192,3 +194,32 @@ def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["True SIGUSR2", "lives"]), done.stderr
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def allocate() -> Exception:
+    """torch's own error of a host whose memory ends."""
+    try:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError(), allocate],
+    ids=["gpu", "host", "torch"],
+)
+def test_memory_that_runs_out_is_told(
+    tmp_path: Path, error: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As a mistake of the user, who can ask for less; not to be tried again as it was."""
+
+    def run_out(*_: Any) -> int:
+        raise error if isinstance(error, Exception) else error()
+
+    monkeypatch.setattr(train, "train", run_out)
+    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 2
+    assert "out of memory" in capsys.readouterr().err
+    told = json.loads((tmp_path / "status.json").read_text())
+    assert (told["status"], told["code"]) == ("failed", 2) and "train.max_tokens" in told["why"]

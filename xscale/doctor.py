@@ -9,6 +9,7 @@ Exit codes: 0 a run could start, 2 it could not: lines with "error:" say why, an
 import argparse
 import fcntl
 import logging
+import math
 import os
 import platform
 import resource
@@ -33,6 +34,7 @@ from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run import folder
+from xscale.run.checkpoint import complete_steps
 from xscale.run.job import Job, prepare
 from xscale.run.slurm import advice
 from xscale.step import cost
@@ -149,7 +151,7 @@ def file_system(out: Path) -> Lines:
     """Of --out, or of the nearest folder above it that is there."""
     place = files.nearest_folder(out)
     if not place.is_dir():
-        yield f"error: --out {out}: {place} is a file; choose another"
+        yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
         return
     try:
         speed, free, locks = within(lambda: probe(place))
@@ -302,6 +304,20 @@ def memory(job: Job, module: StepModule, hardware: Hardware) -> Lines:
         yield f"  ZeRO {stage}: " + "".join(f"{size:8.2f}" for size in sizes)
 
 
+def room(job: Job, module: StepModule, out: Path) -> Lines:
+    """Of --out, for the checkpoints that stay and the one that is being written."""
+    whole, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
+    place, keep = files.nearest_folder(out), job.recipe.checkpoint.keep
+    needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * whole
+    yield f"{keep} checkpoints of {whole / 1e9:,.2f} GB stay, beside one that is being written"
+    free = shutil.disk_usage(place).free if place.is_dir() else math.inf
+    if needed > free:
+        yield (
+            f"{'error' if whole > free else 'warning'}: --out {out} has {free / 1e9:,.2f} GB free, and "
+            f"{needed / 1e9:,.2f} GB of checkpoints are to come; make room, or choose another place"
+        )
+
+
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
@@ -347,6 +363,7 @@ def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, C
     if module:
         yield "ds_configs", lambda: ds_configs(job[0], module[0], process.world, hardware)
         yield "memory", lambda: memory(job[0], module[0], hardware)
+        yield "room", lambda: room(job[0], module[0], args.out)
 
 
 def main(argv: list[str] | None = None) -> int:

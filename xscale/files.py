@@ -142,8 +142,8 @@ def write_speed(folder: Path, size: int = 64 << 20) -> float:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path, or what is there of those above it."""
+    """The path, or what is there of those above it; that may be a link to nothing."""
     path = path.absolute()
-    while not path.exists():
+    while not os.path.lexists(path):
         path = path.parent
     return path

@@ -108,10 +108,10 @@ def _port(process: Process) -> int:
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]
-    job, step = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_STEP_ID", "")
+    job, step = os.environ.get("SLURM_JOB_ID", ""), number_of("SLURM_STEP_ID", 0)
     if not job.isdigit():
         return 29500
-    return PORTS[(int(job) + 1009 * int(step or 0)) % len(PORTS)]  # jobs follow one another, steps of a job too
+    return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs follow one another, steps of a job too
 
 
 def _launcher() -> tuple[str, str, str, str] | None:

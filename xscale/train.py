@@ -31,6 +31,7 @@ from xscale.run.start import train_run
 from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of
 
 DEMO = Path("data/demo")
+MOST_RANKS = 1 << 20
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -51,8 +52,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plugin", nargs="+", action="extend", default=[], metavar="MODULE", help="see xscale.plugins")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.ranks is not None and not (args.dry_run and args.ranks > 0):
-        parser.error("--ranks N, of 1 or more, goes with --dry_run; a run has as many ranks as its launcher starts")
+    if args.ranks is not None and not (args.dry_run and 0 < args.ranks <= MOST_RANKS):
+        parser.error(
+            f"--ranks N, of 1 to {MOST_RANKS:,}, goes with --dry_run; a run has as many ranks as its launcher starts"
+        )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
     args.out = args.out or Path("runs") / Path(args.recipe).stem
     return args

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from xscale import files
@@ -24,12 +25,14 @@ from xscale.run.metrics import LOG, log_to_files
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
 """Exit codes. STOPPED: saved, and ended early; another start goes on."""
 OF_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
+NO_MEMORY = "can't allocate memory"
+"""What torch says of the CPU's, in a RuntimeError."""
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """Of exit codes; all others are failures."""
 
 
 def code_of(error: Exception) -> int:
-    if isinstance(error, UserError):
+    if isinstance(error, UserError) or out_of_memory(error):
         return USER_ERROR
     if isinstance(error, NotFinite):
         return NOT_FINITE
@@ -42,9 +45,19 @@ def lost_rank(error: Exception) -> bool:
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in OF_LOST_RANK)
 
 
+def out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_MEMORY in str(error)
+
+
 def message_of(error: Exception) -> str:
     """A line; of what users and the machine cause with the remedy."""
     code = code_of(error)
+    if out_of_memory(error):
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return (
+            f"out of memory ({said}); lower train.max_tokens, which a run may change from start to start, or take "
+            f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
+        )
     if lost_rank(error):
         first = str(error).splitlines()[0]
         return f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
