@@ -16,7 +16,7 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
-from xscale.data import loader
+from xscale.data import forks, loader
 from xscale.data.loader import Failure, step_batches
 from xscale.data.mixture import StepPlan, StreamSpec
 from xscale.errors import RankError, UserError
@@ -41,6 +41,24 @@ def test_plans_of_the_process_are_those_of_the_mixture() -> None:
     for a, b in zip(one, other, strict=True):
         assert (a.step, a.state, plain(a)) == (b.step, b.state, plain(b))
     assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("hangs", [1, 2])
+def test_a_child_that_does_not_come_out_of_its_fork_is_made_again(hangs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's first, or a worker's: as where a library's thread held a lock of the interpreter's."""
+    forked, plain = [0], os.fork
+
+    def fork() -> int:
+        forked[0] += 1
+        pid = plain()
+        while not pid and forked[0] == hangs:
+            time.sleep(1)
+        return pid
+
+    monkeypatch.setattr(os, "fork", fork)
+    monkeypatch.setattr(forks, "BEGIN_SECONDS", 0.5)
+    assert len(list(through_workers(mixture(1, 3, 100), 2, 12))) == 12
+    assert forked == [4] and os.fork is fork and multiprocessing.active_children() == []
 
 
 def test_processes_are_called_by_what_they_are() -> None:

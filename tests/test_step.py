@@ -25,7 +25,7 @@ from xscale.step.step import RowPass
 
 pytestmark = pytest.mark.slow
 
-STEPS, LR, WARMUP, DECAY, CLIP, EPS = 10, 5e-4, 3, 0.05, 0.7, 1e-6
+STEPS, LR, WARMUP, DECAY, CLIP, EPS = 10, 5e-4, 3, 0.05, 0.7, 1e-5
 RECIPE = """
 model: {preset: tiny, dropout: 0.0}
 streams:
@@ -117,10 +117,11 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         for companion in module.companions.values():
             companion.update(applied=True)
     path = out / "checkpoints" / f"step_{STEPS:08d}"
-    trained = full_weights(path)
+    trained, worst = full_weights(path), (0.0, "")
     for name, weight in module.named_parameters():
         difference = (weight - trained[name]).abs().max().item()
-        assert difference <= 1e-6, (name, difference)
+        worst = max(worst, (difference, name))
+    assert worst[0] <= 1e-6, worst
     saved = torch.load(path / "companions.pt", weights_only=True)["ppa"]
     ours = module.companions["ppa"].state_dict()
     torch.testing.assert_close(saved["queue"], ours["queue"], rtol=0, atol=1e-5)

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
 from xscale.data.calibration import Calibration, Estimate, estimate, line
+from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.piece import Context, Piece, Share
 from xscale.data.row import Row, Shape, Work, make_row
@@ -266,7 +267,9 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
         collate_fn=_same,
         worker_init_fn=partial(_begin_worker, rank),
     )
-    return map(_unwrap, iter(loader))  # workers start now
+    with children_that_begin():
+        started = iter(loader)
+    return map(_unwrap, started)
 
 
 PLANS_BYTES = 1 << 20
@@ -280,7 +283,8 @@ def planned(mixture: Mixture, steps: int) -> Plans:
     with contextlib.suppress(OSError):  # a user's pipes have a limit together
         fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, PLANS_BYTES)
     planner = multiprocessing.Process(target=_plan, args=(mixture, steps, theirs), name="planner", daemon=True)
-    planner.start()
+    with children_that_begin():
+        planner.start()
     atexit.register(planner.kill)
     theirs.close()  # so that the planner's end is the pipe's
     return _received(planner, ours, steps)

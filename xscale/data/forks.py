@@ -1,0 +1,43 @@
+"""Forks of a process whose native threads run on.
+
+Python 3.11 does not hold the lock of its list of threads when it forks. Where a thread of a library is just asking for
+the GIL, and so in that list (gloo's do, when a collective ends), the child waits for the lock for ever, inside of fork
+(PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and its parent for the child's records. On a busy machine one start
+in some hundreds hung so.
+"""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+BEGIN_SECONDS = 20
+"""How long a child may take to come out of its fork before another one is made."""
+
+
+@contextmanager
+def children_that_begin() -> Iterator[None]:
+    """Within, os.fork returns to a parent whose child has come out of it too."""
+    with mock.patch.object(os, "fork", partial(_fork, os.fork)):
+        yield
+
+
+def _fork(fork: Callable[[], int]) -> int:
+    while True:
+        ours, theirs = os.pipe()
+        pid = fork()
+        if not pid:
+            os.close(ours)
+            os.write(theirs, b".")
+            os.close(theirs)
+            return pid
+        os.close(theirs)
+        begun, _, _ = select.select([ours], [], [], BEGIN_SECONDS)
+        os.close(ours)
+        if begun:
+            return pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
