@@ -1,7 +1,7 @@
 """Forks of a process whose native threads run on.
 
 Python 3.11 does not hold the lock of its list of threads when it forks. Where a thread of a library is just asking for
-the GIL, and so in that list (gloo's do, when a collective ends), the child waits for the lock for ever, inside of fork
+the GIL, and so in that list (as one that torch made did here), the child waits for the lock for ever, inside of fork
 (PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and its parent for the child's records. On a busy machine one start
 in some hundreds hung so.
 """
