@@ -219,6 +219,11 @@ def test_memory_that_runs_out_is_told(
         raise error if isinstance(error, Exception) else error()
 
     monkeypatch.setattr(train, "train", run_out)
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    monkeypatch.setattr(os, "environ", os.environ | launcher)
+    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 2
+    assert "[rank 1] error: out of memory" in capsys.readouterr().err
+    monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in launcher})
     assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 2
     assert "out of memory" in capsys.readouterr().err
     told = json.loads((tmp_path / "status.json").read_text())

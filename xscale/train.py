@@ -28,7 +28,7 @@ from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
 from xscale.run.start import train_run
-from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of
+from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
 
 DEMO = Path("data/demo")
 MOST_RANKS = 1 << 20
@@ -80,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
         if code == FAULT:
             raise
         # Most mistakes are seen by every rank: one message a node is enough.
-        if process.local_rank == 0 or (code == MACHINE and not lost_rank(error)) or isinstance(error, RankError):
+        own = isinstance(error, RankError) or out_of_memory(error) or (code == MACHINE and not lost_rank(error))
+        if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
             print(f"{where}error: {message_of(error)}", file=sys.stderr, flush=True)
         return code

@@ -30,7 +30,7 @@ from xscale.data import words
 from xscale.data.carry import carry_over
 from xscale.data.text import stretch
 from xscale.errors import UserError
-from xscale.files import side_by_side
+from xscale.files import PARTIAL, side_by_side
 from xscale.record import Record
 
 FORMAT_VERSION = 2
@@ -425,7 +425,8 @@ def find_sources(directories: list[Path]) -> list[Source]:
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
     """Raises UserError where shards lie beside the sources without an index.json: a copy that is not whole."""
     for path in sorted(directory.iterdir()) if directory not in found else ():
-        if path not in found and path.is_dir() and any(path.glob("*.tar")):
+        being_written = path.name.endswith(PARTIAL)
+        if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
                 f"{path} has shards and no index.json that can be read. Copy it again, or run "
                 f"`python -m data_tools.index {path}`; or move it away, or name the others in --data"
