@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, cycle, islice
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -20,6 +21,10 @@ from xscale.record import Record
 
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
 """glibc keeps freed memory. Its defaults return large tensors to the system and pay page faults for each new one."""
+
+SENTENCES = (3.4, 1.0)
+"""Of a document: mean and deviation of their logarithm. Of the demo world's of 13 tokens that is a median of 390 tokens
+and a mean of 640."""
 
 Pair = tuple[str, str, str | None]
 """Two texts and their word links in Pharaoh form, where known."""
@@ -63,36 +68,51 @@ def write_pairs(pairs: Sequence[Pair], langs: tuple[str, str], out: Path, record
     """`records` records of `pairs`, repeated as often as it takes."""
 
     numbered = enumerate(islice(cycle(pairs), records), start=1)
-    return _write((Record(f"bench-{n:09d}", langs, pair[:2], pair[2]) for n, pair in numbered), out)
+    return _write(([Record(f"bench-{n:09d}", langs, pair[:2], pair[2])] for n, pair in numbered), out)
 
 
-def write_mono(texts: Iterable[str], language: str, out: Path) -> Source:
-    numbered = enumerate(texts, start=1)
-    return _write((Record(f"bench.{language}-{n:09d}", (language,), (text,)) for n, text in numbered), out)
+def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool = False) -> Source:
+    """documents: of as many sentences as web pages have (SENTENCES); else each sentence is one."""
+    random, left = Random(0), iter(texts)
+
+    def document(first: int) -> Iterator[list[Record]]:
+        while True:
+            n = max(1, round(random.lognormvariate(*SENTENCES))) if documents else 1
+            doc = first if documents else None
+            numbered = enumerate(islice(left, n), start=first)
+            records = [Record(f"bench.{language}-{m:09d}", (language,), (text,), doc=doc) for m, text in numbered]
+            if not records:
+                return
+            yield records
+            first += len(records)
+
+    return _write(document(1), out)
 
 
-def _write(records: Iterable[Record], out: Path) -> Source:
+def _write(records: Iterable[list[Record]], out: Path) -> Source:
+    """records: of a document each."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    lines = (Line(number, "", [record]) for number, record in enumerate(records, start=1))
+    lines = (Line(number, "", of_document) for number, of_document in enumerate(records, start=1))
     write_shards(lines, out, out.name, SHARD_LINES, Ranks(), {"tool": "benchmarks"})
     return Source(out)
 
 
-def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path) -> list[Path]:
+def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path, documents: bool = False) -> list[Path]:
     """What every recipe needs, of pairs of the demo world: shards of pairs with links and of either side alone; beside
-    them tokenizer/ and lexicon/. Returns the directories for --data."""
+    them tokenizer/ and lexicon/. Returns the directories for --data. documents: see write_mono."""
     write_tokenizer(pairs, vocab_size, out / "tokenizer")
     (out / "lexicon").mkdir()
     entries = "".join(f"{first} {second}\n" for first, second in World(0).dictionary())
     (out / "lexicon" / "{}-{}.txt".format(*LANGUAGES)).write_text(entries, encoding="utf-8")
     sources = [write_pairs(pairs, LANGUAGES, out / "pairs", len(pairs))]
     for side, language in enumerate(LANGUAGES):
-        sources.append(write_mono((str(pair[side]) for pair in pairs), language, out / f"mono_{language}"))
+        texts = (str(pair[side]) for pair in pairs)
+        sources.append(write_mono(texts, language, out / f"mono_{language}", documents))
     return [source.directory for source in sources]
 
 
 def write_tokenizer(pairs: Iterable[Pair], vocab_size: int, out: Path) -> Path:
-    texts = (text for pair in pairs for text in pair[:2])
+    texts = (side for pair in pairs for side in zip(LANGUAGES, pair[:2], strict=True))
     tokenizers.train(texts, "wordpiece", vocab_size, lowercase=False).save_pretrained(out)
     return out
 

@@ -30,7 +30,9 @@ from before import HERE, answers_alone, free_port, start_python, train
 SHAPE = {"num_hidden_layers": 12, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 96}
 MOST, SHARE = {"mixed": 1500}, {"tlm": 1 / 6}
 """Goals without DeepSpeed: operators of a step; and as a share of those before."""
-WARM, TIMED = 2, 20
+ENGINES = (("no DeepSpeed", 0, "fp32"), ("ZeRO-1", 1, "fp32"), ("ZeRO-2", 2, "fp32"), ("ZeRO-2, bf16", 2, "bf16"))
+WARM, TIMED = 8, 20
+"""Steps before that: batches are asked for some steps ahead."""
 BUCKET, BIG = 100_000, 1000
 """Numbers of a bucket; and of a collective, below which it is small talk."""
 COLLECTIVES = (
@@ -50,7 +52,7 @@ class Case(NamedTuple):
     """The same for a checkout that has micro-batches."""
 
 
-MIXED = ("mlm", "tlm", "alignlm", "ppa", "align_mlm")
+MIXED = ("mlm", "tlm", "alignlm", "ppa", "contextual", "align_mlm")
 CASES = [
     Case("mixed", ["streams.ppa.prefill=false"], [f"streams.{name}.samples=2" for name in MIXED], []),
     Case("tlm", ["streams.tlm.samples=256"], ["streams.tlm.samples=16"], ["train.micro_batch=2"]),
@@ -89,12 +91,13 @@ def operators(checkouts: list[Checkout], data: list[Path], folder: Path) -> list
 
     rows, missed = [], []
     for case in CASES:
-        for engine, stage in (("no DeepSpeed", 0), ("ZeRO-1", 1), ("ZeRO-2", 2)):
+        for engine, stage, precision in ENGINES:
             counts, times = [], []
             for checkout in checkouts:
                 rows_of = ["train.max_tokens=16384"] if checkout.now else []
                 short = [*case.few, "data.max_length=16", *([] if checkout.now else case.few_before)]
-                run = {"recipe": case.recipe, "stage": stage, "sets": ["train.precision=fp32", *case.fields, *rows_of]}
+                run = {"recipe": case.recipe, "stage": stage, "sets": [*case.fields, *rows_of]}
+                run["sets"].append(f"train.precision={precision}")
                 counts.append(run_side(checkout, run | {"kind": "operators"}, data, folder))
                 run["sets"] = [*run["sets"], *short]
                 times.append(run_side(checkout, run | {"kind": "seconds"}, data, folder))
@@ -117,7 +120,7 @@ def collectives(checkouts: list[Checkout], data: list[Path], folder: Path) -> li
 
     rows, missed = [], []
     for stage in (1, 2):
-        for precision in ("fp32", "bf16", "fp16"):
+        for precision in ("fp32", "bf16", *(["fp16"] if fp16_runs() else [])):
             for checkout in checkouts:
                 sets = ["streams.ppa.prefill=false", f"train.precision={precision}"]
                 sets += ["train.max_tokens=1024"] if checkout.now else []
@@ -134,6 +137,13 @@ def collectives(checkouts: list[Checkout], data: list[Path], folder: Path) -> li
     return missed
 
 
+def fp16_runs() -> bool:
+    """Whether DeepSpeed takes it on this machine."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().is_fp16_supported()
+
+
 PARTS: dict[str, Callable[[list[Checkout], list[Path], Path], list[str]]] = {
     "operators": operators,
     "collectives": collectives,
@@ -146,7 +156,14 @@ def run_side(checkout: Checkout, run: dict[str, Any], data: list[Path], folder: 
     ds_config = json.loads((HERE / "ds_configs/zero2_fp16.json").read_text())
     ds_config["zero_optimization"] |= {"stage": run["stage"], "reduce_bucket_size": BUCKET}
     (out / "ds_config.json").write_text(json.dumps(ds_config))
-    sets = ["model.preset=tiny", "data.workers=0", "data.overlong=truncate", "train.steps=100", *run["sets"]]
+    sets = [
+        "model.preset=tiny",
+        "data.workers=0",
+        "data.overlong=truncate",
+        "train.steps=100",
+        "train.measure_every=0",
+        *run["sets"],
+    ]
     words = ["--ds_config", str(out / "ds_config.json"), "--recipe", run["recipe"], "--out", str(out / "run")]
     words += ["--data", *map(str, data), "--set", *sets]
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
@@ -195,9 +212,10 @@ class Done(Exception):
 def count_operators(trainer: Any, batches: Iterator[Any], calls: list[Any]) -> Iterator[Any]:
     yield from warm(trainer, batches)
     batch = cleared(trainer, next(batches))
-    with operator_counter() as found:
+    counter = operator_counter()
+    with counter as found:
         yield batch
-    for name, count in found.most_common():
+    for name, count in [*found.most_common(), ("looks at a number", counter.mode.looks)]:
         print(f"{count:6} {name}", file=sys.stderr)
     raise Done(sum(found.values()))
 
@@ -234,9 +252,13 @@ class operator_counter:
         found: Counter[str] = Counter()
 
         class Mode(TorchDispatchMode):
+            looks = 0
+
             def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
                 if computes(operator):
                     found[str(operator)] += 1
+                elif operator.name().startswith("aten::_local_scalar"):
+                    self.looks += 1
                 return operator(*args, **(kwargs or {}))
 
         self.mode = Mode()
@@ -351,7 +373,7 @@ def count_collectives(trainer: Any, batches: Iterator[Any], calls: list[tuple[st
         batch, skipped = next(batches), trainer.engine.skipped_steps
         calls.clear()
         yield batch
-        if trainer.engine.skipped_steps == skipped:
+        if calls and trainer.engine.skipped_steps == skipped:
             break
     parameters = sum(p.numel() for p in trainer.engine.module.parameters())
     reduced = [n for name, n, floating in calls if "reduce" in name and floating and n >= BIG]

@@ -44,7 +44,7 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of a few operations."""
 OF_A_ROW = {torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Of a whole model, whose weights are rounded too."""
-FEW_SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "align_mlm": 4}
+FEW_SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "contextual": 16, "align_mlm": 4}
 
 
 def error(out: Tensor, reference: Tensor) -> float:

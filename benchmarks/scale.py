@@ -1,10 +1,12 @@
 """A thousand ranks, without them: what a step costs beside the GPUs where the corpus and the job are large.
 
     python benchmarks/scale.py [--records 1000000000] [--shards 100000] [--ranks 1024] [--steps 24]
+                               [--sources 1 100] [--planning]
 
 Sources are there in memory alone (their .idx, not their text), dealt out evenly over 1 and 100 of them. It prints
-  1. planning, by the code of a run, for rank 0: CPU time of making the first step (the order of an epoch with it), of a
-     step after it, and the longest of them; memory that is kept, and the peak
+  1. planning, by the code of a run, for the ranks of a node: CPU time of making the first step (the order of an epoch
+     with it), of a step after it, also as the share of one rank, and the longest of them; memory that is kept, and the
+     peak. Steps are of 8k samples, and of as many as fill a row of 16k tokens on each rank
   2. how long the main process waits for what a step plans: in steps of 100 ms, by the loader of a run with two workers
      that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
   3. bytes of a step's collectives, as a dry run foretells them and as runs on 2 and 4 ranks gave them, by ZeRO stage,
@@ -15,6 +17,7 @@ What a start costs there, by real files: start.py.
 import argparse
 import json
 import multiprocessing
+import pickle
 import sys
 import tempfile
 import time
@@ -40,8 +43,10 @@ from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.step.cost import sent
 
 MAX_LENGTH, MAX_TOKENS = 128, 16384
-BATCHES = (8192, 65536)
-SOURCES = (1, 100)
+BATCH, PER_RANK = 8192, {"pair": 234, "mono": 128}
+"""Samples of a step; and of a rank, where they fill a row of MAX_TOKENS."""
+NODE = 8
+"""Ranks for which one process plans."""
 BYTES = {"pair": 250, "mono": 120}
 """Of a record, on average; a token is 4 bytes."""
 STEP_SECONDS, ENGINE_SECONDS = 0.1, 3.0
@@ -93,11 +98,13 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     mixture = mixture_of(kind, sources, batch, args.ranks)
     times = [started]
     for _ in range(args.steps + 1):
-        mixture.next_step()
+        for plan in mixture.plans_of(mixture.next_cut(), [*range(min(NODE, args.ranks))]):
+            pickle.dumps(plan)  # as it is sent
         times.append(time.process_time())
     first, *steps = np.diff(times).tolist()
     kept, peak = (memory(field) - before for field in ("VmRSS", "VmHWM"))
-    milliseconds = [f"{1e3 * value:,.1f}" for value in (median(steps), mean(steps), max(steps))]
+    found = (median(steps), mean(steps), mean(steps) / min(NODE, args.ranks), max(steps))
+    milliseconds = [f"{1e3 * value:,.1f}" for value in found]
     return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
 
 
@@ -168,12 +175,16 @@ def main() -> None:
     parser.add_argument("--shards", type=int, default=10**5)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=24, help="planned in each case, after the first")
+    parser.add_argument("--sources", type=int, nargs="+", default=[1, 100])
+    parser.add_argument("--planning", action="store_true", help="that part alone")
     args = parser.parse_args()
-    cases = [(kind, number, batch) for kind in BYTES for number in SOURCES for batch in BATCHES]
+    cases = [(kind, n, batch) for kind in BYTES for n in args.sources for batch in (BATCH, PER_RANK[kind] * args.ranks)]
     names = [f"{kind}, {number} source{'s' * (number > 1)}, {batch // 1024}k" for kind, number, batch in cases]
     rows = [[name, *alone(planning, *case, args)] for name, case in zip(names, cases, strict=True)]
     title = f"1. Planning: {args.records:,} records in {args.shards:,} shards, {args.ranks:,} ranks"
-    print_table(title, ["", "first, s", "median, ms", "mean", "longest", "kept, MB", "peak, MB"], rows)
+    print_table(title, ["", "first, s", "median, ms", "mean", "of a rank", "longest", "kept, MB", "peak, MB"], rows)
+    if args.planning:
+        return
     rows = [[name, *waiting(*case, args)] for name, case in zip(names, cases, strict=True)]
     print_table("2. Waiting for a plan in steps of 100 ms", ["", "first, s", "median, ms", "longest, ms"], rows)
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ from common import print_table, text_pairs, write_tokenizer
 
 from data_tools.ranks import Ranks
 from data_tools.write_shards import Line, write_shards
-from xscale.data.shards import idx_path
+from xscale.data.shards import ENTRIES, idx_path
 from xscale.record import Record
 
 RECIPES = {"pair": "tlm", "mono": "mlm"}
@@ -74,6 +74,10 @@ def link_shards(directory: Path, shards: int) -> None:
             else:
                 shutil.copy(old, new)
         real = real if number % MOST_LINKS else path
+    entries = (directory / ENTRIES).read_bytes()
+    with (directory / ENTRIES).open("wb") as file:
+        for _ in range(shards):
+            file.write(entries)
     index["shards"] = [shard | {"name": f"text-{number:06d}.tar"} for number in range(shards)]
     for field in ("records", "bytes"):
         index[field] = shards * shard[field]

@@ -457,7 +457,8 @@ def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> boo
     for recipe in recipes:
         plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
         sets = [f"streams.{name}.{field}" for name, field in plain.items() if recipe in (name, "mixed")]
-        job = make_job(recipe, data, args, "model.dropout=0.0", *sets)
+        sets += ["model.dropout=0.0", "data.segments=false", "data.lexicon_heldout=0"]
+        job = make_job(recipe, data, args, *sets)
         encoder = job.encoder()
         module, stock = step_module(encoder, job), StockModule(encoder.lm, job)
         pieces, row = first_row(job)
@@ -488,7 +489,7 @@ def first_row(job: Job) -> tuple[dict[str, Piece], Row]:
 def losses_of(job: Job, module: StepModule, row: Row) -> dict[str, float]:
     row_pass = RowPass(module, row, torch.device("cpu"), (0,))
     _, values_K = row_pass(module, step_weights(job.recipe, row.targets, 0))
-    return stream_losses(job, StepSums(module.reported, values_K), row.targets)
+    return stream_losses(job, StepSums(module.reported, values_K, lambda: 0.0), row.targets)
 
 
 def give_draws(part: Any, examples: list[Example], piece: Piece, heads: Any) -> None:

@@ -11,6 +11,7 @@ the queue.
 import copy
 import random
 from collections import defaultdict
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
+from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
@@ -29,28 +31,29 @@ Batch = dict[str, Tensor]
 
 
 class Mlm(nn.Module):
-    """Whole sentences in sequences of max_length."""
+    """Whole sentences in sequences of max_length, each of one document."""
 
     def __init__(self, lm: Any, job: Job, options: Any):
         super().__init__()
         self.job, self.options = job, options
         self.tokenizer = job.tokenizer.hf
-        self.languages = {language: number for number, language in enumerate(job.languages)}
+        self.languages = {language: number for number, language in enumerate(job.languages, start=1)}
         self.max_length = job.recipe.data.max_length
         self.mask = DataCollatorForLanguageModeling(
             self.tokenizer, mlm_probability=getattr(options, "mask_prob", 0.15)
         ).torch_mask_tokens
 
     def examples(self, records: list[Record]) -> list[Example]:
+        cls, sep, room = self.tokenizer.cls_token_id, self.tokenizer.sep_token_id, self.max_length - 2
         sequences: list[list[int]] = []
-        for record in records:
-            ids = self.tokenizer(
-                record.texts[0], add_special_tokens=False, truncation=True, max_length=self.max_length - 2
-            )
-            ids = [*ids["input_ids"], self.tokenizer.sep_token_id]
-            if not sequences or len(sequences[-1]) + len(ids) > self.max_length:
-                sequences.append([self.tokenizer.cls_token_id])
-            sequences[-1] += ids
+        for _, document in groupby(records, key=lambda record: record.key if record.doc is None else record.doc):
+            inside: list[list[int]] = []
+            for record in document:
+                ids = self.tokenizer(record.texts[0], add_special_tokens=False, truncation=True, max_length=room)
+                if not inside or len(inside[-1]) + len(ids["input_ids"]) > room:
+                    inside.append([])
+                inside[-1] += ids["input_ids"]
+            sequences += [[cls, *ids, sep] for ids in inside]
         language = self.languages[records[0].langs[0]]
         return [{"input_ids": ids, "token_type_ids": [language] * len(ids)} for ids in sequences]
 
@@ -113,8 +116,9 @@ class AlignMlm(Mlm):
 
     def __init__(self, lm: Any, job: Job, options: Any):
         super().__init__(lm, job, options)
-        lexicons = job.dictionaries["align_mlm"]
-        self.sides = [pad([ids for lexicon in lexicons for ids in lexicon.ids[side]], -1) for side in (0, 1)]
+        entries = [entry for lexicon in job.dictionaries["align_mlm"] for entry in zip(*lexicon.ids, strict=True)]
+        differing = [entry for entry in entries if list(entry[0]) != list(entry[1])]
+        self.sides = [pad(list(side), -1) for side in zip(*differing, strict=True)]
 
     def loss(self, lm: Any, batch: Batch) -> Tensor:
         wanted = self.options.pairs_per_step
@@ -143,7 +147,7 @@ class AlignLm(Mlm):
 
     def examples(self, records: list[Record]) -> list[Example]:
         (record,) = records
-        words = [text.split() for text in record.texts]
+        words = [split([text])[0][0] for text in record.texts]  # links count a sentence's marks too
         encoding = self.tokenizer(*words, is_split_into_words=True, truncation=True, max_length=self.max_length)
         tokens_of = defaultdict(list)
         for token, word in enumerate(zip(encoding.sequence_ids(0), encoding.word_ids(0), strict=True)):
@@ -213,9 +217,9 @@ class Ppa(Tlm):
             return self.options.tlm_weight * super().loss(lm, batch)
         self.start(lm)
         views = [(batch.pop(f"{name}_ids"), batch.pop(f"{name}_mask")) for name in ("query", "key")]
-        q_BD = project(lm.base_model, self.projection, *views[0])
+        q_BD = project(lm.base_model, self.projection, self.options.pooling, *views[0])
         with torch.no_grad():
-            k_BD = project(*self.keys, *views[1])
+            k_BD = project(*self.keys, self.options.pooling, *views[1])
         self.new.append(k_BD)
         positive_B1 = (q_BD * k_BD).sum(-1, keepdim=True)
         logits = torch.cat([positive_B1, q_BD @ self.queue_KD.T], dim=1) / self.options.temperature
@@ -243,10 +247,12 @@ class Ppa(Tlm):
         self.new.clear()
 
 
-def project(encoder: nn.Module, projection: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """z [B, D] in fp32."""
-    cls_BH = encoder(ids, mask).last_hidden_state[:, 0]
-    h_BH = F.normalize(cls_BH.float(), dim=-1).to(cls_BH.dtype)
+def project(encoder: nn.Module, projection: nn.Module, pooling: str, ids: Tensor, mask: Tensor) -> Tensor:
+    """z [B, D] in fp32, of [CLS] or of the sum over all other tokens but the last, [SEP]."""
+    states_BTH = encoder(ids, mask).last_hidden_state
+    inside_BT1 = (mask.cumsum(1).gt(1) & mask.flip(1).cumsum(1).flip(1).gt(1))[..., None]
+    x_BH = states_BTH[:, 0] if pooling == "cls" else (states_BTH * inside_BT1).sum(1)
+    h_BH = F.normalize(x_BH.float(), dim=-1).to(x_BH.dtype)
     return F.normalize(projection(h_BH).float(), dim=-1)
 
 
@@ -264,7 +270,7 @@ class Contextual(Mlm):
 
     def examples(self, records: list[Record]) -> list[Example]:
         (record,) = records
-        anchor = record.langs.index(self.options.anchor)
+        anchor = record.langs.index(self.options.anchor) if self.options.anchor else 0
         sides = []
         for text in record.texts:
             encoding = self.tokenizer(

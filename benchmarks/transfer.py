@@ -3,13 +3,15 @@
     python benchmarks/transfer.py --data SHARED_DATA --out DIR [--langs de zh] [--seeds 0 1 2] [--arms mlm tlm ...]
 
 For each language a tiny encoder (2 layers, 128 wide) is trained once by MLM on it and English: Wikipedia, and the two
-sides of Tatoeba's pairs as monolingual text. From it, each arm trains the same number of steps at the same learning
-rate on the same pairs; `mlm` reads their sides without the pairing; a seed decides order, masks, dropout and new heads.
+sides of Tatoeba's pairs as monolingual text; its attention has a gain of 1, so that [CLS] tells sentences apart. From
+it, each arm trains the same number of steps at the same learning rate, without dropout, on the same pairs: those with
+10 word pieces or more a side and 128 or less together, as PPA's (Pan et al. 2021, 3.1). `mlm` reads their sides without
+the pairing; a seed decides order, masks and new heads.
 Prints means and standard deviations over seeds of:
 sentence retrieval on the LASER Tatoeba test, whose pairs are not in the training data (accuracy of both directions, by
 the mean, by [CLS], and of the mean at the best layer), the alignment score of the input embeddings on MUSE's words, of
-those withheld from every arm and of the others, and the TLM loss on the test pairs. Every part is a command of the
-README; one that is complete is not repeated. `--code DIR` trains and exports with another checkout, and measures with
+those withheld from every arm and of the others, and the TLM loss on the test pairs. Every part is a command of
+docs/; one that is complete is not repeated. `--code DIR` trains and exports with another checkout, and measures with
 this one. Needs the optional extra `align`.
 """
 
@@ -55,9 +57,6 @@ class Bench:
     def make_data(self) -> None:
         code, write, pair = self.args.code, ("-m", "data_tools.write_shards"), ("en", self.lang)
         texts = {side: self.given / f"parallel/tatoeba/en-{self.lang}.{side}.xz" for side in pair}
-        if not (self.out / "pairs/tatoeba/index.json").exists():
-            files = ("--src", texts["en"], "--tgt", texts[self.lang], "--langs", *pair)
-            self.run(code, *write, "pairs", *files, "--out", self.out / "pairs/tatoeba", "--align")
         for side, text in texts.items():
             out = self.out / f"mono/tatoeba_{side}"
             if not (out / "index.json").exists():
@@ -69,19 +68,14 @@ class Bench:
             test = self.given / f"eval/tatoeba/tatoeba.{CODES[self.lang]}-eng"
             files = ("--src", f"{test}.eng.xz", "--tgt", f"{test}.{CODES[self.lang]}.xz", "--langs", *pair)
             self.run(ROOT, *write, "pairs", *files, "--out", self.out / "test")
-        if not (self.out / "tokenizer").exists():
-            data = [self.out / name for name in ("pairs/tatoeba", "mono/wiki_en", f"mono/wiki_{self.lang}")]
-            self.run(
-                code,
-                "-m",
-                "data_tools.tokenizer",
-                "--data",
-                *data,
-                "--out",
-                self.out / "tokenizer",
-                "--vocab_size",
-                12000,
-            )
+        tokenizer, pairs = self.out / "tokenizer", self.out / "pairs/tatoeba"
+        if not tokenizer.exists():
+            words = ("-m", "data_tools.tokenizer", "--data", self.out / "mono", "--vocab_size", 12000)
+            self.run(code, *words, "--out", tokenizer)
+        if not (pairs / "index.json").exists():
+            files = ("--src", texts["en"], "--tgt", texts[self.lang], "--langs", *pair, "--out", pairs, "--align")
+            lengths = ("--tokenizer", tokenizer, "--min_tokens", 10, "--max_tokens", 128)
+            self.run(code, *write, "pairs", *files, *lengths)
 
     def train(self, name: str, seed: int, recipe: str, steps: int, data: list[Path], fields: dict[str, object]) -> None:
         run, hf = self.out / f"runs/{name}.{seed}", self.hf(name, seed)
@@ -98,12 +92,13 @@ class Bench:
 
     def pretrain(self) -> None:
         mono = sorted((self.out / "mono").iterdir())
-        self.train("pretrained", 0, "mlm", self.args.pretrain, mono, {"model.preset": "tiny", "train.lr": 1e-3})
+        fields = {"model.preset": "tiny", "model.attention_gain": 1.0, "model.dropout": 0.0, "train.lr": 1e-3}
+        self.train("pretrained", 0, "mlm", self.args.pretrain, mono, fields)
 
     def arm(self, name: str, seed: int) -> None:
         fields: dict[str, object] = dict(ARMS[name])
         recipe = str(fields.pop("recipe"))
-        fields |= {"model.init": self.hf("pretrained", 0), "train.lr": self.args.lr}
+        fields |= {"model.init": self.hf("pretrained", 0), "model.dropout": 0.0, "train.lr": self.args.lr}
         fields |= {"data.lexicons": f"[{self.lexicon}]", "train.measure_every": 0}
         sides, pairs = [self.out / f"mono/tatoeba_{side}" for side in ("en", self.lang)], self.out / "pairs/tatoeba"
         data = {"mlm": sides, "align_mlm": sides, "mixed": [*sides, pairs]}.get(name, [pairs])
@@ -115,7 +110,8 @@ class Bench:
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
             tasks = ("--task", "retrieval", "alignment", "heldout", "--data", self.out / "test")
-            how = ("--pooling", "mean", "cls", "--layer", "all", "--lexicons", self.lexicon, "--lexicon_heldout", 0.2)
+            read = sorted((self.out / f"runs/{name}.{seed}/lexicon").glob("*.txt")) or [self.lexicon]
+            how = ("--pooling", "mean", "cls", "--layer", "all", "--lexicons", *read, "--lexicon_heldout", 0.2)
             self.run(ROOT, "-m", "xscale.eval.run", "--model", self.hf(name, seed), *tasks, *how, "--out", path)
         found = json.loads(path.read_text())["results"]
         rows = {row: scores["accuracy"] for row, scores in found["retrieval"].items()}

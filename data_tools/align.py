@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data import words
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+
+from .ranks import Ranks, run
 
 Links = set[tuple[int, int]]
 """(word of the first text, word of the second)."""
@@ -130,6 +131,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         for path in (args.out, *sides):
             if path.exists():
                 raise UserError(f"{path} exists; choose another --out or remove it")
+            files.check_writable(path)
         with files.publish(args.out) as partial:
             report = align(pairs(), partial, args.symmetrize)
         for number, path in enumerate(sides):

@@ -10,14 +10,15 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_tools import tokenizer as tokenizers
-from data_tools import write_shards as writer
-from data_tools.demo_world import LANGUAGES, WRITTEN, World
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.record import Record
+
+from . import tokenizer as tokenizers
+from . import write_shards as writer
+from .demo_world import LANGUAGES, WRITTEN, World
+from .ranks import Ranks, run
 
 HELDOUT = 1000
 OF_YY = 1_000_000

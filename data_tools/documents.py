@@ -1,13 +1,13 @@
 """The documents of monolingual text files: where each starts, found while the file is read as a stream."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any
 
 from xscale.data.text import read_lines
-from xscale.errors import UserError
+from xscale.errors import UserError, can_be_encoded
+
+from .formats import check_text, object_of
 
 HEAD_LINES = 1000
 """By so many lines of a file its form is told."""
@@ -19,18 +19,14 @@ Passage = tuple[int, bool, list[str]]
 
 
 def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
-    """The form of a file, and every line of it. form: of FORMS, or "auto": by the first lines. Raises UserError."""
+    """The form of a file, and every line of it. form: of FORMS, or "auto": by its name or first lines. Raises
+    UserError."""
     lines = read_lines(path)
-    if form == "auto":
-        head = list(islice(lines, HEAD_LINES))
-        first = next((line.strip() for _, line in head if line.strip()), "")
-        if first in ("[", "{") or first.startswith("[{"):
-            raise UserError(
-                f"{path} looks like JSON of several lines; write an object a line, as `jq -c` does, or name the form "
-                f"of the files by --documents"
-            )
-        form, lines = form_of([line.strip() for _, line in head]), chain(head, lines)
-    return form, FORMS[form](path, lines)
+    head = list(islice(lines, HEAD_LINES))
+    named = "json" if ".jsonl" in (suffix.lower() for suffix in path.suffixes) else None
+    found = named or form_of([line.strip() for _, line in head]) if form == "auto" else form
+    check_text(path, [line for _, line in head], json_lines=form != "auto" or found == "json")
+    return found, FORMS[found](path, chain(head, lines))
 
 
 def form_of(head: list[str]) -> str:
@@ -82,6 +78,10 @@ def by_objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage
                 f"or `content`, and one of them alone: `jq -c '{{text: .body}}'` makes it of another"
             )
         text = fields[found[0]]
+        if not can_be_encoded(text):
+            raise UserError(
+                f"{path}: line {number}: its {found[0]} has half a character, as \\ud800; mend or remove it"
+            )
         yield number, True, [paragraph.strip() for paragraph in text.split("\n") if paragraph.strip()]
 
 
@@ -93,12 +93,3 @@ FORMS: dict[str, Callable[[Path, Iterable[tuple[int, str]]], Iterator[Passage]]]
 }
 """doc: from `<doc ...>` to `</doc>` (WikiExtractor); blank: blank lines stand between; json: a JSON object a line;
 lines: a line each."""
-
-
-def object_of(line: str) -> dict[str, Any] | None:
-    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
-    try:
-        fields = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return fields if isinstance(fields, dict) else None

@@ -11,11 +11,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.scan import scan_shard
-from xscale.data.shards import FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
+from xscale.data.shards import ENTRIES, FORMAT_VERSION, LAYOUTS, SEGMENTATIONS, fingerprint, idx_path, read_index
+from xscale.data.survey import Survey
+from xscale.data.survey import warnings as survey_warnings
 from xscale.errors import UserError
+
+from .ranks import Ranks, run
 
 TOOL = "data_tools.index"
 
@@ -27,7 +30,8 @@ def build(
     made_by: dict[str, Any],
     links_count: str | None = None,
 ) -> dict[str, Any]:
-    """Scan all tars (split over the ranks), write an .idx beside each and index.json last. Raises UserError.
+    """Scan all tars (split over the ranks), write an .idx beside each, the entries of all, and index.json last. Raises
+    UserError.
 
     links_count: a name of SEGMENTATIONS, whose words the links count; None: as the index that is there says, or white
     space where others wrote the tars. These links are checked, where they are written here they have been.
@@ -39,16 +43,8 @@ def build(
     if made_by["tool"] != TOOL:
         counted = {}
 
-    def scan() -> list[tuple[dict[str, Any], str, tuple[str, ...], int]]:
-        found = []
-        for path in tars[ranks.rank :: ranks.size]:
-            scanned = scan_shard(path, langs, counted)
-            with files.publish(idx_path(path)) as partial:
-                scanned.idx.tofile(partial)
-            found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
-        return found
-
-    found = sorted((entry for part in ranks.together(scan) for entry in part), key=lambda entry: entry[0]["name"])
+    parts = ranks.together(lambda: _scan(tars[ranks.rank :: ranks.size], langs, counted))
+    found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
     _, layout, all_langs, _ = found[0]
     for shard, other_layout, other_langs, _ in found:
         if (other_layout, other_langs) != (layout, all_langs):
@@ -56,6 +52,9 @@ def build(
                 f"{directory / shard['name']} holds {other_langs} ({other_layout}), {found[0][0]['name']} holds "
                 f"{all_langs} ({layout}); keep one directory for each"
             )
+    survey = Survey(len(all_langs))
+    for of_rank in (of_rank for _, of_rank in parts if of_rank):
+        survey.join(of_rank)
     records = sum(shard["records"] for shard, *_ in found)
     documents = {"documents": sum(documents for *_, documents in found)} if len(all_langs) == 1 else {}
     index = {
@@ -69,13 +68,34 @@ def build(
         "records": records,
         **documents,
         "bytes": sum(shard["bytes"] for shard, *_ in found),
+        "text": survey.result(),
         "made_by": made_by,
         "shards": [shard for shard, *_ in found],
     }
     if ranks.is_main:
+        with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
+            for shard, *_ in found:
+                all_entries.write(idx_path(directory / shard["name"]).read_bytes())
         files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
     ranks.gather(None)
     return index
+
+
+def _scan(
+    tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]
+) -> tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]:
+    """Write the .idx of each; what it holds, and a survey of the texts of all that have as many languages as the first
+    has."""
+    found, survey = [], None
+    for path in tars:
+        scanned = scan_shard(path, langs, counted)
+        with files.publish(idx_path(path)) as partial:
+            scanned.idx.tofile(partial)
+        found.append((scanned.shard._asdict(), scanned.layout, scanned.langs, scanned.documents))
+        survey = survey or Survey(len(scanned.langs))
+        if len(survey.seen) == len(scanned.langs):
+            survey.join(scanned.survey)
+    return found, survey
 
 
 def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict[str, str]:
@@ -85,6 +105,12 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
         return read_index(directory)[0].get("segmentation", SEGMENTATIONS["whitespace"])
     except UserError:
         return SEGMENTATIONS["unicode" if layout == "lines" else "whitespace"]
+
+
+def warnings(directory: Path, index: dict[str, Any]) -> list[str]:
+    """Lines about texts that are hardly what they should be."""
+    lines = survey_warnings(index["text"], tuple(index["langs"]), index["records"])
+    return [f"warning: {directory}: {line}" for line in lines]
 
 
 def summary(directory: Path, index: dict[str, Any]) -> str:
@@ -114,9 +140,11 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     langs = tuple(args.langs) if args.langs else None
     if len(langs or ()) > 2 or len(set(langs or ())) < len(langs or ()):
         raise UserError(f"--langs {' '.join(args.langs)}: needs one language, or two different ones")
+    if not all(lang.isprintable() for lang in langs or ()):
+        raise UserError(f"--langs {' '.join(map(repr, args.langs))}: a language's name has no control characters")
     index = build(args.directory, langs, ranks, {"tool": TOOL}, args.links_count)
     if ranks.is_main:
-        print(summary(args.directory, index))
+        print(summary(args.directory, index), *warnings(args.directory, index), sep="\n")
 
 
 if __name__ == "__main__":

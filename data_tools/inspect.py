@@ -7,29 +7,35 @@ Words, and what links count, are those of xscale/data/words.py: letters and digi
 
 import argparse
 import json
-from itertools import pairwise
+from collections import Counter
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_tools.index import summary
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data import links as word_links
 from xscale.data.scan import scan_shard
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source, directories_below, idx_path, read_index
-from xscale.data.tokenizer import Tokenizer
-from xscale.data.words import TokenWords, segment
+from xscale.data.survey import Survey, warnings
+from xscale.data.tokenizer import Tokenizer, unknown_lines
+from xscale.data.words import TokenWords, segment, split
 from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
 
+from .index import summary
+from .ranks import Ranks, run
+
 _LENGTH_SAMPLE = 10_000
+_FREQUENT = 8
 
 
-def describe(source: Source, records: list[Record], links: dict[str, Any] | None, show: int) -> list[str]:
+def describe(
+    source: Source, records: list[Record], text: dict[str, Any], links: dict[str, Any] | None, show: int
+) -> list[str]:
     lines = [summary(source.directory, read_index(source.directory)[0])]
     for shard in source.shards[:20]:
         lines.append(f"  {shard.name}  {shard.records:,} records  {shard.bytes:,} bytes  sha256 {shard.sha256[:16]}")
@@ -42,8 +48,20 @@ def describe(source: Source, records: list[Record], links: dict[str, Any] | None
             f"  {lang}: words a sentence {words.mean():.1f} on average, 5 % {low:.0f}, 50 % {middle:.0f}, "
             f"95 % {high:.0f}, longest {words.max()} (of {len(records):,} records)"
         )
+        scripts = ", ".join(f"{share:.1%} {script}" for script, share in text["scripts"][side].items())
+        lines.append(
+            f"  {lang}: {text['duplicates'][side]:.1%} of the texts came before; letters: {scripts or 'none'}; most "
+            f"frequent words: {frequent_words([record.texts[side] for record in records])}"
+        )
     if source.kind == "mono":
         lines.append("  " + documents(source))
+    else:
+        ratio = text["length_ratio"]
+        lines.append(
+            f"  characters of {source.langs[1]} by those of {source.langs[0]}: 5 % {ratio['p5']:g}, 50 % "
+            f"{ratio['median']:g}, 95 % {ratio['p95']:g}, correlation of lengths {text['length_correlation']}; the "
+            f"same text on both sides: {text['same_text']:.1%} of the pairs"
+        )
     linked = sum(record.links is not None for record in records)
     lines.append(f"  with word links: {100 * linked / len(records):.0f} %")
     if links:
@@ -59,6 +77,24 @@ def describe(source: Source, records: list[Record], links: dict[str, Any] | None
     for at in np.linspace(0, len(records) - 1, min(show, len(records))).astype(np.int64):
         lines.append("  " + records[at].to_json())
     return lines
+
+
+def frequent_words(texts: list[str]) -> str:
+    """By which a reader tells languages of one script apart."""
+    counts: Counter[str] = Counter()
+    for words, is_word in split([text.lower() for text in texts[:: max(len(texts) // 1000, 1)]]):
+        counts.update(compress(words, is_word))
+    return " ".join(word for word, _ in counts.most_common(_FREQUENT))
+
+
+def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
+    """What the index says of all texts; of one from before it did, what the sample says."""
+    if "text" in source.index:
+        return source.index["text"]
+    survey = Survey(len(source.langs))
+    for record in records:
+        survey.add(record.texts)
+    return survey.result()
 
 
 def sample(source: Source) -> list[Record]:
@@ -166,7 +202,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument("directory", type=Path, nargs="+")
     parser.add_argument("--show", type=int, default=0, metavar="N", help="print N records, spread over the source")
     parser.add_argument("--verify", action="store_true", help="compare every byte with the index")
-    parser.add_argument("--tokenizer", type=Path, help="to say how many tokens a bilingual target sums")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="to say how many tokens are unknown to it, and a bilingual target sums"
+    )
     parser.add_argument(
         "--json", type=Path, metavar="F", help="write counts and what is said of links to this file too"
     )
@@ -174,6 +212,8 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     if args.show < 0:
         raise UserError(f"--show {args.show}: a number of records is 0 or more")
+    if args.json:
+        files.check_writable(args.json)
     found = []
     for given in args.directory:
         alone = (given / "index.json").exists()
@@ -198,8 +238,17 @@ def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | Non
         source.check_links()
         records = [source.with_words(record) for record in sample(source)]
         links = link_statistics(records, tokenizer)
-        print("\n".join(describe(source, records, links, show)))
-        entry["links"] = links
+        text = text_of(source, records)
+        text["warnings"] = warnings(text, source.langs, source.records)
+        print("\n".join(describe(source, records, text, links, show)))
+        for line in text["warnings"]:
+            print(f"warning: {directory}: {line}")
+        entry |= {"links": links, "text": text}
+        if tokenizer:
+            sides = zip(source.langs, zip(*(record.texts for record in records), strict=True), strict=True)
+            unknown = {lang: tokenizer.unknown(tokenizer.encode(list(texts))) for lang, texts in sides}
+            print(*(f"  {line}" for line in unknown_lines(unknown, tokenizer.hf.name_or_path)), sep="\n")
+            entry["unknown"] = unknown
     return entry
 
 

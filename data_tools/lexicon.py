@@ -2,6 +2,7 @@
 
     python -m data_tools.lexicon --dict en-de.txt ... --out out/en-de.txt [--intersect de-en.txt] [--share 0.25] ...
     python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
+    python -m data_tools.lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ... [--tokenizer T]
 
 Every file's name says the order of its columns, and every input is turned to the order of --out. Entries keep the
 order of the input; induced ones begin with the most frequent. A share is one of the vocabulary, as in Tang et al.
@@ -13,19 +14,22 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from data_tools.ranks import Ranks, run
 from xscale import files, rng
-from xscale.data.lexicon import pair_of, read_entries, same_word
+from xscale.data.lexicon import pair_of, read_entries, same_word, truecased
 from xscale.data.shards import Source, find_sources
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.truecase import Forms, commonest, count_words
 from xscale.data.words import split
 from xscale.errors import UserError
+
+from .ranks import Ranks, run
 
 Entry = tuple[str, str]
 
 
 def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
     """The file's entries in the order of `langs`. Raises UserError where it is of another pair."""
-    order = pair_of(path)
+    order = pair_of(path, langs)
     if order == langs:
         return read_entries(path)
     if order[::-1] != langs:
@@ -70,6 +74,26 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     return pairs, first, second
 
 
+def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> dict[str, Forms]:
+    """The commonest spelling of each word in all of the text of each language. Shards are split over the ranks."""
+    absent = set(langs) - {lang for source in sources for lang in source.langs}
+    if absent:
+        raise UserError(f"--truecase: there is no text in {', '.join(sorted(absent))}")
+
+    def count() -> dict[str, Counter[str]]:
+        counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}
+        shards = [(source, shard) for source in sources for shard in range(len(source.shards))]
+        for source, shard in shards[ranks.rank :: ranks.size]:
+            records = [source.read(shard, number) for number in range(source.shards[shard].records)]
+            for side, lang in enumerate(source.langs):
+                if lang in counts:
+                    counts[lang] += count_words([[record.texts[side] for record in records]])
+        return counts
+
+    parts = ranks.together(count)
+    return {lang: commonest(sum((part[lang] for part in parts), Counter())) for lang in langs}
+
+
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
     """Linked at least `min_count` times, and in at least `min_share` of the occurrences of the more frequent word."""
     kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
@@ -84,8 +108,10 @@ def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
     return [entry for entry in entries if same_word(entry[0]) in chosen]
 
 
-def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str]) -> tuple[list[Entry], list[str]]:
-    """What the options leave, without repeats, and a report of each option."""
+def filtered(
+    entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str], forms: dict[str, Forms]
+) -> tuple[list[Entry], list[str]]:
+    """What the options leave, without repeats, and a report of each option. forms: --truecase's."""
     report = [f"{len(entries):,} entries"]
 
     def keep(what: str, kept: list[Entry]) -> None:
@@ -95,6 +121,9 @@ def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, s
 
     if args.lower:
         entries = [(a.lower(), b.lower()) for a, b in entries]
+    entries, changed = truecased(entries, langs, forms)
+    if forms:
+        report.append(f"{changed:,} spelled otherwise in the text, and now so")
     keep("distinct", list(dict.fromkeys(entries)))
     if args.drop_identical:
         keep("of two different words", [(a, b) for a, b in entries if a != b])
@@ -109,6 +138,11 @@ def filtered(entries: list[Entry], args: argparse.Namespace, langs: tuple[str, s
         kept = sampled(entries, args.share, args.seed)
         words, all_words = (len({same_word(word) for word, _ in some}) for some in (kept, entries))
         keep(f"of {words:,} words sampled from {all_words:,} ({args.share:g}, seed {args.seed})", kept)
+    if args.tokenizer:
+        tokenizer = Tokenizer(args.tokenizer.absolute())
+        sides = [tokenizer.encode_inside([entry[side] for entry in entries]) for side in (0, 1)]
+        unknown = sum(tokenizer.unknown(list(ids)) > 0 for ids in zip(*sides, strict=True))
+        report.append(f"{unknown:,} of them with unknown tokens, which training with {args.tokenizer} leaves out")
     return entries, report
 
 
@@ -129,6 +163,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--min_share", type=float, default=0.1, help="links by occurrences of the more frequent word, at least"
     )
     parser.add_argument("--lower", action="store_true", help="lower-case every entry")
+    parser.add_argument(
+        "--truecase", type=Path, nargs="+", metavar="DIR", help="spell words as the text of these shards mostly does"
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="T", help="to say how many entries have tokens unknown to it")
     parser.add_argument("--drop_identical", action="store_true", help="leave out a word that is its own translation")
     parser.add_argument("--min_length", type=int, default=1, help="characters of either side, at least")
     parser.add_argument("--intersect", type=Path, metavar="F", help="keep entries that F, either way round, has too")
@@ -141,16 +179,19 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
-    langs = pair_of(args.out)
+    sources = find_sources(args.from_links) if args.from_links else []
+    langs = pair_of(args.out, {language for source in sources for language in source.langs})
 
     def check() -> None:
         if args.out.exists():
             raise UserError(f"{args.out} exists; choose another --out or remove it")
+        files.check_writable(args.out)
         if args.share is not None and not 0 < args.share <= 1:
             raise UserError(f"--share {args.share} must lie between 0 and 1")
 
     ranks.together(check)
-    counts = counted_links(find_sources(args.from_links), langs, ranks) if args.from_links else None
+    counts = counted_links(sources, langs, ranks) if sources else None
+    forms = counted_forms(find_sources(args.truecase), langs, ranks) if args.truecase else {}
 
     def work() -> str:
         """Filtering is one process's work; the other ranks of mpirun wait."""
@@ -160,7 +201,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             entries = induced(*counts, args.min_count, args.min_share)
         else:
             entries = [entry for path in args.dict for entry in oriented(path, langs)]
-        entries, report = filtered(entries, args, langs)
+        entries, report = filtered(entries, args, langs, forms)
         if not entries:
             raise UserError(f"nothing to write to {args.out}: {', '.join(report)}")
         write_entries(entries, args.out)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from xscale.errors import OF_MACHINE, UserError, number_of, print_anything
+from xscale.errors import OF_MACHINE, UserError, check_arguments, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
 """Of ranks that wait while one works alone."""
@@ -94,6 +94,7 @@ def run(main: Callable[[Ranks], None]) -> None:
     print_anything()
     ranks, code = None, 0
     try:
+        check_arguments(sys.argv[1:])
         ranks = Ranks()
         main(ranks)
     except (UserError, OSError) as error:

@@ -1,24 +1,33 @@
 """Train a tokenizer on shards or text and save it as a Hugging Face tokenizer directory.
 
 python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
+
+A WordPiece or Unigram vocabulary holds the characters that make up `--coverage` of each language's text. A word with
+another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
 """
 
 import argparse
 import json
+import sys
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
+from xscale.data.tokenizer import Tokenizer as Loaded
+from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
+
+from .ranks import Ranks, run
 
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
@@ -26,18 +35,30 @@ _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
 """Never in one token with a word: `en.` would be neither."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
 """GPT-2's, but that a mark belongs to its letter and `'s` is no token."""
+COVERAGE = 0.9995
 _ALPHABET = 1000
-"""Most frequent characters that a WordPiece vocabulary holds, so that Chinese leaves room for pieces."""
+"""Most frequent characters that a vocabulary holds whatever the coverage."""
+_ROOM = 0.75
+"""Share of a vocabulary that characters may take."""
+_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+"""Unigram's tokens of a character that it does not hold."""
+_SAMPLE = 2000
+"""Texts of a language by which the trained tokenizer is judged, or twice as many."""
+
+Texts = Iterable[tuple[str, str]]
+"""(language, text)"""
 
 
-def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> PreTrainedTokenizerFast:
+def train(
+    texts: Texts, kind: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
+) -> PreTrainedTokenizerFast:
     """A BERT-style WordPiece, an XLM-R-style Unigram or a RoBERTa-style byte-level BPE tokenizer with mask, pad, cls
     and sep tokens, and with its model's template of pairs."""
     special = WORDPIECE_SPECIAL if kind == "wordpiece" else ROBERTA_SPECIAL
     tokens = list(special.values())
     if kind == "wordpiece":
         normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-        vocabulary = _wordpieces(texts, normalizer, vocab_size, tokens)
+        vocabulary = _wordpieces(texts, normalizer, vocab_size, tokens, coverage)
         tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=special["unk"]))
         tokenizer.normalizer = normalizer
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -54,7 +75,7 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         pairs = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=tokens, initial_alphabet=alphabet, show_progress=False
         )
-        tokenizer.train_from_iterator(texts, pairs)
+        tokenizer.train_from_iterator((text for _, text in texts), pairs)
     else:
         tokenizer = Tokenizer(models.Unigram())
         steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
@@ -62,11 +83,17 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
         symbols = pre_tokenizers.Split(Regex(_SYMBOLS), "isolated")
         space = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([symbols, space])
-        tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")])
         trainer = trainers.UnigramTrainer(
-            vocab_size=vocab_size, special_tokens=tokens, unk_token=special["unk"], show_progress=False
+            vocab_size=max(vocab_size - len(_BYTES), len(tokens) + 1),
+            special_tokens=tokens,
+            unk_token=special["unk"],
+            show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        with _spooled(texts, tokenizer.normalizer) as (lines, seen):
+            kept = _alphabet(seen, coverage, vocab_size - len(_BYTES), lambda char: 1)
+            rare = dict.fromkeys((ord(char) for char in set().union(*seen.values()) - {*kept}), " ")
+            tokenizer.train_from_iterator((line.translate(rare) for line in lines), trainer)
         tokenizer.model = _settled(tokenizer, len(tokens))
     ids = {name: tokenizer.token_to_id(token) for name, token in special.items()}
     cls, sep = special["cls"], special["sep"]
@@ -82,24 +109,66 @@ def train(texts: Iterator[str], kind: str, vocab_size: int, lowercase: bool) -> 
     )
 
 
-def _wordpieces(texts: Iterator[str], normalizer: Any, vocab_size: int, special: list[str]) -> dict[str, int]:
+def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[str], coverage: float) -> dict[str, int]:
     """A WordPiece vocabulary, the same in every run: WordPieceTrainer numbers the characters inside words in the order
     of a hash table and breaks ties by number, so those characters are given to it in order, as first tokens."""
-    seen: Counter[str] = Counter()
     tokenizer = Tokenizer(models.WordPiece())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
-        for text in texts:
-            seen.update(normalizer.normalize_str(text))
-            spool.write(" ".join(text.split()) + "\n")
-        spool.seek(0)
-        frequent = sorted(seen, key=lambda c: (-seen[c], c))[:_ALPHABET]
-        inside = sorted("##" + c for c in frequent if not c.isspace())
+
+    def is_inside(char: str) -> bool:
+        """Whether it can be inside a word; the normalizer puts spaces around a Chinese one."""
+        return " " not in normalizer.normalize_str("a" + char)
+
+    with _spooled(texts, normalizer) as (lines, seen):
+        kept = _alphabet(seen, coverage, vocab_size - len(special), lambda char: 1 + is_inside(char))
         trainer = trainers.WordPieceTrainer(
-            vocab_size=vocab_size, special_tokens=special + inside, limit_alphabet=_ALPHABET, show_progress=False
+            vocab_size=vocab_size,
+            special_tokens=special + sorted("##" + char for char in kept if is_inside(char)),
+            initial_alphabet=kept,
+            limit_alphabet=len(kept),
+            show_progress=False,
         )
-        tokenizer.train_from_iterator(spool, trainer)
+        tokenizer.train_from_iterator(lines, trainer)
     return tokenizer.get_vocab()
+
+
+@contextmanager
+def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
+    """The normalised texts, a line each, and how often each language has each character but spaces."""
+    seen: dict[str, Counter[str]] = defaultdict(Counter)
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
+        for language, text in texts:
+            line = " ".join(normalizer.normalize_str(text).split())
+            seen[language].update(line.replace(" ", ""))
+            spool.write(line + "\n")
+        spool.seek(0)
+        yield spool, seen
+
+
+def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]) -> list[str]:
+    """Characters that a vocabulary holds: of each language the most frequent that make up `coverage` of its text, and
+    the _ALPHABET most frequent of all, as far as they fit. room: tokens; tokens_of: what a character takes of them."""
+    total: Counter[str] = sum(seen.values(), Counter())
+    before = dict.fromkeys(total, 1.0)  # share of a language that more frequent ones make up, of that where it is least
+    for counts in seen.values():
+        passed, every = 0, counts.total()
+        for char, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
+            before[char] = min(before[char], passed / every)
+            passed += times
+    frequent = set(sorted(total, key=lambda char: (-total[char], char))[:_ALPHABET])
+    asked = [char for char in total if char in frequent or before[char] < coverage]
+    asked.sort(key=lambda char: (before[char], -total[char], char))
+    ends = accumulate(map(tokens_of, asked))
+    kept = [char for char, end in zip(asked, ends, strict=True) if end <= _ROOM * room]
+    if asked and not kept:
+        raise UserError("no character fits into so small a vocabulary; take a larger --vocab_size")
+    if len(kept) < len(asked):
+        print(
+            f"warning: --coverage {coverage:g} asks for {len(asked):,} characters, of which {len(kept):,} fit; take a "
+            f"larger --vocab_size",
+            file=sys.stderr,
+        )
+    return kept
 
 
 def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
@@ -117,17 +186,54 @@ def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
         ((piece, settle(piece, score)) for piece, score in trained), key=lambda entry: (-entry[1], entry[0])
     )
     fixed = [(piece, score) for piece, score in model["vocab"][:special]]
-    return models.Unigram(fixed + pieces, model["unk_id"], model["byte_fallback"])
+    last = [(byte, round(low - 10, 6)) for byte in _BYTES]
+    return models.Unigram(fixed + pieces + last, model["unk_id"], byte_fallback=True)
 
 
-def shard_texts(sources: list[Source], limit: int) -> Iterator[str]:
-    """Texts of at most `limit` records of each source, in shard order."""
+def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
+    """Language and text of at most `limit` records of each source, in shard order."""
     for source in sources:
         left = limit
         for number, count in enumerate(source.counts):
             for record in range(min(int(count), left)):
-                yield from source.read(number, record).texts
+                yield from zip(source.langs, source.read(number, record).texts, strict=True)
             left -= min(int(count), left)
+
+
+class Sample:
+    """Of each language some of the texts that pass, spread evenly over all of them."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, list[str]] = defaultdict(list)
+        self._every: dict[str, int] = defaultdict(lambda: 1)
+        self._passed: Counter[str] = Counter()
+
+    def of(self, texts: Texts) -> Iterator[tuple[str, str]]:
+        for language, text in texts:
+            if self._passed[language] % self._every[language] == 0:
+                self.texts[language].append(text)
+                if len(self.texts[language]) == 2 * _SAMPLE:
+                    self.texts[language], self._every[language] = (
+                        self.texts[language][::2],
+                        2 * self._every[language],
+                    )
+            self._passed[language] += 1
+            yield language, text
+
+
+def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerFast:
+    """A tokenizer of the type and size that `args` names. Raises UserError where the library cannot make it."""
+    try:
+        return train(texts, args.type, args.vocab_size, args.lowercase, args.coverage)
+    except UserError as error:
+        raise UserError(f"--vocab_size {args.vocab_size}: {error}") from None
+    except BaseException as error:  # Rust's panic is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit | OSError):
+            raise
+        raise UserError(
+            f"--type {args.type} --vocab_size {args.vocab_size}: cannot be trained on this text ({error}); choose "
+            f"another size, or give more text"
+        ) from None
 
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:
@@ -137,6 +243,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
     parser.add_argument("--vocab_size", type=int, default=32000)
+    parser.add_argument(
+        "--coverage", type=float, default=COVERAGE, help="share of each language's characters that the vocabulary holds"
+    )
     parser.add_argument("--lowercase", action="store_true")
     parser.add_argument("--max_records", type=int, default=1_000_000, help="records of each source, at most")
     args = parser.parse_args(argv)
@@ -149,21 +258,33 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             raise UserError("give --data or --text to train on")
         if args.out.exists() and any(args.out.iterdir()):
             raise UserError(f"{args.out} is not empty; choose another --out or remove it")
+        if not 0 < args.coverage <= 1:
+            raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
         sources = find_sources(args.data) if args.data else []
+        sample = Sample()
 
-        def texts() -> Iterator[str]:
+        def texts() -> Iterator[tuple[str, str]]:
             yield from shard_texts(sources, args.max_records)
             for path in files_of(args.text) if args.text else []:
-                yield from (line for _, line in read_lines(path))
+                yield from (("text", line) for _, line in read_lines(path))
 
-        tokenizer = train(texts(), args.type, args.vocab_size, args.lowercase)
+        files.check_writable(args.out)
+        there = ((language, text) for language, text in texts() if text.strip())
+        first = next(there, None)
+        if first is None:
+            raise UserError(f"{', '.join(map(str, args.data + args.text))}: no text to train on")
+        tokenizer = try_to_train(sample.of(chain([first], there)), args)
         with files.publish(args.out) as partial:
             tokenizer.save_pretrained(partial)
-        sample = [source.read(0, i) for source in sources for i in range(min(200, int(source.counts[0])))]
-        words = sum(len(text.split()) for record in sample for text in record.texts)
-        pieces = sum(len(tokenizer.tokenize(text)) for record in sample for text in record.texts)
+        loaded = Loaded(args.out.absolute())
+        ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
+        words = sum(len(text.split()) for some in sample.texts.values() for text in some)
+        pieces = sum(len(tokens) for some in ids.values() for tokens in some)
         fertility = f", {pieces / words:.2f} tokens a word" if words else ""
-        return f"{args.out}: {args.type}, {len(tokenizer):,} tokens{fertility}"
+        unknown = {language: loaded.unknown(some) for language, some in ids.items()}
+        return "\n".join(
+            [f"{args.out}: {args.type}, {len(tokenizer):,} tokens{fertility}", *unknown_lines(unknown, args.out)]
+        )
 
     message = ranks.together(work)[0]
     if ranks.is_main:

@@ -16,16 +16,12 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, zip_longest
+from itertools import chain, groupby, islice, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 import webdataset
 
-from data_tools import align
-from data_tools import index as indexing
-from data_tools.documents import FORMS, passages
-from data_tools.ranks import Ranks, run
 from xscale import files
 from xscale.data.carry import carry_over
 from xscale.data.text import files_of, read_lines, split_sentences
@@ -34,10 +30,16 @@ from xscale.data.words import is_blank
 from xscale.errors import UserError
 from xscale.record import Record
 
+from . import align
+from . import index as indexing
+from .documents import FORMS, passages
+from .formats import HEAD_LINES, check_sides, check_text
+from .ranks import Ranks, run
+
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
 _PROGRESS_LINES = 200_000
-LANGUAGE, NAME = re.compile(r"\w+"), re.compile(r"\w[\w.-]*")
+LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
 
 class Line(NamedTuple):
@@ -75,7 +77,7 @@ def pair_lines(
     """One record a line. Raises UserError where the files differ in length. owned: lines that anybody will look at."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
     paths = (src, tgt, *(links.paths if links else ()))
-    for number, columns in enumerate(zip_longest(*map(read_lines, paths)), start=1):
+    for number, columns in enumerate(zip_longest(*sides(src, tgt, langs), *map(read_lines, paths[2:])), start=1):
         if None in columns:
             ended = paths[columns.index(None)]
             longer = paths[next(i for i, column in enumerate(columns) if column)]
@@ -102,6 +104,17 @@ def pair_lines(
                     f"white-space words of the text as given, or of the aligner's text: --links_src F --links_tgt F"
                 ) from None
         yield Line(number, "", [Record(f"{name}-{number:09d}", langs, texts, pharaoh)], dropped)
+
+
+def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[int, str]]]:
+    """The lines of both. Raises UserError where their first ones are no plain text, or the same."""
+    lines = [read_lines(path) for path in (src, tgt)]
+    heads = [list(islice(of_side, HEAD_LINES)) for of_side in lines]
+    texts = [[line for _, line in head] for head in heads]
+    for side, path in enumerate((src, tgt)):
+        check_text(path, texts[side], side, langs[side])
+    check_sides(src, tgt, texts)
+    return [chain(head, of_side) for head, of_side in zip(heads, lines, strict=True)]
 
 
 @contextlib.contextmanager
@@ -194,11 +207,12 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
     """Write every rank's shards, then the index. Returns index.json's content."""
     partial = files.beside(out)
 
+    held: list[int] = []
+
     def start() -> None:
         check_free(out)
         if ranks.is_main:
-            files.remove(partial)
-            partial.mkdir(parents=True)
+            held.append(files.take(partial))
 
     def write() -> dict[int, Counter]:
         written: dict[int, Counter] = {}
@@ -228,9 +242,12 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
         ranks.gather(None)
         return index
     except BaseException:
-        if ranks.is_main:
+        if held:
             files.remove(partial)
         raise
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
@@ -329,11 +346,12 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
         raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
-    if args.kind == "pairs" and args.src.resolve() == args.tgt.resolve():
-        raise UserError(f"--src and --tgt are the same file, {args.src}; give the translation for one of them")
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
-            raise UserError(f"language {language!r}: its name has letters, digits and _ alone, such as en or zh_Hant")
+            raise UserError(
+                f"language {language!r}: its name has letters, digits and _ alone, and - between them, such as en or "
+                f"zh-Hant"
+            )
     if args.name is not None and not NAME.fullmatch(args.name):
         raise UserError(f"--name {args.name!r}: letters, digits, _, - and . alone, and a letter or digit first")
     if args.shard_lines < 1:
@@ -363,7 +381,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         made_by["input"] = [file.name for file in files]
         index = write_shards(lines, args.out, name, args.shard_lines, ranks, made_by)
     if ranks.is_main:
-        print(indexing.summary(args.out, index))
+        print(indexing.summary(args.out, index), *indexing.warnings(args.out, index), sep="\n")
 
 
 if __name__ == "__main__":

@@ -127,9 +127,10 @@ def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]
     config = load_ds_config(args.ds_config, job.recipe, world, hardware)
     mixture = job.mixture(Process(0, world, 0, world), "cpu", job.specs, initial_state(job.specs))
     module, steps = job.module(), json.loads((args.out / f"sent.{world}.json").read_text())
+    samples = {spec.name: spec.samples for spec in job.specs}
     for step, given in enumerate(steps):
         rows = mixture.next_cut().rows
-        found = cost.communication(module, job.recipe, config.resolved, config.precision, rows)
+        found = cost.communication(module, job.recipe, samples, config.resolved, config.precision, rows)
         for kind in ("all_reduce", "all_gather", "reduce_scatter") if step else ():
             foretold = sum(size for name, (of, size) in found.items() if of == kind and name != "gradient norms")
             yield kind, foretold, given.get(kind, 0)

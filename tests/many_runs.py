@@ -1,7 +1,7 @@
 """Several training runs in one launch, since importing torch and deepspeed costs seconds: `torchrun ... FILE.json`.
 
-FILE.json: a list of argument lists of xscale/train.py. With UNTIL=N in the environment a run stops after its step N, or
-the next.
+FILE.json: a list of argument lists of xscale/train.py. With UNTIL=N in the environment a run is told to
+stop after its step N.
 OUT/sent.RANKS.json then says for each step what its collectives were given: {"all_reduce": bytes, ...}.
 """
 

@@ -271,14 +271,17 @@ def contextual(
     links = tokens = 0
     for p, identity in enumerate(piece.sequences.identities[:P]):
         example = by_identity[int(identity)]
-        anchor = example.langs.index(options.anchor)
+        anchor = example.langs.index(options.anchor) if options.anchor else 0
         last: dict[Word, Tensor] = {}
         for side, b in ((anchor, p), (1 - anchor, P + p)):
             kept = sides_of(example)[side][: len(ids[b]) - 2]
             assert ids[b] == [tokenizer.cls_id, *(token for token, _ in kept), tokenizer.sep_id]
             last |= {(side, w): now_BLH[b, 1 + i] for i, (_, w) in enumerate(kept)}
         whole_words = [text.is_word for text in example.words or ()]
-        for i, j in links_of(example.links):
+        every = links_of(example.links)
+        for i, j in every:
+            if sum(i == link[0] or j == link[1] for link in every) > 1:
+                continue  # not one-to-one
             if (0, i) in last and (1, j) in last and whole_words[0][i] and whole_words[1][j]:
                 L = L + (last[0, i] - last[1, j]).square().sum()
                 links += 1
@@ -322,16 +325,24 @@ def views(model: Model, stream: str, piece: Piece, options: Any) -> tuple[Tensor
     n, P = len(piece.sequences.lengths), len(piece.arrays["number"])
     assert piece.beside is not None
     own = model.heads[stream]
+    views = part_of(piece.sequences, n - P, n)
     zq = [
-        projected(h, own.w1.weight, own.w2.weight, options)
-        for h in run(model.lm, part_of(piece.sequences, n - P, n)).hidden_states[-1][:, 0]
+        projected(x, own.w1.weight, own.w2.weight, options)
+        for x in vectors(run(model.lm, views).hidden_states[-1], views, options)
     ]
     key, w1, w2 = model.frozen[stream]
     with torch.no_grad():
-        zk = [projected(h, w1, w2, options) for h in run(key, piece.beside.sequences).last_hidden_state[:, 0]]
+        views = piece.beside.sequences
+        zk = [projected(x, w1, w2, options) for x in vectors(run(key, views).last_hidden_state, views, options)]
     return torch.stack(zq), torch.stack(zk)
 
 
-def projected(cls_H: Tensor, w1: Tensor, w2: Tensor, options: Any) -> Tensor:
-    z = w2 @ torch.relu(w1 @ (cls_H / cls_H.square().sum().sqrt()))
+def vectors(states_PLH: Tensor, views: Sequences, options: Any) -> list[Tensor]:
+    if options.pooling == "cls":
+        return list(states_PLH[:, 0])
+    return [states_LH[1 : n - 1].mean(0) for states_LH, n in zip(states_PLH, views.lengths, strict=True)]
+
+
+def projected(x_H: Tensor, w1: Tensor, w2: Tensor, options: Any) -> Tensor:
+    z = w2 @ torch.relu(w1 @ (x_H / x_H.square().sum().sqrt()))
     return z / z.square().sum().sqrt() if options.normalize_z else z

@@ -106,7 +106,7 @@ def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
 def test_loss_and_gradients(subwords: Any, parts: int, context, entries, tokenizer: Tokenizer, model: Any) -> None:
     """L_MLM + alpha L_ALIGN of a step in several parts, summed up as a step sums its rows."""
     options = align_mlm.Options(0.3, alpha=7.0, subwords=subwords)
-    samples = random_samples(tokenizer, 6, 1)
+    samples = random_samples(context(), 6, 1)
     pieces = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
 
     used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
@@ -144,7 +144,7 @@ def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, mod
 
 
 def test_the_rest_is_mlm(context, tokenizer: Tokenizer) -> None:
-    samples = random_samples(tokenizer, 9, 2)
+    samples = random_samples(context(), 9, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
     piece = align_mlm.collate(samples, align_mlm.Options(0.2), context())
     assert sequences_of(piece) == sequences_of(plain) and piece.targets["mlm"] == plain.targets["mlm"]
@@ -235,7 +235,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
 def test_a_piece_of_nothing(context, tokenizer: Tokenizer, model: Any) -> None:
     """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
     options, parts, touched = align_mlm.Options(), Parts(Encoder(model)), []
-    busy = align_mlm.collate(random_samples(tokenizer, 4, 6), options, context(0, 0, 60))
+    busy = align_mlm.collate(random_samples(context(), 4, 6), options, context(0, 0, 60))
     without_text = align_mlm.collate([], options, context(0, 1, 60))
     empty = align_mlm.collate([], options, context(0, 59, 60))
     assert [piece.targets["align"] for piece in (busy, without_text, empty)] == [1, 1, 0]
@@ -292,7 +292,7 @@ def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None
         cosine = [entry["dictionary_cosine/align_mlm"] for entry in entries[0]]
         assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
     else:
-        assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.5 for entry in entries[0])
+        assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.95 for entry in entries[0])
 
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests import launch
+from xscale.data import sample
 from xscale.data.lexicon import Lexicon, load_lexicon, withheld
+from xscale.data.sample import spread
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import alignment_score, run
-from xscale.eval.alignment_score import WordPairs, find_gold, spread, tokens_of, trained_tokens
+from xscale.eval import run
+from xscale.eval.alignment_score import WordPairs, find_gold, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
 from xscale.run import gold
 
@@ -68,8 +70,8 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
         assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
         assert min(total, 99_000) <= len(found) <= 100_000
         assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
-    monkeypatch.setattr(alignment_score, "SAMPLE", 128)
-    monkeypatch.setattr(alignment_score, "RUN", 16)
+    monkeypatch.setattr(sample, "SAMPLE", 128)
+    monkeypatch.setattr(sample, "RUN", 16)
     sources = [Source(demo / "mono_xx"), Source(demo / "pairs")]
     read: list[tuple[str, int]] = []
 

@@ -1,26 +1,37 @@
 """What a user can get wrong with data_tools: an error that names file, line and value, and nothing left behind."""
 
+import errno
 import gzip
 import io
+import itertools
 import json
 import lzma
+import os
 import random
 import re
+import shutil
+import subprocess
 import tarfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_tools import demo_corpus, index, inspect, tokenizer, write_shards
+from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
+from data_tools.documents import passages
 from data_tools.ranks import Ranks, run
+from data_tools.write_shards import sides
 from xscale.data.loader import select_sources
 from xscale.data.shards import Source
+from xscale.data.text import split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.files import check_writable, publish, write_text
 from xscale.run.job import prepare
 
 EN = [f"one two three number {i}" for i in range(400)]
@@ -148,6 +159,109 @@ def test_absent_files(tmp_path: Path, refused, write_pairs) -> None:
             message = refused(lambda ranks, pair=pair: write_pairs(*pair, tmp_path / "out", ranks=ranks))
             assert str(path) in message
     assert files(tmp_path) == {"empty", "text"}
+
+
+# Other formats
+
+
+def tmx(pairs: list[tuple[str, str]]) -> str:
+    units = "".join(
+        f'<tu>\n<tuv xml:lang="EN"><seg>{a}</seg></tuv>\n<tuv xml:lang="de-DE"><seg>{b}</seg></tuv>\n</tu>\n'
+        for a, b in pairs
+    )
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n<tmx version="1.4">\n<body>\n{units}</body>\n</tmx>\n'
+
+
+def translations(pairs: list[tuple[str, str]]) -> str:
+    return "".join(json.dumps({"id": i, "translation": {"en": a, "de": b}}) + "\n" for i, (a, b) in enumerate(pairs))
+
+
+FORMATS = {
+    "tsv": ("looks like a table", lambda pairs: "header\n" + "".join(f"{a}\t{b}\n" for a, b in pairs)),
+    "jsonl": ("looks like JSON", translations),
+    "tmx": ("looks like a TMX", tmx),
+    "tsv.gz": ("looks like a table", lambda pairs: "".join(f"{a}\t{b}\n" for a, b in pairs)),
+    "json": ("looks like JSON of several lines", lambda pairs: json.dumps([{"en": a} for a, _ in pairs], indent=1)),
+    "html": ("looks like XML or HTML", lambda pairs: "".join(f"<p>{a}</p>\n" for a, _ in pairs)),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_another_format_given_as_text(tmp_path, write_pairs, refused, form: str) -> None:
+    """Refused in one line, on either side, with a command that makes the text of it."""
+    says, made = FORMATS[form]
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    data = made(list(zip(EN, DE, strict=True))).encode()
+    given, copy = folder / f"a.{form}", folder / f"b.{form}"
+    for path in (given, copy):
+        path.write_bytes(gzip.compress(data) if form.endswith(".gz") else data)
+    plain = [tmp_path / f"plain.{lang}" for lang in ("en", "de")]
+    for path, lines in zip(plain, (EN, DE), strict=True):
+        path.write_text("".join(line + "\n" for line in lines))
+    before = files(tmp_path)
+    for number, both in enumerate(((given, plain[1]), (plain[0], given), (given, copy), (given, given))):
+        message = refused(lambda ranks, both=both: write_pairs(*both, tmp_path / "out", ranks=ranks))
+        assert message.startswith(f"{given} {says}") and "\n" not in message, message
+        command = re.search("`(.*)`", message)
+        if form in ("tsv", "tsv.gz", "tmx") or (form == "jsonl" and shutil.which("jq")):
+            subprocess.run(command[1], shell=True, check=True, cwd=folder)
+            made_of_it = (folder / ("a.de.txt" if number == 1 else "a.en.txt")).read_text().splitlines()
+            expected = DE if number == 1 else EN
+            assert made_of_it == (["header", *expected] if form == "tsv" else expected)
+    assert "looks like" in refused(mono("--text", given, "--out", tmp_path / "out")) or form == "jsonl"
+    if form == "jsonl":  # a document is an object's `text`
+        message = refused(mono("--text", given, "--out", tmp_path / "out"))
+        assert "id, translation" in message and "jq -c" in message
+    assert files(tmp_path) == before
+
+
+def test_a_side_that_is_a_copy_of_the_other(tmp_path, corpus_files, write_pairs, refused) -> None:
+    same = [EN[i] if i % 20 else DE[i] for i in range(400)]
+    src, tgt = corpus_files(EN, same)
+    message = refused(lambda ranks: write_pairs(src, tgt, tmp_path / "out", ranks=ranks))
+    assert message.startswith(f"{tgt} looks like a copy of {src}: 380 of the first 400")
+    assert files(tmp_path) == {"c.en", "c.de"}
+
+
+def test_tables_of_datasets(tmp_path, write_pairs, refused) -> None:
+    """Parquet files and folders of save_to_disk, told by their first bytes; the commands make JSON lines of them."""
+    table = datasets.Dataset.from_dict({"text": EN})
+    table.to_parquet(tmp_path / "a.parquet")
+    table.save_to_disk(tmp_path / "a")
+    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "dict")
+    (tmp_path / "plain").write_text("\n".join(EN))
+    (arrow,) = (tmp_path / "a").glob("*.arrow")
+    says = {
+        tmp_path / "a.parquet": "is a Parquet table",
+        tmp_path / "a": "is a folder that `save_to_disk` wrote",
+        tmp_path / "dict": "is a folder that `save_to_disk` wrote",
+        arrow: "is an Arrow table",
+    }
+    for path, form in says.items():
+        for tool in (
+            mono("--text", path, "--out", tmp_path / "out"),
+            lambda ranks, path=path: write_pairs(path, tmp_path / "plain", tmp_path / "out", ranks=ranks),
+            lambda ranks, path=path: write_pairs(tmp_path / "plain", path, tmp_path / "out", ranks=ranks),
+        ):
+            message = refused(tool)
+            assert message.startswith(f"{path} {form}") and "\n" not in message
+        code = re.search('`python -c "(.*)"`', message)[1]
+        (made,) = re.findall(r"to_json\('(.*)'\)", code)
+        exec(code.replace(made, str(tmp_path / "made.jsonl")))
+        assert [json.loads(line)["text"] for line in (tmp_path / "made.jsonl").read_text().splitlines()] == EN
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_real_text_looks_like_no_other_format(real: Path) -> None:
+    for path in sorted((real / "mono").rglob("*.xz")):
+        passages(path, "auto")
+    checked = 0
+    for folder in sorted((real / "parallel").iterdir()):
+        for first, second in itertools.permutations(sorted(folder.glob("*.xz")), 2):
+            sides(first, second, ("en", "de"))
+            checked += 1
+    assert checked > 50
 
 
 # Output
@@ -439,6 +553,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
         ([("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')], "record 0: .* two different ones"),
         ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key is a string"),
         ([("a.jsonl", b'{"key": "a", "langs": [1], "texts": ["x"]}')], "record 0: .* not names of languages"),
+        ([("a.jsonl", b'{"key": "a", "langs": ["e\\u001b"], "texts": ["x"]}')], "record 0: .* not names of languages"),
     ],
 )
 def test_a_foreign_tar_that_would_lose_something(tmp_path: Path, members: list, problem: str) -> None:
@@ -544,3 +659,154 @@ def test_a_mask_token_that_is_another_s(tmp_path: Path) -> None:
     path = save_tokenizer(tmp_path / "tokenizer", **ALL_SPECIAL | {"mask_token": "[PAD]"})
     with pytest.raises(UserError, match=f"{path} has one token for mask and pad, '.PAD.'"):
         Tokenizer(path)
+
+
+# What a second trial found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "half \\ud800 of a character"}', '{"n": ' + "9" * 5000 + ', "text": "a"}', '{"n": ' + "[" * 100_000],
+    ids=["surrogate", "digits", "nesting"],
+)
+@pytest.mark.parametrize("before", [30, 0])
+def test_one_bad_json_line(tmp_path: Path, refused, line: str, before: int) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(f'{{"text": "{text}."}}\n' for text in EN[:before]) + line + "\n")
+    message = refused(mono("--text", path, "--out", tmp_path / "out"))
+    assert message.startswith(f"{path}: line {before + 1}") and "\n" not in message
+    assert files(tmp_path) == {"a.jsonl"}
+
+
+def write_tar(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("members", "named"),
+    [
+        ({"0.jsonl": b'{"key": "a\\ud800", "langs": ["en"], "texts": ["x"]}\n'}, "half a character"),
+        ({"0.jsonl": b'{"key": "a", "langs": ["en"], "texts": ["x"], "texts": ["y"]}\n'}, "stands twice"),
+        ({"0.json": b'{"langs": ["en"], "texts": ["x"], "texts": ["y"]}'}, "stands twice"),
+        ({"0.de.txt": b"x", "0.EN.TXT": b"y"}, r"0\.EN\.TXT.*lower case"),
+        ({"0.JSON": b"{}", "0.de.txt": b"x"}, r"0\.JSON.*lower case"),
+        ({"0.e\x1b[31mn.txt": b"x"}, "not names of languages"),
+        ({"0.jsonl": b'{"key": "a", "langs": ["e\\u001b[1mn"], "texts": ["x"]}\n'}, "not names of languages"),
+    ],
+)
+def test_foreign_records_that_would_be_read_wrongly(tmp_path: Path, members: dict[str, bytes], named: str) -> None:
+    path = write_tar(tmp_path / "d" / "a.tar", members)
+    with pytest.raises(UserError, match=named) as refusal:
+        index.main(Ranks(), [str(path.parent)])
+    assert str(refusal.value).isprintable() and str(path) in str(refusal.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "d" / "a.tar", {"0.en.txt": b"\xef\xbb\xbfone", "0.de.txt": b"eins"})
+    index.main(Ranks(), [str(path.parent)])
+    assert Source(path.parent).read(0, 0).texts == ("one", "eins")
+
+
+def test_splitting_takes_time_in_proportion_to_the_line() -> None:
+    began = time.process_time()
+    for text in ("A. ", "Dr. ", "He came. ", "。", 'He said "A." '):
+        line = text * 40_000
+        sentences = split_sentences(line)
+        assert "".join("".join(sentences).split()) == "".join(line.split())
+    assert time.process_time() - began < 10
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, corpus_files, write_pairs, refused) -> None:
+    """A pipe, and a link to a folder or to nothing: refused before the work."""
+    paths = corpus_files(EN, DE)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "absent")
+    (tmp_path / "en-de.txt").write_text("a b\n")
+    before = files(tmp_path)
+    for name, named in (("pipe", "pipe"), ("link", str(tmp_path / "real")), ("dangling", str(tmp_path / "absent"))):
+        assert named in refused(lambda ranks, name=name: write_pairs(*paths, tmp_path / name, ranks=ranks))
+        for write in (lambda path: write_text(path, "x"), check_writable):
+            with pytest.raises(UserError, match=named):
+                write(tmp_path / name)
+    assert files(tmp_path) == before and not files(tmp_path / "real")
+
+
+def test_two_writers_of_one_place(tmp_path: Path, corpus_files, write_pairs) -> None:
+    """The second is refused at once, and the first's shards are whole."""
+    paths, refusals = corpus_files(EN, DE), []
+
+    def second(*arguments: Any) -> dict[str, Any]:
+        with pytest.raises(UserError, match="being written by another process") as refusal:
+            write_pairs(*paths, tmp_path / "out")
+        refusals.append(refusal)
+        return build(*arguments[:-1], **arguments[-1])
+
+    build = index.build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "build", lambda *given, **named: second(*given, named))
+        write_pairs(*paths, tmp_path / "out", "--shard_lines", 50)
+    assert refusals and Source(tmp_path / "out").records == 400
+    Source(tmp_path / "out").check_sizes()
+
+
+def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:
+    (tmp_path / "en-de.txt").write_text("a b\n")
+    out = tmp_path / "new" / "en-de.txt.gz"
+    words = ["--dict", str(tmp_path / "en-de.txt"), "--out", str(out)]
+    assert f"{out} would be written plain" in refused(lambda ranks: lexicon.main(ranks, words))
+    words = [str(demo / "pairs"), "--json", str(tmp_path / "a.json.xz")]
+    assert "a.json.xz would be written plain" in refused(lambda ranks: inspect.main(ranks, words))
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
+def test_a_tokenizer_of_nothing(tmp_path: Path, refused, kind: str) -> None:
+    (tmp_path / "text").write_text("\n \n")
+    words = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "300"]
+    assert f"{tmp_path / 'text'}: no text" in refused(lambda ranks: tokenizer.main(ranks, words))
+    assert files(tmp_path) == {"text"}
+
+
+def test_a_vocabulary_that_is_too_small(tmp_path: Path, refused) -> None:
+    (tmp_path / "text").write_text("".join(f"{line}\n" for line in EN + DE))
+    words = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "t"), "--type", "unigram", "--vocab_size", "9"]
+    message = refused(lambda ranks: tokenizer.main(ranks, words))
+    assert "--vocab_size 9" in message and "\n" not in message
+    assert files(tmp_path) == {"text"}
+
+
+def test_a_full_disk_of_a_library_in_rust(tmp_path: Path) -> None:
+    """tokenizers and safetensors raise an Exception of their own."""
+    with pytest.raises(OSError) as raised, publish(tmp_path / "t"):
+        raise Exception("No space left on device (os error 28)")
+    assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--text", "a", "--out", ""], "--out is empty"),
+        (["--out="], "--out= is empty"),
+        (["--text", "gr\udcf6\udcdfe"], r"gr\udcf6\udcdfe"),
+    ],
+)
+def test_arguments_that_name_nothing(words: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr("sys.argv", ["tool", *words])
+    with pytest.raises(SystemExit) as stopped:
+        run(lambda ranks: pytest.fail("it went on"))
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_file_whose_name_is_not_utf8(tmp_path: Path, refused) -> None:
+    (tmp_path / "text").mkdir()
+    path = tmp_path / "text" / "gr\udcf6\udcdfe"
+    path.write_text("one\n")
+    assert r"gr\udcf6\udcdfe" in refused(mono("--text", path.parent, "--out", tmp_path / "out"))

@@ -1,5 +1,6 @@
 """The rules of slurm/*.sbatch, with srun and scontrol that only write down how they were called."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -65,6 +66,23 @@ def test_what_the_machine_has_ended_is_tried_again(tmp_path: Path, code: int) ->
         tries.append(called.count("requeue 7"))
     assert tries == [1, 2, 3, 4, 5, 6, 6, 6]
     assert called[-2:] == ["update jobid=7 comment=retry 3 step_00000010", "requeue 7"]
+
+
+@pytest.mark.parametrize(("said", "code", "requeued"), [(2, 2, False), (3, 3, False), (1, 1, False), (4, 4, True)])
+def test_what_one_rank_alone_has_ended_is_not_tried_again(tmp_path: Path, said: int, code: int, requeued: bool) -> None:
+    """srun has the code of those that lost it; status.json has its own, if it is of this start."""
+    (tmp_path / "run").mkdir()
+    status, entry = (
+        tmp_path / "run" / "status.json",
+        json.dumps({"status": "failed", "code": said, "why": "x"}, indent=2),
+    )
+    (tmp_path / "new").write_text(entry)
+    out = f"--out={tmp_path / 'run'}"
+    ended, _, called = run(tmp_path, "pretrain", f"cp {tmp_path / 'new'} {status}; exit 4", out)
+    assert (ended, "requeue 7" in called) == (code, requeued)
+    (tmp_path / "scontrol.words").unlink(missing_ok=True)
+    ended, _, called = run(tmp_path, "pretrain", "exit 4", out)
+    assert ended == 4 and "requeue 7" in called, "it is of an earlier start"
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def fake(sizes: np.ndarray, noise: float, samples: int, world: int, max_tokens: 
     """Samples of one source, each a record of one of these sizes."""
 
     class Source:
-        name, fingerprint, records = "en-de", "x", len(sizes)
+        name, pair, fingerprint, records = "en-de", "de-en", "x", len(sizes)
         counts = np.array([len(sizes)])
 
         def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:

@@ -171,6 +171,17 @@ def test_values_out_of_range(recipe, field: str, value: str) -> None:
     assert line.strip().startswith(field) and str(float(value)).rstrip("0").rstrip(".") in line
 
 
+@pytest.mark.parametrize(("given", "found"), [("auto", "auto"), ("0", 0), ("1024", 1024)])
+def test_workers_are_a_number_or_auto(given: str, found: Any) -> None:
+    assert load("mlm").data.workers == "auto" and load("mlm", f"data.workers={given}").data.workers == found
+
+
+@pytest.mark.parametrize("value", ["fast", "1025", "2.5", "true"])
+def test_workers_that_are_neither(value: str) -> None:
+    (line,) = problems(load, "mlm", f"data.workers={value}")
+    assert line.strip().startswith("data.workers") and value.capitalize() in line.title() and "auto" in line
+
+
 # 3. Structure
 
 

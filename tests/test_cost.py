@@ -149,7 +149,7 @@ def test_a_row_is_among_the_phases() -> None:
 def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     """Activations, head and gradients: what a row allocates at most, on a CPU; its sequences are shorter than they
     might be."""
-    module, row = first_row(demo, recipe, f"model.preset={preset}")
+    module, row = first_row(demo, recipe, f"model.preset={preset}", "model.dropout=0.1")
     row_pass = RowPass(module, row, torch.device("cpu"), (0,))
     weights = {key: 1e-3 for key in row.targets}
     with torch.profiler.profile(profile_memory=True) as profile:
@@ -159,7 +159,7 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     recipe_here = recipe_of("data.max_length=128")
     expected = cost.activations(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
     expected += cost.vocabulary_head(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
-    assert expected == pytest.approx(peak, rel=0.15)
+    assert 0.85 * peak < expected < 1.3 * peak
 
 
 # FLOPs

@@ -109,7 +109,14 @@ def test_windows_line_ends(tmp_path: Path, corpus_files, write_pairs, shard_reco
 
 def test_a_shard_is_a_range_of_lines(tmp_path: Path, corpus_files, write_pairs, shard_records) -> None:
     src = [f"{i}" if i % 3 else "" for i in range(100)]
-    write_pairs(*corpus_files(src, src), tmp_path / "out", "--shard_lines", 30, "--name", "x")
+    write_pairs(
+        *corpus_files(src, [f"n{line}" if line else "" for line in src]),
+        tmp_path / "out",
+        "--shard_lines",
+        30,
+        "--name",
+        "x",
+    )
     assert [[int(r["texts"][0]) for r in shard] for shard in shard_records(tmp_path / "out")] == [
         [i for i in range(first, min(first + 30, 100)) if i % 3] for first in range(0, 100, 30)
     ]
@@ -182,6 +189,8 @@ def test_whole_lines(tmp_path: Path, shard_records) -> None:
         ("Am 3. Mai kam er. Er blieb.", ["Am 3. Mai kam er.", "Er blieb."]),
         ("Это так. Но нет.", ["Это так.", "Но нет."]),
         ("今日は。明日も！", ["今日は。", "明日も！"]),
+        ("他说：「走吧。」他说（完。）。走了", ["他说：「走吧。」", "他说（完。）。", "走了"]),
+        ("『「真的吗？！』」“是的。”", ["『「真的吗？！』」", "“是的。”"]),
         ("no capital follows. so it stays", ["no capital follows. so it stays"]),
         ("  ", []),
     ],
@@ -249,7 +258,7 @@ def test_tokenizer_of_shards_and_text(tmp_path: Path, demo: Path, kind: str, cap
 def test_training_a_tokenizer_is_repeatable(kind: str) -> None:
     """The library's trainers are not: they go through hash tables of another order each time."""
     world = World(0)
-    texts = [side for i in range(300) for side in world.pair(i)[:2]]
+    texts = [("en", side) for i in range(300) for side in world.pair(i)[:2]]
     made = [tokenizer.train(iter(texts), kind, 400, False).backend_tokenizer.to_str() for _ in range(4)]
     assert len(set(made)) == 1
 
@@ -257,7 +266,82 @@ def test_training_a_tokenizer_is_repeatable(kind: str) -> None:
 def test_max_records(tmp_path: Path, demo: Path) -> None:
     texts = list(tokenizer.shard_texts([Source(demo / "pairs")], 7))
     world = World(0)
-    assert texts == [side for i in range(7) for side in world.pair(i)[:2]]
+    assert texts == [side for i in range(7) for side in zip(("en", "xx"), world.pair(i)[:2], strict=True)]
+
+
+def characters(language: str, kinds: int, first: int) -> list[tuple[str, str]]:
+    """Texts of so many kinds of characters from one on, the k-th about 1 / k as often as the first."""
+    return [(language, " ".join([chr(first + k)] * (4000 // (k + 1)))) for k in range(kinds)]
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "unigram"])
+def test_a_vocabulary_holds_a_share_of_each_language_s_characters(kind: str, monkeypatch, capsys) -> None:
+    """The most frequent of each that make up the share, however little of the text is in the language; what does not
+    fit is said; Unigram writes the others in bytes."""
+    monkeypatch.setattr(tokenizer, "_ALPHABET", 3)
+    texts = characters("zh", 600, 0x4E00) + 3 * characters("en", 90, 0x250)
+    expected = set()
+    for language in ("zh", "en"):
+        seen = Counter("".join(text for lang, text in texts if lang == language).replace(" ", ""))
+        order = sorted(seen, key=lambda char: (-seen[char], char))
+        least = next(n for n in range(len(order)) if sum(seen[c] for c in order[:n]) >= 0.95 * seen.total())
+        expected |= set(order[:least])
+    made = tokenizer.train(texts, kind, 1500, False, 0.95)
+    held = {piece for piece in made.get_vocab() if len(piece) == 1} - {"▁"}
+    assert held == expected and not capsys.readouterr().err
+    rare = chr(0x4E00 + 599)
+    assert rare not in held and (made.unk_token_id in made(rare)["input_ids"]) == (kind == "wordpiece")
+    if kind == "unigram":
+        assert made.decode(made(f"{rare}é")["input_ids"], skip_special_tokens=True) == f"{rare}é"
+    else:
+        assert not any(f"##{char}" in made.get_vocab() for char in held if char >= "\u4e00"), "never inside a word"
+    small = tokenizer.train(texts, kind, 340, False, 0.95)
+    assert re.search(rf"asks for {len(expected)} characters.*--vocab_size", capsys.readouterr().err)
+    assert {piece for piece in small.get_vocab() if len(piece) == 1} - {"▁"} < expected
+    with pytest.raises(UserError, match="--vocab_size"):
+        tokenizer.train(texts, kind, 6 if kind == "wordpiece" else 200, False)
+
+
+def test_unknown_tokens_are_told(tmp_path: Path, demo: Path, capsys: pytest.CaptureFixture) -> None:
+    """At a tokenizer's end and by inspect, for each language: here of a sentence of four words one."""
+    (tmp_path / "c.en").write_text("the dog sees it\n" * 30)
+    (tmp_path / "c.zh").write_text("学 生 走 了\n" * 30)
+    for language in ("en", "zh"):
+        argv = ["mono", "--text", str(tmp_path / f"c.{language}"), "--lang", language]
+        write_shards.main(Ranks(), [*argv, "--whole_lines", "--out", str(tmp_path / language)])
+    data = ["--data", str(tmp_path / "en"), str(tmp_path / "zh")]
+    tokenizer.main(Ranks(), [*data, "--out", str(tmp_path / "t"), "--coverage", "0.74"])
+    out = capsys.readouterr().out
+    assert "zh 0.00%" in out and "are unknown" not in out  # all of the most frequent 1,000 are held
+    vocab = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
+    del vocab["model"]["vocab"]["学"]
+    (tmp_path / "t" / "tokenizer.json").write_text(json.dumps(vocab))
+    inspect.main(Ranks(), [str(tmp_path), "--tokenizer", str(tmp_path / "t"), "--json", str(tmp_path / "f.json")])
+    out = capsys.readouterr().out
+    assert "en 0.00%" in out and "zh 25.00%" in out and re.search(r"warning: 25.0% of the tokens in zh.*/t", out)
+    found = {of["name"]: of["unknown"] for of in json.loads((tmp_path / "f.json").read_text())["sources"]}
+    assert found == {"en": {"en": 0.0}, "zh": {"zh": 0.25}}
+    with pytest.raises(UserError, match=r"--coverage 1\.5"):
+        tokenizer.main(Ranks(), [*data, "--out", str(tmp_path / "u"), "--coverage", "1.5"])
+
+
+@pytest.mark.slow
+def test_real_chinese_is_known(real: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """With a tokenizer of 16,000 of wiki_zh and Tatoeba en-zh; it was 12 to 15 % that was not."""
+    for name, text, options in (
+        ("wiki_zh", "mono/wiki_zh", ()),
+        ("tatoeba_zh", "parallel/tatoeba/en-zh.zh.xz", ("--whole_lines",)),
+        ("tatoeba_en", "parallel/tatoeba/en-zh.en.xz", ("--whole_lines",)),
+    ):
+        argv = ["mono", "--text", str(real / text), "--lang", name[-2:], "--out", str(tmp_path / "shards" / name)]
+        write_shards.main(Ranks(), [*argv, *options])
+    argv = ["--data", str(tmp_path / "shards"), "--out", str(tmp_path / "t"), "--vocab_size", "16000"]
+    tokenizer.main(Ranks(), argv)
+    assert "warning" not in capsys.readouterr().out
+    argv = [str(tmp_path / "shards"), "--tokenizer", str(tmp_path / "t"), "--json", str(tmp_path / "f.json")]
+    inspect.main(Ranks(), argv)
+    for source in json.loads((tmp_path / "f.json").read_text())["sources"]:
+        assert max(source["unknown"].values()) <= 0.001, source
 
 
 # The demo corpus

@@ -21,7 +21,7 @@ from xscale.run.job import Job
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, by_one_buffer, step_weights, to_device
 
-SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "align_mlm=3"]
+SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """DICT-MLM: which tokens become what, by loops, and its loss and gradients against dense logits."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +20,28 @@ from xscale.data.lexicon import Lexicon
 from xscale.data.piece import Context
 from xscale.data.sequences import Example
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import TokenWords
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, dict_mlm, mlm
 from xscale.objectives.base import Parts
 
 LANGUAGES = {"de": 0, "en": 1, "fr": 2}
-Translations = dict[str, dict[int, set[int]]]
-"""Language -> token -> its single-token translations."""
+Word = tuple[int, ...]
+Translations = dict[str, dict[Word, set[Word]]]
+"""Language -> word -> its translations of as many tokens."""
 
 
 def random_lexicons(tokenizer: Tokenizer, generator: np.random.Generator) -> tuple[Lexicon, ...]:
-    """en-de and fr-en over a third of the vocabulary; some entries have two tokens on a side, some are identical."""
+    """en-de and fr-en over a third of the vocabulary; a third of the sides has two tokens, of some entries a token
+    stays in its place."""
     lexicons = []
     for langs in (("en", "de"), ("fr", "en")):
-        ids = generator.choice(tokenizer.ordinary_ids[:900], (600, 2))
-        ids[:30, 1] = ids[:30, 0]
-        sides = [[[int(x)] if generator.random() < 0.8 else [int(x), 7] for x in column] for column in ids.T]
+        ids = generator.choice(tokenizer.ordinary_ids[:900], (600, 4))
+        ids[:30, 2:] = ids[:30, :2]
+        ids[30:60, 3] = ids[30:60, 1]
+        sizes = np.where(generator.random((600, 2)) < 0.35, 2, 1)
+        sides = [[row[:n].tolist() for row, n in zip(ids[:, 2 * s :], sizes[:, s], strict=True)] for s in (0, 1)]
         lexicons.append(Lexicon(langs, [("a", "b")] * 600, (sides[0], sides[1]), "", Path("x")))
     return tuple(lexicons)
 
@@ -42,32 +49,66 @@ def random_lexicons(tokenizer: Tokenizer, generator: np.random.Generator) -> tup
 def translations(lexicons: tuple[Lexicon, ...]) -> Translations:
     found: Translations = {language: {} for language in LANGUAGES}
     for lexicon in lexicons:
-        for a, b in zip(*lexicon.ids, strict=True):
-            if len(a) == len(b) == 1 and a != b:
-                found[lexicon.langs[0]].setdefault(a[0], set()).add(b[0])
-                found[lexicon.langs[1]].setdefault(b[0], set()).add(a[0])
+        for a, b in zip(*map(lambda side: map(tuple, side), lexicon.ids), strict=True):
+            if len(a) == len(b) and all(x != y for x, y in zip(a, b, strict=True)):
+                found[lexicon.langs[0]].setdefault(a, set()).add(b)
+                found[lexicon.langs[1]].setdefault(b, set()).add(a)
     return found
 
 
-def random_samples(tokenizer: Tokenizer, count: int, seed: int) -> list[list[Example]]:
-    """Samples of a few sentences each, of random ids, lengths, languages and documents."""
+def sentence(language: str, words: list[Word], identity: int, follows: bool = False) -> Example:
+    of_token = np.repeat(np.arange(len(words)), [len(word) for word in words])
+    ids = [token for word in words for token in word]
+    found = TokenWords(of_token, np.arange(len(ids)), of_token, np.ones(len(words), dtype=bool))
+    return Example((language,), (ids,), (found,), np.uint64(identity), follows=follows)
+
+
+def random_samples(context: Context, count: int, seed: int) -> list[list[Example]]:
+    """Samples of a few sentences each, of random words, lengths, languages and documents; half of the words are in a
+    dictionary of their language."""
     generator = np.random.default_rng(seed)
+    known = {language: sorted(words) for language, words in translations(context.lexicons).items()}
+    ordinary = context.tokenizer.ordinary_ids
+
+    def word(language: str) -> Word:
+        if known[language] and generator.random() < 0.5:
+            return known[language][generator.integers(len(known[language]))]
+        return tuple(generator.choice(ordinary[900:1200], generator.integers(1, 3)).tolist())
+
     samples = []
     for _ in range(count):
         language = str(generator.choice(list(LANGUAGES)))
         samples.append(
             [
-                Example(
-                    (language,),
-                    (generator.choice(tokenizer.ordinary_ids[:1200], generator.integers(1, 12)).tolist(),),
-                    None,
-                    np.uint64(generator.integers(2**63)),
+                sentence(
+                    language,
+                    [word(language) for _ in range(generator.integers(1, 12))],
+                    generator.integers(2**63),
                     follows=number > 0 and generator.random() < 0.7,
                 )
                 for number in range(generator.integers(1, 6))
             ]
         )
     return samples
+
+
+def laid_out(samples: list[list[Example]], context: Context) -> list[tuple[Example, dict[int, Word]]]:
+    """By loops: of each sequence its first sentence, which gives its identity and, here, its language, and its words by
+    the place of their first token."""
+    found: list[tuple[Example, dict[int, Word]]] = []
+    for sample in samples:
+        room = 0
+        for example in sample:
+            ids, numbers = example.ids[0], example.words[0].of_token.tolist()
+            if len(ids) > room or not example.follows:
+                found.append((example, {}))
+                room = context.max_length - 2
+            start = 1 + context.max_length - 2 - room
+            for number in dict.fromkeys(numbers):
+                at = numbers.index(number)
+                found[-1][1][start + at] = tuple(ids[at : at + numbers.count(number)])
+            room -= len(ids)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -92,34 +133,34 @@ def expected_sequences(
     MLM's own choices are taken from MLM, which tests/test_encode_masking.py covers.
     """
     table, tokenizer = translations(context.lexicons), context.tokenizer
-    firsts, room = [], 0  # the first sentence of each sequence gives its identity and, here, its language
-    for sample in samples:
-        room = 0
-        for example in sample:
-            if len(example.ids[0]) > room or not example.follows:
-                firsts.append(example)
-                room = context.max_length - 2
-            room -= len(example.ids[0])
-    inputs, labels = sequences_of(mlm.collate(samples, mlm.MaskedOptions(options.mask_prob), context))
+    plain = mlm.MaskedOptions(options.mask_prob, whole_word=options.whole_word)
+    inputs, labels = sequences_of(mlm.collate(samples, plain, context))
     used = 0
-    for first, shown, said in zip(firsts, inputs, labels, strict=True):
-        for place, label in said.items():
-            known = sorted(table[first.langs[0]].get(label, ()))
-            use = rng.uniform(first.identity ^ rng.key("dict_mlm", "use"), np.uint64(place)) < options.dict_share
-            if not known or not use:
+    for (first, words), shown, said in zip(laid_out(samples, context), inputs, labels, strict=True):
+        known = table[first.langs[0]]
+        chosen = {
+            at: word for at, word in words.items() if word in known and all(at + i in said for i in range(len(word)))
+        }
+        there = sum(map(len, chosen.values()))
+        for at, word in chosen.items():
+            use = rng.uniform(first.identity ^ rng.key("dict_mlm", "use"), np.uint64(at))
+            if use >= options.dict_share * len(said) / there:
                 continue
-            used += 1
-            drawn = float(rng.uniform(first.identity ^ rng.key("dict_mlm", "draw"), np.uint64(place)))
-            translation = known[int(drawn * len(known))]
-            if options.synonym == "input":
-                shown[place] = translation
-            else:
-                shown[place], said[place] = tokenizer.mask_id, translation
+            used += len(word)
+            drawn = float(rng.uniform(first.identity ^ rng.key("dict_mlm", "draw"), np.uint64(at)))
+            translation = sorted(known[word])[int(drawn * len(known[word]))]
+            for i, token in enumerate(translation):
+                if options.synonym == "input":
+                    shown[at + i] = token
+                else:
+                    shown[at + i], said[at + i] = tokenizer.mask_id, token
     return inputs, labels, used
 
 
 CASES = [
-    dict_mlm.Options(0.3, synonym=synonym, dict_share=share) for synonym in ("input", "label") for share in (0.5, 1)
+    dict_mlm.Options(0.3, whole_word=whole_word, synonym=synonym, dict_share=share)
+    for synonym in ("input", "label")
+    for share, whole_word in ((0.3, True), (1, True), (0.5, False))
 ]
 
 
@@ -128,7 +169,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 def test_sequences_by_loops(options: dict_mlm.Options, context: Context, tokenizer: Tokenizer) -> None:
-    samples = random_samples(tokenizer, 60, 1)
+    samples = random_samples(context, 60, 1)
     inputs, labels, used = expected_sequences(samples, options, context)
     piece = dict_mlm.collate(samples, options, context)
     assert sequences_of(piece) == (inputs, labels) and used > 30
@@ -137,75 +178,89 @@ def test_sequences_by_loops(options: dict_mlm.Options, context: Context, tokeniz
 
 
 @pytest.mark.parametrize("synonym", ["input", "label"])
-def test_the_rules(synonym: str, context: Context, tokenizer: Tokenizer) -> None:
-    """Half of the targets that have a translation use it; all others are as in MLM."""
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Tokenizer) -> None:
+    """The share of the selected tokens use a translation, or all that have one where they are fewer: whole words, of
+    one token or two, no token in its own place; all others are as in MLM."""
     table = translations(context.lexicons)
-    samples = random_samples(tokenizer, 1500, 2)
-    plain = mlm.collate(samples, mlm.MaskedOptions(0.3, language_embeddings=True), context)
-    piece = dict_mlm.collate(samples, dict_mlm.Options(0.3, language_embeddings=True, synonym=synonym), context)
-    places = plain.reads["masked"].places
-    assert piece.reads["masked"].places.tolist() == places.tolist() and piece.types and plain.types
-    assert piece.sequences.languages.tolist() == plain.sequences.languages.tolist()
-    untouched = np.ones(len(plain.sequences.ids), dtype=bool)
-    untouched[places] = False
-    assert (piece.sequences.ids[untouched] == plain.sequences.ids[untouched]).all()
-    names = list(LANGUAGES)
-    with_entry = used = masked = kept = without = 0
-    for i, place in enumerate(places.tolist()):
-        was, label = (int(p.labels["mlm"][i]) for p in (plain, piece))
-        shown = int(piece.sequences.ids[place])
-        known = table[names[plain.sequences.languages[place]]].get(was, set())
-        with_entry += bool(known)
-        shown_or_said, other = (shown, label) if synonym == "input" else (label, shown)
-        if shown_or_said in known and other == (was if synonym == "input" else tokenizer.mask_id):
-            used += 1
-            continue
-        assert label == was and shown == plain.sequences.ids[place], "not as in MLM"
-        if not known:
-            without += 1
-            masked += shown == tokenizer.mask_id
-            kept += shown == was
+    samples = random_samples(context, 1500, 2)
+    plain = mlm.collate(samples, mlm.MaskedOptions(0.3, True, language_embeddings=True, language_dropout=0.0), context)
+    options = dict_mlm.Options(0.3, language_embeddings=True, language_dropout=0.0, synonym=synonym, dict_share=share)
+    piece = dict_mlm.collate(samples, options, context)
+    assert piece.reads["masked"].places.tolist() == plain.reads["masked"].places.tolist()
+    assert piece.sequences.languages.tolist() == plain.sequences.languages.tolist() and piece.types and plain.types
+    (before, originals), (inputs, labels) = sequences_of(plain), sequences_of(piece)
+    selected = with_entry = used = 0
+    expected, sizes = 0.0, set()
+    for (first, words), old, was, shown, said in zip(
+        laid_out(samples, context), before, originals, inputs, labels, strict=True
+    ):
+        known = table[first.langs[0]]
+        selected += len(was)
+        there = -with_entry
+        for at, word in words.items():
+            places = range(at, at + len(word))
+            if at not in was:
+                assert not any(i in was for i in places), "part of a word"
+                continue
+            with_entry += len(word) * (word in known)
+            now = tuple((shown if synonym == "input" else said)[i] for i in places)
+            other = tuple((said if synonym == "input" else shown)[i] for i in places)
+            if now in known.get(word, ()) and other == (
+                word if synonym == "input" else (tokenizer.mask_id,) * len(word)
+            ):
+                used += len(word)
+                sizes.add(len(word))
+            else:
+                assert all(said[i] == was[i] and shown[i] == old[i] for i in places), "not as in MLM"
+                assert share < 1 or word not in known
+        expected += min(share * len(was), there + with_entry)
+    assert sizes == {1, 2} and with_entry < 0.7 * selected
     # MLM's random token may be a translation by chance.
     assert piece.targets["translated"] <= used < piece.targets["translated"] + 0.01 * with_entry
-    assert abs(used / with_entry - 0.5) < 0.03 and with_entry > 1500
-    assert abs(masked / without - 0.8) < 0.03 and abs(kept / without - 0.1) < 0.03, "no entry: masked as in MLM"
+    assert abs(used - expected) < 0.03 * expected
+    assert bool(dict_mlm.shortfall(options, piece.targets)) == (used < dict_mlm.MET * share * selected)
+    assert not dict_mlm.shortfall(options, {"mlm": 100, "translated": int(100 * share)})
+    (line,) = dict_mlm.shortfall(options, {"mlm": 100, "translated": 10})
+    assert f"dict_share: {share:g}" in line and "0.10" in line
 
 
 def test_translations_are_equally_likely(context: Context, tokenizer: Tokenizer) -> None:
     table = translations(context.lexicons)["en"]
-    token = max(table, key=lambda t: len(table[t]))
-    samples = [[Example(("en",), ([token] * 40,), None, np.uint64(i * 7919))] for i in range(400)]
-    labels = dict_mlm.collate(samples, dict_mlm.Options(0.5, dict_share=1.0, synonym="label"), context).labels["mlm"]
-    counts = np.unique(labels, return_counts=True)
-    assert counts[0].tolist() == sorted(table[token]) and len(table[token]) >= 3
-    mean = len(labels) / len(table[token])
-    assert (np.abs(counts[1] - mean) < 5 * mean**0.5).all()
+    word = max(table, key=lambda word: len(table[word]))
+    samples = [[sentence("en", [word] * 40, i * 7919)] for i in range(400)]
+    piece = dict_mlm.collate(samples, dict_mlm.Options(0.5, dict_share=1.0, synonym="label"), context)
+    counts = Counter(tuple(row) for row in piece.labels["mlm"].reshape(-1, len(word)).tolist())
+    assert set(counts) == table[word] and len(table[word]) >= 3
+    mean = counts.total() / len(table[word])
+    assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
 
 
 def test_other_languages_words_are_not_translated(context: Context, tokenizer: Tokenizer) -> None:
-    """A German word has no French translation here, though the same id is in fr-en."""
+    """A German word has no French translation here, though the same tokens are in fr-en."""
     table = translations(context.lexicons)
-    token = next(t for t in table["fr"] if t not in table["de"])
-    sample = [Example(("de",), ([token] * 60,), None, np.uint64(3))]
-    targets = dict_mlm.collate([sample], dict_mlm.Options(0.5, dict_share=1.0), context).targets
-    assert targets["mlm"] > 10 and targets["translated"] == 0
+    word = next(word for word in table["fr"] if word not in table["de"])
+    targets = dict_mlm.collate(
+        [[sentence("de", [word] * 30, 3)]], dict_mlm.Options(0.5, dict_share=1.0), context
+    ).targets
+    assert targets["mlm"] > 5 and targets["translated"] == 0
 
 
 @pytest.mark.parametrize("options", CASES[::2])
 def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tokenizer: Tokenizer) -> None:
-    samples = random_samples(tokenizer, 40, 3)
+    samples = random_samples(context, 40, 3)
     inputs, labels = sequences_of(dict_mlm.collate(samples, options, context))
     alone = [sequences_of(dict_mlm.collate([sample], options, context)) for sample in reversed(samples)]
     assert [x for one in reversed(alone) for x in one[0]] == inputs
     assert [x for one in reversed(alone) for x in one[1]] == labels
-    again = random_samples(tokenizer, 40, 3)
-    moved = [[Example(e.langs, e.ids, None, e.identity + np.uint64(1)) for e in sample] for sample in again]
+    again = random_samples(context, 40, 3)
+    moved = [[replace(e, identity=e.identity + np.uint64(1)) for e in sample] for sample in again]
     assert sequences_of(dict_mlm.collate(moved, options, context)) != (inputs, labels)
 
 
 def test_no_share_is_mlm(context: Context, tokenizer: Tokenizer) -> None:
-    samples = random_samples(tokenizer, 20, 4)
-    plain = mlm.collate(samples, mlm.MaskedOptions(), context)
+    samples = random_samples(context, 20, 4)
+    plain = mlm.collate(samples, mlm.MaskedOptions(whole_word=True), context)
     piece = dict_mlm.collate(samples, dict_mlm.Options(dict_share=0.0), context)
     assert sequences_of(piece) == sequences_of(plain)
     assert piece.targets == plain.targets | {"translated": 0} and piece.samples == plain.samples
@@ -227,7 +282,7 @@ def plain_loss(model: Any, inputs: list[list[int]], labels: list[dict[int, int]]
 
 @pytest.mark.parametrize("options", CASES)
 def test_loss_and_gradients(options: Any, context: Context, tokenizer: Tokenizer, model: Any) -> None:
-    samples = random_samples(tokenizer, 8, 5)
+    samples = random_samples(context, 8, 5)
     inputs, labels, used = expected_sequences(samples, options, context)
     expected = plain_loss(model, inputs, labels)
     piece = dict_mlm.collate(samples, options, context)
@@ -243,7 +298,7 @@ def test_loss_and_gradients(options: Any, context: Context, tokenizer: Tokenizer
 def test_a_piece_of_nothing(context: Context, tokenizer: Tokenizer, model: Any) -> None:
     """No target, no loss, but the same fields and the same parameters as any other."""
     options, parts = dict_mlm.Options(), Parts(Encoder(model))
-    busy = dict_mlm.collate(random_samples(tokenizer, 4, 6), options, context)
+    busy = dict_mlm.collate(random_samples(context, 4, 6), options, context)
     idle = dict_mlm.collate([], options, context)
     for name in ("reads", "labels", "targets", "arrays"):
         assert getattr(idle, name).keys() == getattr(busy, name).keys()
@@ -258,11 +313,13 @@ def test_a_piece_of_nothing(context: Context, tokenizer: Tokenizer, model: Any) 
 # 3. Trouble
 
 
-def test_a_dictionary_without_single_tokens(context: Context, tokenizer: Tokenizer) -> None:
+def test_a_dictionary_without_entries_of_as_many_tokens(context: Context, tokenizer: Tokenizer) -> None:
     lexicon = Lexicon(("en", "de"), [("a", "b")], ([[50, 51]], [[60]]), "", Path("x"))
     poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
-    with pytest.raises(UserError, match=r"streams\.s: data\.lexicons has no entry of a single token"):
-        dict_mlm.collate(random_samples(tokenizer, 2, 0), dict_mlm.Options(), poor)
+    with pytest.raises(
+        UserError, match=r"streams\.s: data\.lexicons has no entry of two different words of as many tokens"
+    ):
+        dict_mlm.collate(random_samples(context, 2, 0), dict_mlm.Options(), poor)
 
 
 @pytest.fixture

@@ -6,15 +6,18 @@ import io
 import json
 import os
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
 from tests import launch
 from tests.test_training import same_checkpoint, wait_for
+from xscale.errors import UserError
 from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
 from xscale.run import metrics
@@ -147,6 +150,37 @@ def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch:
     problem, _ = saver.finish()
     assert "rank 0" in problem and "GB needed" in problem and saver.step is None
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, monkeypatch: Any, copies: bool) -> None:
+    """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
+
+    class Module(nn.Linear):
+        companions: dict[str, Any] = {}  # noqa: RUF012
+
+        def companion_bytes(self) -> int:
+            return 0
+
+    class Engine:
+        module, global_steps = Module(2, 2), 0
+
+        def save_checkpoint(self, folder: str, **_: Any) -> None:
+            self.checkpoint_engine.save({"scaler": scaler}, f"{folder}/optim_states.pt")
+
+        def _copy_recovery_script(self, folder: str) -> None:
+            pass
+
+    Engine.checkpoint_engine = None
+    saver = Saver(Engine(), tmp_path / "checkpoints", Control())
+    scaler: Any = LossScaler(1.0)
+    saver.begin(0, {"state": {"step": 0}, "identity": {"a": 1}}, lambda path: None, copies=copies)
+    assert saver.finish()[0] == "" and (saver.folder / "latest").read_text() == "step_00000000"
+    scaler = Fraction(1, 2)
+    saver.begin(1, {}, lambda path: None, copies=copies)
+    with pytest.raises(UserError, match=r"optim_states.pt holds fractions.Fraction.*DeepSpeed.*constraints.txt"):
+        saver.finish()
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["latest", "step_00000000"]
 
 
 # Whole runs

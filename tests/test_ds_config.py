@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,24 @@ def differing(before: Any, after: Any) -> set[Any]:
     if isinstance(before, dict):
         return set().union(*(differing(value, after[key]) for key, value in before.items()))
     return set() if before == after else {before}
+
+
+def test_shipped_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any folder, unless it has a file of this name; nothing else is found so."""
+    monkeypatch.chdir(tmp_path)
+    shipped = json.loads((SHIPPED[0].parent / "zero2_cpu.json").read_text())
+    for name in ("zero2_cpu", "zero2_cpu.json", "ds_configs/zero2_cpu.json"):
+        assert read_ds_config(Path(name)) == shipped
+    for name in ("zero2_gpu", "mine/zero2_cpu.json", "."):
+        with pytest.raises(UserError, match=rf"--ds_config {re.escape(name)} "):
+            read_ds_config(Path(name))
+    with pytest.raises(UserError, match=r"zero2_gpu not found.*zero1_bf16, .*zero2_cpu"):
+        read_ds_config(Path("zero2_gpu"))
+    Path("zero2_cpu.json").write_text('{"gradient_clipping": 7.0}')
+    assert (
+        read_ds_config(Path("zero2_cpu.json")) == {"gradient_clipping": 7.0}
+        and read_ds_config(Path("zero2_cpu")) == shipped
+    )
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -188,6 +207,13 @@ def test_how_a_step_is_cut_is_not_the_ds_config_s(key: str, value: int) -> None:
         resolve({key: value})
 
 
+def test_a_batch_size_whose_samples_are_not_known() -> None:
+    """One stream says tokens: 64 samples are not the whole step."""
+    made = recipe("xlm", "streams.tlm.samples=64", "streams.mlm.samples=null", "streams.mlm.tokens=4000")
+    with pytest.raises(UserError, match=r"train_batch_size = 64: .*write .auto. here"):
+        resolve({"train_batch_size": 64}, made)
+
+
 def test_the_same_value_is_no_contradiction() -> None:
     made = recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100")
     config = {
@@ -286,6 +312,14 @@ ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_stesp": 3}}
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
+    """NaN differs from itself, and so would every rank's file from rank 0's."""
+    (tmp_path / "x.json").write_text(f'{{"gradient_clipping": {number}}}')
+    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is no finite number"):
+        read_ds_config(tmp_path / "x.json")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -340,6 +374,16 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
         ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is no parameter"),
+        ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "optimizer.params.maximize: .*loss larger"),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device = nvme",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device = nvme"),
+        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights .* at stage 2"),
+        ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, "zero_quantized_gradients .* stage 1"),
+        ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
+        ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
         ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
         ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is no parameter; did you mean params"),
         ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "betas: '0.9' is not a list of 2 numbers"),

@@ -1,6 +1,9 @@
 """Text to arrays. References: the Hugging Face tokenizer called as users call it, loops, and binomial bounds."""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +30,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.objectives import mlm, tlm
 
-LANGUAGES = {"en": 0, "xx": 1, "yy": 2}
+LANGUAGES = {"en": 1, "xx": 2, "yy": 3}
 TLM = {"language_embeddings": True, "reset_positions": True}
 
 
@@ -89,7 +92,8 @@ def test_pairs_are_encoded_as_hugging_face_does(tokenizer, hugging_face, pairs) 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
 def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kind: str) -> None:
-    tokenizers.train((side for pair in pairs for side in pair), kind, 400, lowercase=True).save_pretrained(tmp_path)
+    texts = [("", side) for pair in pairs for side in pair]
+    tokenizers.train(texts, kind, 400, lowercase=True).save_pretrained(tmp_path)
     tokenizer, reference = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(str(tmp_path))
     odd = [("Ünïcode TEXT", "日本語 🙂"), ("a  b\tc", "."), *pairs[:50]]
     examples = examples_of(tokenizer, odd, words=True)
@@ -446,7 +450,7 @@ def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool])
     piece = tlm.collate([[e] for e in examples], tlm.Options(**options), context(tokenizer))
     cuts = np.cumsum(piece.sequences.lengths)[:-1]
     positions, languages = (np.split(getattr(piece.sequences, name), cuts) for name in ("positions", "languages"))
-    swaps = 0
+    swaps = hidden = 0
     for number, (row, pair) in enumerate(zip(found_in(piece), pairs, strict=True)):
         straight, swapped = hugging_face(*pair)["input_ids"], hugging_face(*pair[::-1])["input_ids"]
         swap = row["original"] == swapped
@@ -456,14 +460,39 @@ def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool])
         first = len(hugging_face(sides[0])["input_ids"])
         reset = [*range(first), *range(length - first)]
         assert positions[number].tolist() == (reset if "reset_positions" in options else list(range(length)))
-        expected = [0] * first + [1] * (length - first)
-        assert languages[number].tolist() == ([1 - x for x in expected] if swap else expected)
+        expected = [1] * first + [2] * (length - first)
+        shown = [3 - x for x in expected] if swap else expected
+        hidden += not languages[number].any()
+        assert languages[number].tolist() in ([shown, [0] * length] if "language_embeddings" in options else [shown])
+    assert within(hidden, len(pairs), 0.1) if "language_embeddings" in options else hidden == 0
     assert within(swaps, len(pairs), 0.5) if "shuffle_sides" in options else swaps == 0
     assert piece.types == ("languages" if "language_embeddings" in options else None)
     labels = piece.labels["mlm"]
     assert piece.targets == {"mlm": len(labels)} and piece.samples == len(pairs)
     assert piece.reads.keys() == {"masked"} and not piece.arrays and piece.beside is None
     assert not np.isin(labels, hugging_face.all_special_ids).any()
+
+
+def test_hidden_languages(tokenizer, pairs) -> None:
+    """A share of the sequences, chosen by their identities and whole, has the neutral token type; losses are told apart
+    by language all the same, and nothing else differs."""
+    examples = examples_of(tokenizer, pairs)
+    of = replace(context(tokenizer), names=("en-xx",))
+
+    def piece(share: float, order: slice = slice(None)) -> Piece:
+        options = tlm.Options(language_embeddings=True, language_dropout=share)
+        return tlm.collate([[e] for e in examples[order]], options, of)
+
+    def hidden(piece: Piece) -> set[int]:
+        sequences = piece.sequences
+        neutral = {int(sequences.identities[n]) for n in sequences.numbers[sequences.languages == 0]}
+        assert not set(sequences.identities[sequences.numbers[sequences.languages != 0]].tolist()) & neutral
+        return neutral
+
+    some, none, every = piece(0.3), piece(0.0), piece(1.0)
+    assert within(len(hidden(some)), len(pairs), 0.3) and not hidden(none) and len(hidden(every)) == len(pairs)
+    assert hidden(piece(0.3, slice(None, None, -1))) == hidden(some) < hidden(piece(0.5))
+    assert (some.sequences.ids == none.sequences.ids).all() and (every.names["mlm"] == 0).all()
 
 
 def test_pieces_of_mlm(tokenizer, hugging_face, pairs) -> None:
@@ -506,3 +535,25 @@ def test_sentences_of_documents_fill_samples(demo: Path, tokenizer) -> None:
         "sequences are of several sentences, samples of one or more sequences"
     )
     assert 0.55 * 64 < sum(lengths) / (30 * 9) < 64
+
+
+FORKS = """
+import multiprocessing, os, sys
+from xscale.data.tokenizer import Tokenizer
+tokenizer = Tokenizer(sys.argv[1])
+texts = ["one two three"] * 5000
+tokenizer.encode(texts)  # with threads, where they are wanted
+child = multiprocessing.get_context("fork").Process(target=tokenizer.encode, args=(texts,))
+child.start()
+child.join(20)
+hangs = child.is_alive()
+child.kill()
+os._exit(int(hangs))
+"""
+
+
+def test_a_worker_tokenises_whatever_the_environment_says(demo: Path) -> None:
+    """The library's threads do not come along into a fork, which waits for them for ever."""
+    asked = os.environ | {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": "2"}
+    words = [sys.executable, "-c", FORKS, str(demo / "tokenizer")]
+    assert subprocess.run(words, env=asked, timeout=60).returncode == 0

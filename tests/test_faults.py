@@ -1,5 +1,7 @@
 """Nothing that goes wrong looks like success: numbers that are none, damaged folders, foreign code."""
 
+import contextlib
+import errno
 import json
 import os
 import pickle
@@ -18,11 +20,16 @@ from tests.test_training import wait_for
 from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.shards import IDX_DTYPE, Source
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.files import Lock
+from xscale.models.build import read_pretrained, trained_as
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import folder
+from xscale.run.job import prepare
+from xscale.run.status import Status
 from xscale.step.ds_config import read_ds_config
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -50,6 +57,11 @@ def test_a_key_twice_in_a_ds_config(tmp_path: Path) -> None:
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 1}}')
     with pytest.raises(UserError, match=r"d\.json is not JSON: 'stage' stands twice"):
         read_ds_config(path)
+
+
+def test_a_dropout_that_leaves_nothing() -> None:
+    with pytest.raises(UserError, match=r"model\.dropout: 0\.999999 must be at most 0\.9"):
+        load_recipe("mlm", ["model.dropout=0.999999"], OPTIONS)
 
 
 def test_a_time_limit_that_never_advances() -> None:
@@ -101,6 +113,7 @@ def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> No
     data = bytearray(idx.read_bytes())
     data[7 * IDX_DTYPE.itemsize + 11] ^= 0x80
     idx.write_bytes(data)
+    (tmp_path / "mono" / "entries").unlink()
     with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
         Source(tmp_path / "mono").follows(0, slice(None))
     without_crc32(tmp_path / "mono")
@@ -110,17 +123,17 @@ def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> No
 @pytest.mark.parametrize("field", ["offset", "length", "crc32"])
 @pytest.mark.parametrize("value", [0xFFFFFFFF, 77])
 def test_a_wrong_entry_of_an_index_is_no_record(tmp_path: Path, demo: Path, field: str, value: int) -> None:
-    """A record is read by its entry alone, which has to fit its bytes; then the whole .idx is asked."""
+    """The whole .idx is verified before any record is read; in an index without its checksum, entry by entry."""
     shutil.copytree(demo / "pairs", tmp_path / "pairs")
     idx = next((tmp_path / "pairs").glob("*.idx"))
     entries = np.fromfile(idx, dtype=IDX_DTYPE)
     entries[field][5] = value
     entries.tofile(idx)
+    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
+        Source(tmp_path / "pairs").read(0, 4)
+    without_crc32(tmp_path / "pairs")
     source = Source(tmp_path / "pairs")
     assert source.read(0, 4).key and source.read(0, 6).key
-    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
-        source.read(0, 5)
-    without_crc32(tmp_path / "pairs")
     with pytest.raises(UserError, match=r"pairs-000000\.tar: record 5 .* is damaged"):
         Source(tmp_path / "pairs").read(0, 5)
 
@@ -132,9 +145,10 @@ def test_an_index_that_was_cut_off_is_told(tmp_path: Path, demo: Path) -> None:
     with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
         Source(tmp_path / "pairs").read(0, 5)
     without_crc32(tmp_path / "pairs")
-    assert Source(tmp_path / "pairs").read(0, 4).key
-    with pytest.raises(UserError, match=rf"{idx.name} (is damaged|ends before record 5)"):
-        Source(tmp_path / "pairs").read(0, 5)
+    for size in (5 * IDX_DTYPE.itemsize + 3, 5 * IDX_DTYPE.itemsize):
+        os.truncate(idx, size)
+        with pytest.raises(UserError, match=rf"{idx.name} (is damaged|ends before record 5)"):
+            Source(tmp_path / "pairs").read(0, 5)
 
 
 # A run's folder
@@ -167,6 +181,61 @@ def run(tmp_path: Path) -> Path:
         seal(step, number)
     (tmp_path / "run" / folder.IDENTITY).write_text('{"a": 1}')
     return tmp_path / "run"
+
+
+def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> None:
+    """tokenizer.json does not say which they are; a run from before they were noted is taken as it was."""
+    shutil.copytree(demo / "tokenizer", tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    fields = json.loads(path.read_text())
+    before, other = fields["mask_token"], fields["unk_token"]
+    same = Tokenizer(demo / "tokenizer")
+    path.write_text(json.dumps(fields | {"mask_token": other, "unk_token": before}))
+    changed = Tokenizer(tmp_path / "tokenizer")
+    assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
+    both = demo / "tokenizer", path.parent
+    was, now = (prepare("tlm", [f"model.tokenizer={at}"], [demo / "pairs"]).identity() for at in both)
+    now["recipe"] = was["recipe"]
+    with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))
+        folder.claim_out(tmp_path / "run", now, "auto")
+    del was["special_tokens"]
+    (tmp_path / "run" / folder.IDENTITY).write_text(json.dumps(was))
+    folder.claim_out(tmp_path / "run", now, "auto")
+
+
+def test_another_s_code_is_never_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that brings its code: nobody is asked on the console, and the line says why it is refused."""
+    (tmp_path / "m").mkdir()
+    code = {"AutoConfig": "c.C", "AutoModelForMaskedLM": "c.M", "AutoTokenizer": ["c.T", "c.T"]}
+    (tmp_path / "m" / "config.json").write_text(json.dumps({"model_type": "none_such", "auto_map": code}))
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps({"auto_map": code}))
+    (tmp_path / "m" / "c.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'ran')!r})\nC = M = T = None\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("signal.alarm", lambda *_: 0)
+    for load in (lambda p: read_pretrained("model.init", p), Tokenizer, trained_as):
+        with contextlib.suppress(UserError):
+            load(tmp_path / "m")
+    with pytest.raises(UserError, match=r"model\.init .*m cannot be loaded"):
+        read_pretrained("model.init", tmp_path / "m")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["./absent", "runs/absent", "runs/deep/absent", "a/b/c", "../absent"])
+def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
+    name: str, tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    named = name.removeprefix("./")
+    for sets in ([f"model.init={name}"], [f"model.tokenizer={name}"]):
+        with pytest.raises(UserError, match=rf"(model\.init|tokenizer) \S*{named} does not exist"):
+            prepare("tlm", sets, [demo / "pairs"])
+    with pytest.raises(UserError, match=rf"model\.init {name} does not exist"):
+        read_pretrained("model.init", name)
+    with pytest.raises(UserError, match=rf"model\.init owner/absent cannot be loaded \(.*no such folder in {tmp_path}"):
+        read_pretrained("model.init", "owner/absent")
 
 
 def newest(run: Path) -> int | None:
@@ -209,7 +278,7 @@ def test_an_identity_that_is_gone_is_the_checkpoints(run: Path, damage: str | No
     if damage is not None:
         (run / folder.IDENTITY).write_text(damage)
     folder.claim_out(run, {"a": 1}, "auto")
-    with pytest.raises(UserError, match="belongs to another run"):
+    with pytest.raises(UserError, match=f"belongs to another run.*starts.jsonl.*model.init={run}"):
         folder.claim_out(run, {"a": 2}, "auto")
     with pytest.raises(UserError, match="already holds a run"):
         folder.claim_out(run, {"a": 1}, "never")
@@ -307,3 +376,59 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     assert "EnforceNotMet" not in output and "Traceback (most recent call last)" not in output.split("torch/dist")[0]
     steps = [found.step for found in map(checkpoints.read, checkpoints.complete_steps(tmp_path / "out/checkpoints"))]
     assert steps == [0, 1, 2, 3, 4] and [entry["step"] for entry in launch.metrics(tmp_path / "out")] == [1, 2, 3, 4]
+
+
+# Two runs in one folder
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool) -> None:
+    def none_here(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr("fcntl.flock", none_here)
+    first = Lock(tmp_path)
+    first.check()
+    assert bool(first.problem) != locks
+    if locks:
+        (tmp_path / "lock").unlink()
+        first.check()  # a purge of old files ends no run
+    else:
+        assert str(tmp_path) in first.problem and os.strerror(errno.ENOLCK) in first.problem
+    second = Lock(tmp_path)
+    second.check()
+    with pytest.raises(UserError, match=rf"{tmp_path} .* another run's now \(host .*, process {os.getpid()}\)"):
+        first.check()
+    status = Status(tmp_path, Process(0, 1, 0, 1))
+    status.ours = True
+    with pytest.raises(UserError), status.of_failures():
+        first.check()
+    assert not (tmp_path / "status.json").exists()
+    for lock in (first, second):
+        lock.close()
+
+
+@pytest.mark.slow
+def test_a_run_whose_folder_another_has_ends(demo: Path, tmp_path: Path) -> None:
+    """It was removed under the run, and the same command given again: the first's ranks end, and leave no line."""
+    out = tmp_path / "out"
+    run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--out", str(out)]
+    run += ["--trace", "--set", "data.workers=0", "checkpoint.every=100000", "streams.tlm.samples=8", "train.warmup=1"]
+    first = launch.start(2, [*run, "train.steps=100000"])
+    try:
+        metrics = out / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 120)
+        out.rename(tmp_path / "away")
+        shutil.rmtree(tmp_path / "away")
+        launch.run(1, [*run, "train.steps=20"])
+        output, _ = first.communicate(timeout=60)
+    finally:
+        launch.kill(first)
+    assert first.returncode and f"{out} was removed" in output and "another run's now" in output
+    assert [entry["step"] for entry in launch.metrics(out)] == list(range(1, 21))
+    assert sorted(step for step, _ in launch.trace(out)) == list(range(1, 21))
+    assert json.loads((out / "status.json").read_text())["status"] == "done"
+    assert [path.name for path in sorted((out / "trace").iterdir())] == ["rank0.jsonl"]
+    steps = [found.step for found in map(checkpoints.read, checkpoints.complete_steps(out / "checkpoints"))]
+    assert steps == [0, 20]

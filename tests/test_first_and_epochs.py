@@ -187,7 +187,7 @@ def test_a_run_of_epochs_goes_on(texts: Path, demo: Path, tmp_path: Path) -> Non
 
     assert "train.epochs 1: 4 steps, by the 10 of 40 pairs" in launch.run(1, arguments(1))
     assert "is complete: 4 of 4 steps" in launch.run(1, arguments(1))
-    assert "step 4; tlm en-de: epoch 1, 0 of 20 records" in launch.run(1, arguments(2))
+    assert "step 4; tlm de-en: epoch 1, 0 of 20 records" in launch.run(1, arguments(2))
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]
     assert (train["steps"], train["epochs"]) == (8, 2)
     assert [entry["step"] for entry in launch.metrics(tmp_path / "run")] == list(range(1, 9))

@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from data_tools import write_shards
+from data_tools.ranks import Ranks
 from tests import launch
 from xscale.data.mixture import FIT_SAMPLES, initial_state
 from xscale.data.row import Work
+from xscale.data.shards import Source
 from xscale.ranks import Process
 from xscale.run import forecast
 from xscale.run.describe import dry_run
@@ -86,9 +89,40 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
         with pytest.raises(SystemExit):
             launch.parse_arguments(["--ds_config", "x.json", *words])
         assert "goes with --dry_run" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        launch.parse_arguments(["--ds_config", "x.json", "--out", ""])
+    assert stopped.value.code == 2 and "--out is empty; name a folder" in capsys.readouterr().err
 
 
 def test_what_a_ring_sends() -> None:
     """Of two ranks each sends half of the numbers and gets the other half, twice for an all-reduce."""
     assert cost.sent("all_reduce", 8e6, 2) == 8e6 and cost.sent("all_gather", 8e6, 2) == 4e6
     assert cost.sent("reduce_scatter", 8e6, 4) == 6e6 and cost.sent("all_reduce", 8e6, 1) == 0
+
+
+def test_a_pair_has_one_name_and_ppa_its_keys(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """However the shards order a pair's languages; and by whatever a stream says how many samples it has."""
+    source = Source(demo / "pairs")
+    records = [source.read(0, number) for number in range(300)]
+    for side, language in enumerate(source.langs):
+        (tmp_path / language).write_text("".join(f"{record.texts[side]}\n" for record in records))
+    first, second = reversed(source.langs)
+    files = ["--src", str(tmp_path / first), "--tgt", str(tmp_path / second), "--langs", first, second]
+    write_shards.main(Ranks(), ["pairs", *files, "--out", str(tmp_path / "shards")])
+
+    def told(*sets: str) -> str:
+        words = ["--ds_config", str(launch.ROOT / "ds_configs/zero2_cpu.json"), "--recipe", "ppa", "--out", "none"]
+        words += ["--data", str(tmp_path / "shards"), "--set", f"model.tokenizer={demo / 'tokenizer'}", *sets]
+        dry_run(
+            launch.parse_arguments([*words, "streams.ppa.queue_size=64", "streams.ppa.projection=16384"]),
+            Process(0, 2, 0, 2),
+        )
+        return capsys.readouterr().out
+
+    by_samples = told("streams.ppa.samples=24")
+    assert f"{second}-{first}" in by_samples and f"{first}-{second}" not in by_samples
+    samples = re.compile(r"stream ppa: (\d+) samples")
+    by_tokens = told("streams.ppa.samples=null", "streams.ppa.tokens=1200")
+    drawn = int(samples.findall(by_tokens)[0])
+    keys = [float(re.findall(r"keys ([\d.]+) by all_gather", text)[0]) for text in (by_samples, by_tokens)]
+    assert keys[0] > 0 and keys[1] == pytest.approx(keys[0] * drawn / 24, abs=0.05)

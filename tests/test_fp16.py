@@ -40,7 +40,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             sets.append(f"streams.{stream}.samples=8")
         if recipe.startswith("ppa") or recipe == "mixed":
             sets.append("streams.ppa.queue_size=16")
-        if recipe == "contextual":
+        if recipe in ("contextual", "mixed"):
             sets.append(
                 "streams.contextual.weight=0.01"
             )  # its gradients are of hundreds: the scale would fall for long

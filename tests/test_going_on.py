@@ -1,6 +1,8 @@
 """Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, BertConfig, PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
@@ -22,14 +24,17 @@ from xscale.data.row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
-from xscale.eval import heldout
-from xscale.eval.model import Exported
+from xscale.eval import heldout, retrieval
+from xscale.eval.model import Exported, read_all
+from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
 from xscale.objectives import OBJECTIVES, alignlm, tlm
+from xscale.run import checkpoint as checkpoints
 from xscale.run.checks import find_tokenizer
-from xscale.run.job import Job
+from xscale.run.folder import claim_out
+from xscale.run.job import Job, shows_neutral
 from xscale.run.weights import full_weights
 from xscale.step.module import StepModule
 
@@ -98,37 +103,76 @@ def trained(tmp_path: Path) -> tuple[Encoder, Path]:
 
 
 def test_languages_keep_their_embeddings_by_name(trained: tuple[Encoder, Path]) -> None:
-    """[de, en] -> [cs, de, en]: de and en say what they said, cs what their mean does. With fewer, none is lost."""
+    """[de, en] -> [cs, de, en]: de and en say what they said, cs what a text in no language does. With fewer, none is
+    lost."""
     encoder, path = trained
     gone_on = start(path, ["cs", "de", "en"])
-    for language in ("de", "en"):
+    assert gone_on.lm.config.xscale["languages"] == ["neutral", "cs", "de", "en"]
+    for language in ("neutral", "de", "en"):
         assert torch.equal(state_of(gone_on, language), state_of(encoder, language))
     assert not torch.allclose(state_of(encoder, "de"), state_of(encoder, "en"), atol=0.1)
-    torch.testing.assert_close(table(gone_on)[0], (table(encoder)[0] + table(encoder)[1]) / 2)
-    assert gone_on.lm.config.type_vocab_size == 3 and table(gone_on).requires_grad
+    assert torch.equal(table(gone_on)[1], table(encoder)[0])
+    assert gone_on.lm.config.type_vocab_size == 4 and table(gone_on).requires_grad
 
     gone_on.lm.save_pretrained(path.parent / "second")
     fewer = start(path.parent / "second", ["en", "sv"])
-    assert fewer.lm.config.xscale["languages"] == ["en", "sv", "cs", "de"]
-    for language in ("cs", "de", "en"):
+    assert fewer.lm.config.xscale["languages"] == ["neutral", "en", "sv", "cs", "de"]
+    for language in ("neutral", "cs", "de", "en"):
         assert torch.equal(state_of(fewer, language), state_of(gone_on, language))
-    torch.testing.assert_close(table(fewer)[1], table(gone_on).mean(0))
+    assert torch.equal(table(fewer)[2], table(gone_on)[0])
     reloaded = AutoModelForMaskedLM.from_pretrained(path.parent / "second")
     assert torch.equal(reloaded.base_model.embeddings.token_type_embeddings.weight, table(gone_on))
 
 
-def test_the_mean_stands_for_languages_that_are_no_longer_told_apart(
+def test_languages_of_a_run_that_counted_from_0_move_up(tmp_path: Path) -> None:
+    """An export from before token type 0 was neutral: each language says what it said, and 0 is their mean."""
+    encoder = start(None, ["de", "en"])
+    with torch.no_grad():
+        table(encoder).normal_()
+    rows = table(encoder).detach().clone()
+    encoder.lm.config.xscale = {"languages": ["cs", "de", "en"], "language_embeddings": True}
+    encoder.lm.save_pretrained(tmp_path)
+    gone_on = start(tmp_path, ["cs", "de", "en"])
+    assert gone_on.lm.config.xscale["languages"] == ["neutral", "cs", "de", "en"]
+    torch.testing.assert_close(table(gone_on), torch.cat([rows.mean(0, keepdim=True), rows]))
+
+
+@pytest.mark.parametrize("taught", [True, False])
+def test_the_neutral_row_is_the_mean_where_training_did_not_teach_it(tmp_path: Path, taught: bool) -> None:
+    encoder = start(None, ["de", "en"], neutral_trained=taught)
+    with torch.no_grad():
+        table(encoder).normal_()
+    encoder.lm.save_pretrained(tmp_path)
+    found, rows = table(start(tmp_path, ["de", "en"])), table(encoder)
+    assert torch.equal(found[1:], rows[1:])
+    torch.testing.assert_close(found[0], rows[0] if taught else (rows[1] + rows[2]) / 2)
+
+
+def test_what_trains_the_neutral_row() -> None:
+    """Sequences whose language is hidden, and streams without language embeddings."""
+    options = {name: o.options for name, o in OBJECTIVES.items()}
+
+    def shown(*sets: str) -> bool:
+        return shows_neutral(config.load_recipe("paper/tang_xlm", list(sets), options))
+
+    none = [f"streams.{name}.language_dropout=0.0" for name in ("mlm", "tlm")]
+    assert shown() and not shown(*none) and shown(none[0])
+    assert shown(*none, "streams.mlm.language_embeddings=false")
+
+
+def test_the_neutral_row_stands_for_languages_that_are_no_longer_told_apart(
     trained: tuple[Encoder, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also for a segment that transformers numbers 1; the run says so."""
     encoder, path = trained
     plain = start(path, ["cs", "de", "en"], embeddings=False)
     for row in table(plain):
-        torch.testing.assert_close(row, table(encoder).mean(0))
+        assert torch.equal(row, table(encoder)[0])
     assert "model.init has embeddings of de, en, and no stream" in caplog.text
     assert plain.lm.config.xscale == {
-        "languages": ["cs", "de", "en"],
+        "languages": ["neutral", "cs", "de", "en"],
         "language_embeddings": False,
+        "neutral_trained": True,
         "reset_positions": False,
         "segments": False,
     }
@@ -142,16 +186,35 @@ def test_languages_after_a_run_that_had_none_start_as_what_it_gave_to_all(tmp_pa
         assert torch.equal(row, table(first)[0])
 
 
-def test_a_model_of_others_keeps_its_rows(tmp_path: Path) -> None:
-    """Without `xscale` in its config."""
+def test_languages_of_a_model_of_others_start_as_its_row_0(tmp_path: Path) -> None:
+    """Without `xscale` in its config. Row 1 is that of second sentences; a run without embeddings keeps both."""
     model = AutoModelForMaskedLM.from_config(
         BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     )
     model.save_pretrained(tmp_path)
     rows = model.base_model.embeddings.token_type_embeddings.weight
     found = table(start(tmp_path, ["cs", "de", "en"]))
-    assert torch.equal(found[:2], rows) and torch.equal(found[2], rows[0])
+    assert torch.equal(found, rows[0].repeat(4, 1)) and not torch.equal(*rows)
     assert torch.equal(table(start(tmp_path, ["cs", "de", "en"], embeddings=False)), rows)
+
+
+@pytest.mark.parametrize("embeddings", [True, False])
+def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embeddings: bool) -> None:
+    """One with language embeddings is refused, with the way on; others are resumed as ever."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"streams: {{tlm: {{objective: tlm, samples: 4, language_embeddings: {embeddings}}}}}")
+    job, out = job_of(demo, recipe), tmp_path / "run"
+    saved = json.loads(json.dumps(job.identity()))
+    saved["recipe"]["streams"]["tlm"].pop("language_dropout", None)
+    out.mkdir()
+    (out / "identity.json").write_text(json.dumps(saved))
+    if embeddings:
+        with pytest.raises(
+            UserError, match=rf"{out} has language embeddings.*--set model.init={out} with another --out"
+        ):
+            claim_out(out, job.identity(), "auto")
+    else:
+        claim_out(out, job.identity(), "auto")
 
 
 # Heads
@@ -392,3 +455,75 @@ def test_a_run_goes_on_with_the_heads_of_one_that_was_partitioned(demo: Path, tm
     assert all(torch.equal(weight, begun[f"heads.{name}"]) for name, weight in weights.items())
     line = "streams.alignlm takes over the heads of model.init's stream alignlm: W2.bias, "
     assert line in (tmp_path / "second" / "run.log").read_text()
+
+
+# Sentence vectors, modes, the best checkpoint
+
+
+def test_an_export_is_for_everyone_to_read(ended: tuple[StepModule, Path, Path]) -> None:
+    """As far as the umask lets it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in ended[2].rglob("*") if path.is_file()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~mask}, modes
+
+
+def test_the_tokenizer_returns_the_token_types_that_were_trained(
+    demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path
+) -> None:
+    """Those of a pair's two sentences; none where types are languages, of which it knows nothing."""
+    job = job_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
+    module = job.module()
+    save(module, job, tmp_path / "checkpoint")
+    export.export(tmp_path / "checkpoint", tmp_path / "hf")
+    found = {path: AutoTokenizer.from_pretrained(path)("a cat", "a dog") for path in (ended[2], tmp_path / "hf")}
+    segments = found[ended[2]]["token_type_ids"]
+    assert sorted(segments) == segments and set(segments) == {0, 1} and "token_type_ids" not in found[tmp_path / "hf"]
+    rows = load_file(tmp_path / "hf" / "model.safetensors")["bert.embeddings.token_type_embeddings.weight"]
+    torch.testing.assert_close(rows[0], rows[1:].mean(0))
+    assert torch.equal(rows[1:], table(module.encoder)[1:]) and not torch.equal(rows[0], table(module.encoder)[0])
+
+
+def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(ended[1] / "checkpoints", tmp_path / "checkpoints")
+    shutil.copytree(ended[1] / "checkpoints" / "step_00000007", tmp_path / "checkpoints" / "step_00000009")
+    with pytest.raises(UserError, match=rf"no {tmp_path}/checkpoints/best.*checkpoint\.best"):
+        export.export(tmp_path, tmp_path / "hf", best=True)
+    (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
+    assert export.export(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
+    assert checkpoints.find(tmp_path).name == "step_00000009", "no newer one is there"
+
+
+@pytest.mark.parametrize(
+    ("streams", "pooling"),
+    [
+        ([{"objective": "tlm"}, {"objective": "alignlm"}], "mean"),
+        ([{"objective": "tlm"}, {"objective": "ppa", "moco_weight": 1.0}], "cls"),
+        ([{"objective": "ppa", "moco_weight": 1.0, "pooling": "mean"}], "mean"),
+        ([{"objective": "ppa", "moco_weight": 0.0}], "mean"),
+    ],
+)
+def test_sentences_are_pooled_as_they_were_trained(streams: list[dict[str, Any]], pooling: str) -> None:
+    assert trained_pooling({str(number): stream for number, stream in enumerate(streams)}) == pooling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asked", [None, "cls"])
+def test_sentence_transformers_makes_our_vectors(
+    demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path, asked: str | None
+) -> None:
+    """The mean, as PPA trained it, or [CLS] if asked for: vectors to 1e-5, and so retrieval."""
+    from sentence_transformers import SentenceTransformer
+
+    export.export(ended[1], tmp_path / "hf", pooling=asked)
+    model, theirs, pooling = Exported(tmp_path / "hf"), SentenceTransformer(str(tmp_path / "hf")), asked or "mean"
+    (source,) = find_sources([demo / "heldout"])
+    sides = []
+    for side in (0, 1):
+        texts = [texts[side] for _, _, texts in read_all(source, 100)] + ["", "word " * 600]
+        (ours,) = retrieval.embed(model, texts, 0, [pooling], [-1]).values()
+        found = theirs.encode(texts, convert_to_tensor=True).cpu()
+        torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
+        sides.append(found[:100])
+    expected = retrieval.evaluate(model, source, 100, [pooling])
+    assert [retrieval.accuracies(*sides, "cosine", source.langs)] == [*expected.values()]

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "record", "rng", "files"},
+    {"errors", "record", "rng", "files", "deepspeed_private"},
     {"config", "ranks"},
     {"data"},
     {"ops"},
@@ -19,7 +19,7 @@ FLOORS = (
     {"eval"},
     {"run"},
     {"report"},
-    {"train", "export", "conformance", "doctor"},
+    {"train", "export", "conformance", "doctor", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run", "eval.finetune.__main__", "report.__main__"}

@@ -1,17 +1,23 @@
 """What ranks read from their launcher, what they leave for those who do not see its exit code, and a signal that comes
 early."""
 
+import ast
+import errno
 import fcntl
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from xscale import ranks, train
 from xscale.errors import UserError
@@ -176,6 +182,7 @@ import os, signal, subprocess
 from xscale.run.stop import StopRequest, hold
 hold()
 os.kill(os.getpid(), signal.SIGUSR2)
+os.kill(os.getpid(), signal.SIGUSR1)
 import torch  # as long as that takes
 child = subprocess.Popen(["sleep", "30"])
 stop = StopRequest(None)
@@ -190,10 +197,72 @@ child.kill()
 
 
 def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
-    """And one to all processes of a job, as SLURM sends it, ends none that a run has started."""
+    """And one to all processes of a job, as SLURM sends it, ends none of a run; nor is one that asks for
+    stacks its end, before there is a log that takes them."""
     done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.split("\n")[:2]) == (0, ["True SIGUSR2", "lives"]), done.stderr
+    assert "most recent call first" in done.stderr and "line 6 in <module>" in done.stderr
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+HANGUP = """
+import signal, sys, time
+from pathlib import Path
+from xscale.run.stop import StopRequest
+
+if sys.argv[2:]:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop = StopRequest(None)
+print("ready", flush=True)
+end = time.monotonic() + (1 if sys.argv[2:] else 30)
+while not stop and time.monotonic() < end:
+    time.sleep(0.01)
+print("step 8", file=sys.stderr, flush=True) if stop else None
+Path(sys.argv[1]).write_text(stop.reason)
+"""
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_is_closed_stops_the_run(tmp_path: Path, nohup: bool) -> None:
+    """As SIGTERM does, and what the run says afterwards ends it no more; nohup goes on."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGUP, str(tmp_path / "why"), *["nohup"] * nohup],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    assert b"ready" in os.read(ours, 99)
+    time.sleep(0.3)  # it has written the whole line
+    os.close(ours)
+    assert process.wait(60) == 0 and (tmp_path / "why").read_text() == ("" if nohup else "SIGHUP")
+
+
+def test_a_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eht0")
+    with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME=eht0 is no network interface of .* which has lo"):
+        ranks.start(Process(0, 1, 0, 1))
+
+
+ALONE = """
+import psutil
+from xscale import ranks
+process = ranks.find_process()
+ranks.start(process)
+control = ranks.Control()
+assert control.sum([3]) == [3] and control.gather("a") == ["a"]
+print({found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN})
+"""
+
+
+def test_a_lone_run_listens_to_no_other_host() -> None:
+    env = ranks.without_launcher({k: v for k, v in os.environ.items() if k not in ranks.SOCKETS})
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout.splitlines()[-1].replace("set()", "{}")) in ({}, {"127.0.0.1"})
 
 
 def allocate() -> Exception:
@@ -207,8 +276,15 @@ def allocate() -> Exception:
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried"), MemoryError(), allocate],
-    ids=["gpu", "host", "torch"],
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might"),
+        dist.DistBackendError("NCCL error in: x.cpp:1, unhandled cuda error\nCuda failure 2 'out of memory'"),
+        MemoryError(),
+        OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
+        allocate,
+    ],
+    ids=["gpu", "cuda", "nccl", "host", "system", "torch"],
 )
 def test_memory_that_runs_out_is_told(
     tmp_path: Path, error: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -228,3 +304,41 @@ def test_memory_that_runs_out_is_told(
     assert "out of memory" in capsys.readouterr().err
     told = json.loads((tmp_path / "status.json").read_text())
     assert (told["status"], told["code"]) == ("failed", 2) and "train.max_tokens" in told["why"]
+
+
+SILENT = """
+import sys, threading, time
+from xscale.errors import run_command
+threading.Thread(target=time.sleep, args=(60,)).start()  # as libraries have them
+
+def main():
+    if sys.argv[1] == "raises":
+        raise RuntimeError("a fault of ours")
+    sys.stdout.write("almost done")
+    return int(sys.argv[1])
+
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("raises", 1), ("0", 0), ("4", 4)])
+def test_a_command_ends_where_nobody_hears_it(how: str, code: int) -> None:
+    """Its output is on a disk that is full."""
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", SILENT, how], stdout=full, stderr=full, env=buffered, timeout=30)
+    assert done.returncode == code
+
+
+def test_an_error_that_cannot_be_printed_keeps_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def no_room(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+
+    monkeypatch.setattr(train, "train", no_room)
+    monkeypatch.setattr(sys, "stderr", Full())
+    assert train.main(["--ds_config", "none.json", "--out", str(tmp_path)]) == 4
+    assert "metrics.jsonl" in json.loads((tmp_path / "status.json").read_text())["why"]

@@ -129,7 +129,7 @@ def test_the_protocol_of_mteb_itself(hf: Path) -> None:
     assert one.mteb_model_meta.name == "xscale/hf" and one.mteb_model_meta.revision != other.mteb_model_meta.revision
 
 
-def test_the_command_of_the_readme(
+def test_the_command_of_the_page(
     mteb: str, hf: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_the_command_of_the_readme(
     (tmp_path / "tatoeba-bitext-mining").mkdir()
     texts = [json.dumps({"sentence1": text, "sentence2": text, "lang": "deu-eng"}) for text in sentences(demo, 0)[:9]]
     (tmp_path / "tatoeba-bitext-mining" / "test.jsonl").write_text("\n".join(texts))
-    (line,) = [line for line in commands("Evaluation") if "--task mteb" in line]
+    (line,) = [line for line in commands("docs/evaluation.md") if "--task mteb" in line]
     assert run.main(shlex.split(line)[3:]) == 0
     results = json.loads((tmp_path / "mteb.json").read_text())["results"]
     assert results["mteb"]["Tatoeba BitextMining deu-eng"]["accuracy"] == 1

@@ -1,10 +1,12 @@
 """Plans are made by a process of their own: the same ones, and whatever befalls it is told."""
 
+import errno
 import faulthandler
 import multiprocessing
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -16,11 +18,14 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
-from xscale.data import forks, loader
-from xscale.data.loader import Failure, step_batches
-from xscale.data.mixture import StepPlan, StreamSpec
-from xscale.errors import RankError, UserError
+from xscale.data import forks, loader, shards
+from xscale.data.loader import Failure, Node, planned, step_batches, worker_count
+from xscale.data.mixture import StepPlan, StreamSpec, initial_state
+from xscale.errors import MachineError, RankError, UserError
+from xscale.ranks import Process
 from xscale.run import metrics
+from xscale.run.job import prepare
+from xscale.run.status import MACHINE, USER_ERROR, code_of, message_of
 
 
 class Plans(Dataset):
@@ -35,12 +40,61 @@ def through_workers(run: Any, workers: int, steps: int) -> Iterator[Any]:
     return step_batches(run, dataset, workers, steps)
 
 
+@pytest.mark.parametrize(
+    ("device", "cores", "ranks", "count"),
+    [("cpu", 64, 2, 2), ("cuda", 16, 8, 4), ("cuda", 56, 8, 5), ("cuda", 128, 8, 6), ("cuda", 12, 1, 6)],
+)
+def test_workers_by_device_and_cores(monkeypatch: Any, device: str, cores: int, ranks: int, count: int) -> None:
+    """4 to 6 a GPU, of its share of the host's cores, or of the cores that its launcher has bound it to."""
+    process = Process(0, ranks, 0, ranks)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert worker_count("auto", process, device) == count and worker_count(3, process, device) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    assert worker_count("auto", process, device) == (2 if device == "cpu" else 6)
+
+
 def test_plans_of_the_process_are_those_of_the_mixture() -> None:
     one, other = (list(through_workers(mixture(1, 3, 100), workers, 12)) for workers in (0, 2))
     assert len(one) == len(other) == 12
     for a, b in zip(one, other, strict=True):
         assert (a.step, a.state, plain(a)) == (b.step, b.state, plain(b))
     assert multiprocessing.active_children() == []
+
+
+def of_node(steps: int, **how: Any) -> list[Iterator[Any]]:
+    """The plans of three of four ranks, by one planner; as of processes that meet on a node."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen()
+    ranks, name = [0, 1, 3], listener.getsockname()
+    places = [Node(ranks, name, listener), Node(ranks, name, None), Node(ranks, name, None)]
+    runs = [mixture(rank, 4, 100, **how) for rank in ranks]
+    return [planned(run, steps, node) for run, node in zip(runs, places, strict=True)]
+
+
+def test_one_process_plans_for_all_ranks_of_a_node() -> None:
+    alone = [[run.next_step() for _ in range(60)] for run in (mixture(rank, 4, 100) for rank in (0, 1, 3))]
+    found = list(zip(*of_node(60), strict=True))  # as ranks go, step by step
+    assert len(multiprocessing.active_children()) <= 1
+    for steps, expected in zip(found, zip(*alone, strict=True), strict=True):
+        for a, b in zip(steps, expected, strict=True):
+            assert (a.step, a.rank, a.world, a.state, plain(a)) == (b.step, b.rank, b.world, b.state, plain(b))
+
+
+def test_a_rank_of_a_node_that_ends_stops_no_other() -> None:
+    """What its end means is for the others to see where they meet it; and the planner ends with the last of them."""
+    first, second, third = of_node(10**6)
+    next(second)
+    second.close()  # type: ignore[attr-defined]
+    for _ in range(300):  # more than a socket takes
+        assert next(first).step == next(third).step
+    (planner,) = multiprocessing.active_children()
+    first.close()  # type: ignore[attr-defined]
+    assert not planner.is_alive()
+    with pytest.raises(RuntimeError, match=r"plans the steps is gone, .* another rank of this node"):
+        list(third)
 
 
 @pytest.mark.parametrize("hangs", [1, 2])
@@ -112,6 +166,48 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
         list(through_workers(run, 1, 100))
 
 
+@pytest.mark.parametrize("which", ["the planner", "a worker", "the trainer"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM])
+def test_what_a_file_system_answers_names_the_file(
+    which: str, number: int, demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its exit code, also from another process, whose errors torch makes anew without errno and file."""
+    workers = "data.workers=0" if which == "the trainer" else "data.workers=1"
+    job = prepare("tlm", [workers, "streams.tlm.samples=8"], [demo]).calibrated()
+    trainer, pread = os.getpid(), os.pread
+
+    def broken(fd: int, size: int, at: int) -> bytes:
+        here = "the planner" if multiprocessing.current_process().name == "planner" else "a worker"
+        if which == ("the trainer" if os.getpid() == trainer else here):
+            raise OSError(number, os.strerror(number))
+        return pread(fd, size, at)
+
+    monkeypatch.setattr(os, "pread", broken)
+    monkeypatch.setattr(shards, "ENTRIES", "absent")  # so that a planner reads too
+    with pytest.raises(OSError) as raised:
+        list(job.batches(Process(0, 1, 0, 1), "cpu", initial_state(job.specs), 3))
+    error, memory = raised.value, number == errno.ENOMEM
+    assert code_of(error) == (USER_ERROR if memory else MACHINE)
+    said = message_of(error)
+    assert str(demo / "pairs" / "pairs-000000.") in said and os.strerror(number) in said
+    assert ("max_tokens" if memory else "start again") in said and "\n" not in said
+
+
+def test_a_worker_that_is_killed_is_the_machine_s() -> None:
+    batches = through_workers(mixture(1, 3, 100), 1, 100_000)
+    next(batches)
+    (worker,) = [child for child in multiprocessing.active_children() if child.name != "planner"]
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    try:  # pytest.raises would keep the error, and with it the planner
+        list(batches)
+    except RuntimeError as error:
+        code, said = code_of(error), message_of(error)
+    del batches
+    assert message_of(MachineError(f"rank 0: {said}")) == f"rank 0: {said}"  # on the others, once
+    assert code == MACHINE and f"pid {worker.pid}" in said and "\n" not in said
+    assert "memory" in said and "data.workers" in said
+
+
 def test_a_planner_that_is_killed_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "PLANS_BYTES", 1 << 12)
     batches = through_workers(mixture(sources=SOURCES, streams=STREAMS), 1, 100_000)
@@ -121,5 +217,7 @@ def test_a_planner_that_is_killed_is_missed(monkeypatch: pytest.MonkeyPatch) -> 
     time.sleep(0.1)
     assert planner.is_alive()
     os.kill(planner.pid or 0, signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"plans the steps is gone \(exit code -9\)"):
+    with pytest.raises(RuntimeError) as raised:
         list(batches)
+    said = message_of(raised.value)
+    assert code_of(raised.value) == MACHINE and "plans the steps" in said and "memory" in said

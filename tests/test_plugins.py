@@ -1,5 +1,6 @@
-"""README's own objective, from a package that xscale does not know: the conformance check, training, resume, export."""
+"""The objective of docs/extending.md, from a package that xscale does not know: conformance, training, export."""
 
+import json
 import os
 import re
 import shutil
@@ -15,15 +16,18 @@ from xscale import conformance
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
+from xscale.run.job import prepare
+from xscale.run.status import FAULT, code_of, message_of
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with README's ranking.py, and ranking.yaml."""
+    """A folder with the page's ranking.py, and ranking.yaml."""
     folder = tmp_path_factory.mktemp("package")
-    (source,) = re.findall(r"```python\n(.*?)```", (launch.ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    page = (launch.ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (folder / "ranking.py").write_text(source)
     (folder / "ranking.yaml").write_text(RECIPE)
     return folder
@@ -69,6 +73,59 @@ def test_what_does_not_conform_is_seen(
         assert found[check], found
     finally:
         del OBJECTIVES["ranking"]
+
+
+WRONG = [
+    ("return Piece(", "import sys; sys.exit(0)\n    return Piece(", "collate", r"collate called sys.exit\(0\)"),
+    ("return Piece(", "return (lambda *_, **fields: fields)(", "collate", "returned dict, not a Piece"),
+    ("return Piece(", "return 1 / 0 and Piece(", "collate", "division by zero"),
+    ("Reads(first.starts)", "Reads(first.starts + 10**6)", "collate", "reads.'source'. has places from 1000000 "),
+    ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, and not rank"),
+    ("samples=len(pairs), ", 'samples=len(pairs), labels={"odd": first.ids}, ', "collate", "labels has odd, none of"),
+    ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"loss called sys.exit\(0\)"),
+    ('return Losses(sums={"rank"', 'return Losses(sums={"rnak"', "loss", "sums has 'rnak', none of"),
+    ('own_share(losses, states["own"])', "losses", "loss", r"sums.'rank'. has shape \[24\]"),
+    ('(right, "rank")', '(right, "pairs")', "loss", "metric accuracy is divided by 'pairs', which"),
+    ("scores = source @ target.T", "scores = source @ target", "loss", "shapes cannot be multiplied"),
+]
+
+
+@pytest.mark.parametrize(("there", "instead", "function", "told"), WRONG)
+def test_what_a_plugin_does_wrong_bears_its_name(
+    package: Path, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    there: str, instead: str, function: str, told: str,
+) -> None:  # fmt: skip
+    """The stream's and the objective's; and an exit of its own is none of the run's."""
+    text = (package / "ranking.py").read_text()
+    assert text.count(there) == 1
+    (tmp_path / "broken.py").write_text(text.replace(there, instead))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    load_plugins(["broken"])
+    try:
+        with pytest.raises(Exception, match=told) as caught:
+            job = prepare(str(package / "ranking.yaml"), ["model.dropout=0.0", "data.workers=0"], [demo]).calibrated()
+            conformance.take_step(job.module(), job, conformance.rows_of(job, 1, 1 << 30))
+        why = message_of(caught.value)
+        assert "streams.ranking, objective ranking: " in why and function in why
+        assert code_of(caught.value) == FAULT
+    finally:
+        del OBJECTIVES["ranking"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", ["    return Piece(", "    scores = "])
+def test_an_exit_of_a_plugin_is_a_failure(package: Path, demo: Path, tmp_path: Path, there: str) -> None:
+    (tmp_path / "quits.py").write_text(
+        (package / "ranking.py").read_text().replace(there, f"    import sys; sys.exit(0)\n{there}")
+    )
+    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(package / "ranking.yaml"), "--steps", "2"]
+    words += ["--plugin", "quits", "--data", str(demo), "--out", str(tmp_path / "out")]
+    env = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
+    done = subprocess.run([sys.executable, launch.TRAIN, *words], cwd=launch.ROOT, env=env, capture_output=True)
+    told = json.loads((tmp_path / "out" / "status.json").read_text())
+    assert (done.returncode, told["code"], told["status"]) == (1, 1, "failed")
+    assert "streams.ranking, objective ranking" in told["why"] and "sys.exit(0)" in told["why"]
 
 
 def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

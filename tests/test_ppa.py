@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch.multiprocessing.spawn import spawn
 
 from tests import launch
 from tests.plain import ids_of, originals, part_of, sequences_of
-from tests.rows import CPU, FILLER, PlainEngine, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
+from tests.rows import CPU, FILLER, LONGEST, OneStream, PlainEngine, assert_same_gradients, gradients, sums
+from tests.rows import one_thread as one_thread
 from xscale import export, rng
 from xscale.config import RECIPES, load_recipe
 from xscale.data.mixture import initial_state
@@ -40,7 +42,7 @@ from xscale.run import prefill as prefilling
 from xscale.run.job import Job
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
-from xscale.step.step import optimizer_step, to_device
+from xscale.step.step import RowPass, optimizer_step, share_vectors, to_device
 
 MAX_LENGTH = 32
 
@@ -97,11 +99,11 @@ def make_parts(tokenizer: Tokenizer, options: ppa.Options, dtype: torch.dtype = 
 # Equations
 
 
-def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[int], normalize: bool) -> Tensor:
-    hidden = base(input_ids=torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]])).last_hidden_state[0, 0]
-    h = hidden / hidden.square().sum().sqrt()
-    z = w2 @ torch.relu(w1 @ h)
-    return z / z.square().sum().sqrt() if normalize else z
+def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[int], options: ppa.Options) -> Tensor:
+    hidden = base(input_ids=torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]])).last_hidden_state[0]
+    x = hidden[0] if options.pooling == "cls" else hidden[1:-1].mean(0)
+    z = w2 @ torch.relu(w1 @ (x / x.square().sum().sqrt()))
+    return z / z.square().sum().sqrt() if options.normalize_z else z
 
 
 def plain_moco(
@@ -118,9 +120,9 @@ def plain_moco(
     total = torch.zeros((), dtype=torch.float64)
     for b, (query_ids, key_ids) in enumerate(views):
         query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
-        zq = plain_z(*query, tokenizer, query_ids, options.normalize_z)
+        zq = plain_z(*query, tokenizer, query_ids, options)
         key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
-        zk = plain_z(*key, tokenizer, key_ids, options.normalize_z).detach()
+        zk = plain_z(*key, tokenizer, key_ids, options).detach()
         positive = torch.exp(zq @ zk / options.temperature)
         negatives = [k for i, k in enumerate(queue) if i not in (own or {}).get(b, ())]
         total = total - torch.log(
@@ -153,8 +155,9 @@ def queries_of(piece: Piece) -> list[list[int]]:
         ppa.Options(queue_size=23, projection=7, normalize_z=False),
         ppa.Options(queue_size=5, projection=7, prefill=False),
         ppa.Options(queue_size=23, projection=30, replace_tlm_with_mlm=True, mask_prob=0.3),
+        ppa.Options(queue_size=23, projection=30, pooling="mean"),
     ],
-    ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm"],
+    ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm", "mean"],
 )
 def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa.Options) -> None:
     """Both orders of sides: loss and every gradient to 1e-9, in fp64."""
@@ -242,7 +245,7 @@ def test_a_piece_of_nothing_touches_the_same_parameters(tokenizer: Tokenizer, ch
     assert all(value > 0 for value in found[0].values()) and not any(value for value in found[1].values())
     assert not any(gradient.any() for gradient in touched[1].values())
     if parts.companion is not None:
-        assert len(parts.companion._batch.take()[0]) == 3, "a piece of nothing has no keys"
+        assert len(parts.companion._batch.send()()[0]) == 3, "a piece of nothing has no keys"
 
 
 def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:
@@ -275,16 +278,25 @@ def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
 
 
 def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
-    """Its earlier keys, of another epoch or the prefill, wherever they lie in the queue; other pairs keep them."""
+    """Keys of pairs that have a text in common with the anchor's, by brute force over the texts: the same pair earlier,
+    whichever way round, the same sentence with another translation; wherever they lie in the queue."""
     options = ppa.Options(queue_size=23, tlm_weight=0.0)
     parts = make_parts(tokenizer, options)
-    pairs = [replace(pair, record=np.uint64(2**63 + 5 * i)) for i, pair in enumerate(make_pairs(tokenizer, 6))]
+    parts.companion.queue = Queue(23, options.projection)
+    pairs = make_pairs(tokenizer, 6)
+    (a, b), (c, d), (e, f) = (pairs[i].ids for i in (0, 2, 5))
+    earlier = [(a, b), (b, a), (c, e), ([*a[:-1], 99], d), (f, f), (c[::-1], [7]), ([*a, 99], [8]), ([9], c)]
+    earlier = [replace(x, ids=texts) for x, texts in zip(make_pairs(tokenizer, 8, seed=7), earlier, strict=True)]
+    for cut in (earlier[:3], earlier[3:]):
+        read(parts.companion, parts.encoder, collate(tokenizer, cut, options))
+        parts.companion.update(applied=False)
     piece = collate(tokenizer, pairs, options)
-    own = {0: {3, 17}, 2: {0}, 5: {4, 5, 6, 7}}
-    for b, places in own.items():
-        for place in places:
-            parts.companion.queue.records_K[place] = int(np.uint64(pairs[b].record).astype(np.int64))
     found = sums("ppa", parts, piece, options)
+    own = {
+        i: {k for k, other in enumerate(earlier) if {tuple(t) for t in pair.ids} & {tuple(t) for t in other.ids}}
+        for i, pair in enumerate(pairs)
+    }
+    assert own == {0: {0, 1}, 1: set(), 2: {2, 3, 7}, 3: set(), 4: set(), 5: {2, 4}}
     assert piece.beside is not None
     both = zip(queries_of(piece), ids_of(piece.beside.sequences), strict=True)
     views = [(query[1:-1], key[1:-1]) for query, key in both]
@@ -294,10 +306,64 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     modules = (parts.encoder, parts.heads)
     assert_same_gradients(gradients(found.terms["moco"], *modules), gradients(expected, *modules))
     assert abs(expected - plain_moco(parts, tokenizer, views, options)) > 1e-4
+
     state = copy.deepcopy(parts.companion.queue.state_dict())
     fresh = Queue(23, options.projection)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh.records, parts.companion.queue.records)
+    assert torch.equal(fresh.texts, parts.companion.queue.texts) and fresh.texts.all()
+    del state["texts"]
+    fresh.load_state_dict(state | {"records": torch.arange(23)})
+    assert not fresh.texts.any(), "an older checkpoint's keys are of unknown texts"
+
+
+def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
+    """Pair by pair, in plain PyTorch: another key of the step that is nearer than the own one, unless it is of the same
+    sentence; the mean cosine of two different sentences. The same in one row and in three."""
+    options = ppa.Options(queue_size=23, tlm_weight=0.0, pooling="mean")
+    parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
+    parts.companion.momentum.momentum = 0.3  # after an update the two encoders are near each other
+    parts.companion.momentum.update()
+    pairs = [replace(pair, ids=(pair.ids[0], [*pair.ids[0], 50 + pair.number])) for pair in pairs]  # alike
+    pairs[4] = replace(pairs[4], ids=pairs[1].ids[::-1])
+    pairs[7] = replace(pairs[7], ids=(pairs[2].ids[0], pairs[7].ids[1]))
+    piece = collate(tokenizer, pairs, options)
+    assert piece.beside is not None
+    key_encoder, key_projection = parts.companion.momentum.masters
+    of_query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
+    of_key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
+    zq = [plain_z(*of_query, tokenizer, ids[1:-1], options) for ids in queries_of(piece)]
+    zk = [plain_z(*of_key, tokenizer, ids[1:-1], options) for ids in ids_of(piece.beside.sequences)]
+    texts = [{tuple(text) for text in pair.ids} for pair in pairs]
+    right = sum(all(zq[i] @ zk[i] > zq[i] @ zk[j] for j in range(9) if not texts[i] & texts[j]) for i in range(9))
+    strict = sum(all(zq[i] @ zk[i] > zq[i] @ zk[j] for j in range(9) if j != i) for i in range(9))
+    cosine = sum(float(zk[i] @ zk[j]) for i in range(9) for j in range(9) if i != j) / (9 * 8)
+    assert 0 < strict < right < 9, "the case tells them apart"
+    for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
+        module = OneStream("ppa", parts, options)
+        rows = [make_row({"s": collate(tokenizer, cut, options)}, LONGEST, FILLER) for cut in cuts]
+        passes = [RowPass(module, row, CPU, (0,)) for row in rows]
+        share_vectors(module, passes)
+        reported = sum(row_pass(module, {("s", "moco"): 1.0})[1] for row_pass in passes)
+        found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
+        assert found["contrastive_accuracy_step"] == right
+        assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
+        parts.companion.of_step = None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_vector_for_all_sentences_is_never_right(seed: int) -> None:
+    """As random weights' [CLS]: the products of equal vectors differ by how they are added up, which is no accuracy."""
+    torch.manual_seed(seed)
+    z = torch.nn.functional.normalize(torch.randn(1, 300), dim=-1).repeat(32, 1)
+    texts = 1 + torch.arange(64).view(32, 2)  # 0: of no text
+    found = ppa.among_step(z, z.clone(), texts, z.clone(), texts)
+    assert found["contrastive_accuracy_step"] == 0 and found["sentence_cosine"] / 32 == pytest.approx(1)
+    queue = Queue(64, 300)
+    queue.push(z.repeat(2, 1), 1)
+    moco = SimpleNamespace(queue=queue, step=1, of_step=None)
+    parts = SimpleNamespace(companion=moco, heads=lambda x: x)
+    _, metrics = ppa.contrast(parts, {"query": z, "beside": z.clone()}, texts, ppa.Options(queue_size=64))
+    assert metrics["contrastive_accuracy"] == 0
 
 
 def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
@@ -305,7 +371,7 @@ def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
     parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
     piece = collate(tokenizer, pairs, options)
-    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number", "record"} and not piece.labels
+    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number", "texts"} and not piece.labels
     assert piece.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
     assert ids_of(piece.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
     found = sums("ppa", parts, piece, options).terms
@@ -357,8 +423,10 @@ def test_global_order_from_shuffled_rows() -> None:
     vectors, batch = torch.arange(22.0).view(11, 2), GlobalBatch()
     order = torch.randperm(11)
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
-        batch.add(vectors[cut], cut)
-    assert torch.equal(batch.take()[0], vectors) and not batch
+        batch.add(vectors[cut], cut, torch.stack([cut + 100, -cut], 1))
+    found, texts = batch.send()()
+    assert torch.equal(found, vectors) and not batch
+    assert texts.tolist() == [[i + 100, -i] for i in range(11)]
 
 
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
@@ -367,7 +435,7 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.companion
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
-    assert torch.equal(moco._batch.take()[0], whole)
+    assert torch.equal(moco._batch.send()()[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
         read(moco, parts.encoder, collate(tokenizer, [pairs[i] for i in cut], options))
     start = moco.queue.next
@@ -554,10 +622,15 @@ def run_steps(job: Job, process: Process, steps: int, skip: set[int], check: Any
     for batch in job.batches(process, "cpu", initial_state(job.specs), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
-        optimizer_step(engine, job.recipe, batch.rows, totals, step=batch.step, rank=process.rank, world=process.world)
+        place = {"step": batch.step, "rank": process.rank, "world": process.world}
+        found, _ = optimizer_step(engine, job.recipe, batch.rows, totals, **place)
         if check:
             check(batch, before, engine)
-    return moco.state_dict()
+    among = [of.name in ("contrastive_accuracy_step", "sentence_cosine") for of in found.reported]
+    if dist.is_initialized():
+        dist.all_reduce(found.values_K)
+    assert sum(among) == 2
+    return moco.state_dict() | {"among the step's keys": found.values_K[torch.tensor(among)]}
 
 
 def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
@@ -583,9 +656,10 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
     assert applied == [True, False, True, False, True]
 
 
-def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -> None:
     """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
-    job, place = make_job(demo), Process(0, 1, 0, 1)
+    job, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
     engine = PlainEngine(StepModule(job.encoder(), job.recipe))
     moco: Any = engine.module.companions["ppa"]
     assert isinstance(moco, Prefilled) and moco.prefill_samples == 17
@@ -596,12 +670,18 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path) -> None:
         for s in (spec, job.specs[0])
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
-    expected = []
+    expected, plain = [], []
+    key_encoder, projection = moco.momentum.masters
+    key = key_encoder.lm, projection.w1.weight, projection.w2.weight
     for batch in job.batches(place, "cpu", initial_state([spec]), 3, [spec]):
         for row in batch.rows:
             inputs = to_device(row.inputs, CPU)
-            moco.read(engine.module.encoder, *inputs.beside["ppa.prefill"], inputs.arrays["ppa.prefill"])
-        expected += moco._batch.take()[0].tolist()
+            tokens, index = inputs.beside["ppa.prefill"]
+            moco.read(engine.module.encoder, tokens, index, inputs.arrays["ppa.prefill"])
+            for ids in tokens.input_ids.split(tokens.lengths.tolist()):
+                plain.append(plain_z(*key, job.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
+        expected += moco._batch.send()()[0].tolist()
+    torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]
     torch.testing.assert_close(moco.queue.ring_KD[order], torch.tensor(expected[-17:]), rtol=0, atol=1e-6)
     assert moco.queue.filled == 17 and moco.queue.born_K.tolist() == [0] * 17 and moco.step == 0
@@ -722,6 +802,17 @@ def test_run_resumes_exactly_and_exports(demo: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_warns_of_vectors_that_hardly_differ(demo: Path, tmp_path: Path) -> None:
+    """[CLS] of random weights, which the recipe would start otherwise."""
+    sets = [*SETS, "streams.ppa.tlm_weight=0", "model.attention_gain=null"]
+    common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "ppa", "--data", str(demo), "--steps", "25"]
+    launch.run(1, [*common, "--out", str(tmp_path), "--set", *sets])
+    (line,) = [line for line in (tmp_path / "run.log").read_text().splitlines() if "hardly differ" in line]
+    assert "streams.ppa.pooling=mean" in line
+    assert min(entry["sentence_cosine/ppa"] for entry in launch.metrics(tmp_path)) > 0.99
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("queue_size", [64, 1200])
 def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path, queue_size: int) -> None:
     """The shipped ablation without TLM, with a tenth and with twice the records as queue, finds translations that it
@@ -731,6 +822,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path, queue_s
     launch.run(1, [*common, "--out", str(out), "--steps", "150", "--set", *sets])
     logged = [entry["contrastive_accuracy/ppa"] for entry in launch.metrics(out)[-20:]]
     assert sum(logged) / 20 > 0.5
+    assert "hardly differ" not in (out / "run.log").read_text()
     export.export(out, tmp_path / "hf")
     model, (source,) = Exported(tmp_path / "hf"), find_sources([demo / "heldout"])
     projection, texts = model.heads["ppa"].weights, [texts for _, _, texts in read_all(source, 200)]
@@ -739,7 +831,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path, queue_s
         base, w1, w2 = model.encoder.lm.base_model, projection["w1.weight"], projection["w2.weight"]
         sentences = model.tokenizer.encode([pair[side] for pair in texts])
         with torch.no_grad():
-            return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, True) for ids in sentences])
+            return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, ppa.Options()) for ids in sentences])
 
     assert accuracies(z_of(0), z_of(1), "cosine", ("en", "xx"))["accuracy"] > 0.15
 

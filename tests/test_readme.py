@@ -1,53 +1,157 @@
-"""README's commands, run one after the other in an empty folder: on made text, with few steps and a small model."""
+"""The commands of README and docs/: their options exist, and they run one after the other in an empty folder, on
+made text, with few steps and a small model. What they name exists, and tables of fields are those of the code."""
 
+import argparse
+import importlib
+import inspect
 import lzma
 import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from data_tools.demo_world import World
-from tests import launch
+from data_tools.ranks import Ranks
+from tests import launch, recipe_fields
 
-README = (launch.ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {
+    path.relative_to(launch.ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in [launch.ROOT / "README.md", *sorted((launch.ROOT / "docs").glob("*.md"))]
+}
 SMALLER = {
     "--steps 10000": "--steps 3",
+    "--steps 100": "--steps 3 --set data.workers=0 streams.ppa.queue_size=64",
+    "--out data/demo": "--out data/demo --pairs 200 --mono 200",
     "--vocab_size 32000": "--vocab_size 600",
+    "--recipe xlm --data shards --dry_run": "--recipe xlm --data shards --dry_run --set data.workers=0",
     "model.preset=base": "model.preset=tiny data.workers=0",
     "samples=1024": "samples=8",
     "samples=256": "samples=8",
-    "python -m": f"{launch.BIN / 'python'} -m",
 }
+SCRIPTS = {"pretrain": "xscale.train", "container": "xscale.train", "evaluate": "xscale.eval.run"}
+"""slurm/NAME.sbatch -> the module that gets its flags."""
 
 
-def commands(section: str) -> list[str]:
-    """Of the indented blocks below a heading, without comments; a line that ends in a backslash goes on."""
-    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
-    lines = re.sub(r"\\\n\s+", "", text).splitlines()
-    found = [line.strip().split("  #")[0].strip() for line in lines if line.startswith("    ")]
-    return [line for line in found if re.match(r"(python|deepspeed) ", line)]
+def commands(page: str) -> list[str]:
+    """Lines of a page's bash blocks; a line that ends in a backslash goes on."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+    return [line for block in blocks for line in re.sub(r"\\\n\s+", "", block).splitlines()]
+
+
+def program(words: list[str]) -> tuple[str, list[str]] | None:
+    """The Python module that a command runs, whatever starts it, and the module's arguments."""
+    for n, word in enumerate(words):
+        if word.startswith("slurm/"):
+            assert (launch.ROOT / word).exists(), word
+            name, rest = Path(word).stem, words[n + 1 :]
+            if name == "prepare":
+                return f"data_tools.{rest[0]}", rest[1:]
+            return SCRIPTS[name], rest + ["--task", "retrieval"] * (name == "evaluate")
+        if word in ("-m", "--module"):
+            return words[n + 1], words[n + 2 :]
+        if word.endswith(".py"):
+            assert (launch.ROOT / word).exists(), word
+            return word.removesuffix(".py").replace("/", "."), words[n + 1 :]
+    return None
+
+
+ALL = [(page, line) for page in PAGES for line in commands(page)]
+
+
+@pytest.mark.parametrize(("page", "line"), ALL, ids=[f"{page}-{n}" for n, (page, _) in enumerate(ALL)])
+def test_every_command_has_options_that_exist(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command's own parser; what is no Python is a target of make, pip, or a script that is there."""
+    words = [word for word in shlex.split(line) if not re.match(r"[A-Z]+=", word)]
+    found = program(words)
+    if not found:
+        makefile = (launch.ROOT / "Makefile").read_text().replace("$(VENV)", ".venv")
+        there = words[0] != "make" or re.search(rf"^{re.escape(words[1])}:", makefile, re.MULTILINE)
+        assert there and (words[0] in ("make", "pip", ".") or (launch.ROOT / words[0]).exists()), line
+        return
+    module = importlib.import_module(found[0] + (".__main__" if found[0].endswith(("finetune", "report")) else ""))
+    parse, parsed = argparse.ArgumentParser.parse_args, []
+
+    def parse_and_leave(*args: object) -> None:
+        parsed.append(parse(*args))
+        sys.exit(0)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_leave)
+    monkeypatch.setattr(sys, "argv", [found[0], *found[1]])
+    with pytest.raises(SystemExit):
+        module.main(*[Ranks()] * ("ranks" in inspect.signature(module.main).parameters))
+    assert parsed, line
+
+
+def test_what_the_pages_name_exists() -> None:
+    """Links, files of the checkout in backticks, and the modules of each room in the table of architecture.md."""
+    missing = []
+    for page, text in PAGES.items() | {"CONTRIBUTING.md": (launch.ROOT / "CONTRIBUTING.md").read_text()}.items():
+        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+        missing += [(page, link) for link in links if not (launch.ROOT / page).parent.joinpath(link).exists()]
+        named = re.findall(r"`((?:xscale|data_tools|tests|slurm|benchmarks|ds_configs|docs)/[\w./-]*)[^`]*`", text)
+        named += (
+            re.findall(r"`(\w+\.(?:md|toml|yml|cff|txt)|Makefile|Dockerfile)`", text) if page == "README.md" else []
+        )
+        missing += [(page, path) for path in named if not any(launch.ROOT.glob(path.rstrip("/")))]
+    rooms = re.findall(r"^\| `([\w/]+/)` \| (.*?) \|", PAGES["docs/architecture.md"], re.MULTILINE)
+    modules = [room + name for room, names in rooms for name in re.findall(r"`(\w+)`", names)]
+    missing += [("rooms", name) for name in modules if not (launch.ROOT / f"{name}.py").exists()]
+    assert len(modules) > 80 and missing == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150 and len(PAGES["README.md"].split()) <= 1500
+    terms = PAGES["docs/architecture.md"].partition("## Glossary")[2].count("\n| ") - 1
+    assert terms <= 20
+
+
+def test_tables_of_fields_are_those_of_the_code() -> None:
+    text = PAGES["docs/recipes.md"]
+    assert recipe_fields.page(text) == text, "python -m tests.recipe_fields writes them"
+
+
+def test_shipped_names_are_in_the_pages() -> None:
+    """Every shipped recipe and ds_config is in a table."""
+    recipes = [path.relative_to(launch.ROOT / "xscale/recipes").with_suffix("").as_posix()
+               for path in (launch.ROOT / "xscale/recipes").rglob("*.yaml")]  # fmt: skip
+    text = PAGES["README.md"] + PAGES["docs/recipes.md"]
+    assert [name for name in recipes if f"`{name}`" not in text] == []
+
+
+def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
+    script = (launch.ROOT / "slurm/pretrain.sbatch").read_text(encoding="utf-8")
+    text = re.sub(r"\\\n\s+", "", "".join(PAGES.values()) + script)
+    configs = re.findall(r"--nodes=\d+ .*slurm/pretrain.sbatch --ds_config (\S+)", text)
+    assert len(configs) >= 2 and all(name.endswith("_nodes.json") for name in configs), configs
+    assert all((launch.ROOT / name).exists() for name in configs)
 
 
 @pytest.mark.slow
-def test_commands_of_readme(tmp_path: Path) -> None:
+def test_commands_of_the_pages(tmp_path: Path) -> None:
+    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py and test_mteb.py."""
     for name in ("xscale", "ds_configs"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     write_texts(tmp_path)
-    (source,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
     (tmp_path / "ranking.py").write_text(source)
     (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
-    sections = ("Train on your text", "Fine-tune, and measure transfer", "Your own objective")
-    listed = [command for section in sections for command in commands(section)]
-    assert len(listed) >= 12
+    pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "recipes", "training", "fine-tuning", "extending"))]
+    listed = [line for page in pages for line in commands(page)]
+    listed += [line for line in commands("docs/evaluation.md") if "xscale.report" in line]
+    listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]
+    assert len(listed) >= 20
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
     for command in listed:
         for there, instead in SMALLER.items():
-            command = command.replace(there, instead)
+            command = re.sub(rf"{re.escape(there)}(?!\S)", instead, command)
         words = shlex.split(command)
-        if words[0] == "deepspeed":
+        words[:1] = [str(launch.BIN / words[0])]
+        if words[0].endswith("deepspeed"):
             words[1:1] = ["--master_port", str(launch.free_port())]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
@@ -65,6 +169,9 @@ def write_texts(folder: Path) -> None:
         for side, language in enumerate(("en", "de")):
             text = "".join(pair[side] + "\n" for pair in pairs)
             (folder / f"{name}.{language}.xz").write_bytes(lzma.compress(text.encode()))
+    words = {f"{a} {b}\n" for n in range(300) for a, b in [(t.split()[0] for t in world.pair(n)[:2])]}
+    (folder / "en-de.txt").write_text("".join(sorted(words)), encoding="utf-8")
+    (folder / "scores.json").write_text('{"model": "hf/xlm", "results": {}, "failed": {}}')
     (folder / "ner").mkdir()
     for name in ("train-en", "train-de", "dev-en", "dev-de"):
         (folder / "ner" / f"{name}.tsv.xz").write_bytes(lzma.compress(b"Anna\tB-PER\ncomes\tO\n\n" * 20))

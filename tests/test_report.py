@@ -4,6 +4,7 @@ import errno
 import html.parser
 import json
 import math
+import os
 import re
 import subprocess
 from collections import Counter
@@ -302,7 +303,7 @@ def test_what_has_a_best_value(tmp_path: Path) -> None:
 
 
 def test_evaluations_that_differ_are_told_apart_by_name(tmp_path: Path) -> None:
-    tasks = [{"name": "heldout", "limit": 5, "data": ["a"]}, {"name": "pos", "command": "sbatch " + "x" * 500}]
+    tasks = [{"name": "heldout", "limit": 5, "data": ["a"]}, {"name": "retrieval", "limit": 7}]
     other = [{"name": "heldout", "limit": 6, "data": ["a"]}]
     folders = [
         make_run(tmp_path / name, [{"step": 1, "loss": 1.0}], eval={"every": 5, "tasks": given})
@@ -311,19 +312,41 @@ def test_evaluations_that_differ_are_told_apart_by_name(tmp_path: Path) -> None:
     assert tables.differing(read_runs(folders)).rows == [
         ["eval.tasks.heldout", "there", "there", "absent"],
         ["eval.tasks.heldout.limit", "5", "6", "absent"],
-        ["eval.tasks.pos", "there", "absent", "absent"],
+        ["eval.tasks.retrieval", "there", "absent", "absent"],
     ]
 
 
-def test_evaluations_by_a_job_come_late_or_not_at_all(tmp_path: Path, capsys: Any) -> None:
-    entries = [{"step": s, "results": {"pos": {"de": {"zs": s / 10}}}} for s in (1, 3, 2)]
-    failed = {"step": 3, "failed": {"ner": "ended with 1"}, "results": {}}
-    (run,) = read_runs([make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], [*entries, failed])])
-    assert run.evals["pos", "de", "zs"].steps.tolist() == [1, 2, 3]
-    assert run.evals["pos", "de", "zs"].values.tolist() == [0.1, 0.2, 0.3]
-    assert command.main([str(run.folder)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split() == ["run", "3", "ner", "ended", "with", "1"]
-    assert ("ended with 1", None) in page_of(run.folder, out=tmp_path / "r.html")[1].rows[-1]
+def test_what_hooks_have_measured(tmp_path: Path, capsys: Any) -> None:
+    """Beside what the run has; no file of theirs ends a report, and what failed is told."""
+    entries = [{"step": s, "results": {"pos": {"de": {"zs": s / 10}}}} for s in (1, 3)]
+    folder = make_run(tmp_path / "run", [{"step": 1, "loss": 1.0}], entries)
+    (folder / "evals").mkdir()
+    odd = {
+        "step_10": '{"model": "m", "results": {"pos": {"de": {"zs": 1.0}}}, "failed": {}}',
+        "step_2": '{"results": {"pos": {"de": {"zs": 0.2}}}, "failed": {"ner": {"de": "ended with 1"}}}',
+        "step_4": f'{{"results": {{"pos": {{"de": {{"zs": 1{"0" * 400}}}}}}}}}',
+        "step_5": f'{{"results": {{"pos": {{"de": {{"zs": 1{"0" * 5000}}}}}}}}}',
+        "step_6": '{"results": {"a\\ud800": {"b": {"c\\ud800": 1.0}}}, "failed": {"d\\ud800": {"e": "f\\ud800"}}}',
+        "step_7": '{"results": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        "step_8": "[1]",
+        "step_9": '{"results": {"pos": {"de": {"zs": 1e999}}}}',
+        "step_x": "no JSON",
+        "step_11.more": "no JSON",
+    }
+    for name, scores in odd.items():
+        (folder / "evals" / f"{name}.json").write_text(scores)
+    os.mkfifo(folder / "evals" / "step_12.json")
+    (folder / "evals" / "step_13.json").mkdir()
+    (folder / "evals" / "step_14.json").write_bytes(b"\xff\xfe")
+    (run,) = read_runs([folder])
+    curve = run.evals["pos", "de", "zs"].finite
+    assert curve.steps.tolist() == [1, 2, 3, 10] and curve.values.tolist() == [0.1, 0.2, 0.3, 1.0]
+    assert [(step, task) for step, task, _ in run.failed] == [
+        (14, "step_14.json"), (2, "ner de"), (5, "step_5.json"), (6, "d? e"), (7, "step_7.json"),
+    ]  # fmt: skip
+    assert command.main([str(folder)]) == 0 and "ended with 1" in capsys.readouterr().out
+    _, page = page_of(folder, "--scores", folder / "evals" / "step_6.json", out=tmp_path / "r.html")
+    assert any(("ended with 1", None) in row for row in page.rows)
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
     expected.sort(key=len, reverse=True)  # stable: equally long ones stay in order
     assert sequences_in(tokens) == (expected or [[FILLER] * 2]), "a row is never quite empty"
     assert tokens.lengths.tolist() == [len(sequence) for sequence in sequences_in(tokens)]
-    assert tokens.longest == LONGEST
+    assert tokens.longest == max(map(len, sequences_in(tokens))), "the row's own, not max_length"
     assert (tokens.input_ids.dtype, tokens.positions.dtype) == (np.int64, np.int64)
     assert (tokens.starts.dtype, tokens.lengths.dtype) == (np.int32, np.int32)
     for part, place, used in zip(parts, places, types, strict=True):
@@ -85,6 +85,7 @@ def test_rows_filled_up_to_a_shape(parts: list[Sequences], room: int, sequences:
             for name in ("input_ids", "positions", "types", "starts", "lengths"):
                 assert getattr(tokens, name).tolist() == getattr(plain, name).tolist()
         return
+    assert tokens.longest == LONGEST, "one program for all rows of a run"
     assert (len(tokens.input_ids), len(tokens.lengths), len(tokens.starts)) == (room, sequences, sequences + 1)
     assert all((a == b).all() for a, b in zip(places, real_places, strict=True))
     assert sequences_in(tokens)[:count] == sequences_in(plain)[:count]
@@ -155,6 +156,7 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
 
     a, b, c, d = (some(first) for first in (1000, 2000, 3000, 4000))
     counts = np.array([] if empty else [2, 0, 3])
+    reads_d = Reads(places(d, 2), counts[:2].astype(np.int64))
     reads_b = {"one": Reads(places(b, 4)), "sums": Reads(places(b, 5), counts.astype(np.int64))}
     return {
         "a": Piece(
@@ -162,7 +164,7 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
         ),
         "b": Piece(
             b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
-            arrays={"number": np.arange(3)}, beside=Beside(d, places(d, 2)), too_long=1,
+            arrays={"number": np.arange(3)}, beside=Beside(d, reads_d), too_long=1,
         ),
         "c": Piece(c, {"first": Reads(places(c, 1))}, {"z": 1}, 1, too_long=2),
     }  # fmt: skip
@@ -204,11 +206,13 @@ def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
             "b": {"number"},
             "c": set(),
         }
-        (tokens, places) = row.inputs.beside["b"]
+        (tokens, index) = row.inputs.beside["b"]
         assert list(row.inputs.beside) == ["b"] and tokens.types is None, "of a stream without types"
         beside = pieces["b"].beside
         assert beside is not None
-        assert tokens.input_ids[places].tolist() == beside.sequences.ids[beside.places].tolist()
+        summed = [tokens.input_ids[places].tolist() for places in lists(*index[:2])]
+        assert summed == ([] if empty else [beside.sequences.ids[beside.reads.places].tolist(), []])
+        assert len(index[2]) == len(tokens.input_ids) + 1
         own = sorted(split(beside.sequences), key=len, reverse=True)
         assert sequences_in(tokens) == (own or [[FILLER] * 2]), "never filled up"
 
@@ -269,5 +273,6 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
             assert there.lengths.data_ptr() == here.lengths.ctypes.data, "the lengths were moved"
             if device.type != "cpu":
                 assert there.starts.data_ptr() != here.starts.ctypes.data
-        assert type(moved) is type(inputs) and type(moved.tokens) is Tokens and moved.tokens.longest == LONGEST
+        assert type(moved) is type(inputs) and type(moved.tokens) is Tokens
+        assert moved.tokens.longest == inputs.tokens.longest
     assert len(copies) == (0 if device.type == "cpu" else 3), "one copy a row"

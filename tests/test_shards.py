@@ -278,6 +278,70 @@ def test_a_flipped_byte_is_named_on_read(copy: Path) -> None:
     assert [source.read(1, n).texts[0] for n in intact] == [sentences(700)[300 + n] for n in intact]
 
 
+@pytest.mark.parametrize("how", ["moved", "copied"])
+def test_shards_that_are_replaced_are_not_read(copy: Path, tmp_path: Path, how: str) -> None:
+    """By others of the same names and numbers, whose .idx fits their tar: in another folder, or the same files."""
+    (tmp_path / "text.en").write_text("".join(line + "\n" for line in sentences(700, seed=9)), encoding="utf-8")
+    arguments = ["mono", "--text", tmp_path / "text.en", "--lang", "en", "--out", tmp_path / "others"]
+    write_shards.main(Ranks(), [str(a) for a in [*arguments, "--whole_lines", "--shard_lines", 300]])
+    source = Source(copy)
+    assert source.read(0, 5).texts[0] == sentences(700)[5]
+    if how == "moved":
+        copy.rename(tmp_path / "away")
+        (tmp_path / "others").rename(copy)
+    else:
+        for path in (tmp_path / "others").iterdir():
+            shutil.copyfile(path, copy / path.name)
+    for shard in (0, 1):
+        if how == "moved" and shard == 0:  # it is open
+            assert source.read(0, 6).texts[0] == sentences(700)[6]
+            continue
+        with pytest.raises(UserError, match=rf"mono-00000{shard}\.idx .* must not change .* bring the old ones back"):
+            source.read(shard, 6)
+    assert Source(copy).read(1, 6).texts[0] == sentences(700, seed=9)[306]
+
+
+def test_lengths_of_all_shards_are_in_one_file(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which planners open, and not thousands; where it is not whole, another shard's, or not there, .idx are read."""
+    expected = [np.fromfile(copy / f"mono-{shard:06d}.idx", dtype="<u8,<u4,<u4")["f1"] for shard in range(3)]
+    opened: list[str] = []
+    plain = os.open
+    monkeypatch.setattr(os, "open", lambda path, *args: (opened.append(Path(path).name), plain(path, *args))[1])
+
+    def idx_read_for(source: Source) -> list[str]:
+        opened.clear()
+        found = [source.lengths(shard, slice(None)) for shard in range(3) for _ in range(2)]
+        assert all((a == b).all() for a, b in zip(found[::2], expected, strict=True))
+        return sorted({name for name in opened if name.endswith(".idx")})
+
+    all_idx = [f"mono-{shard:06d}.idx" for shard in range(3)]
+    assert idx_read_for(Source(copy)) == []
+    few = Source(copy).spread(2)
+    assert (few.lengths(1, slice(None)) == expected[2]).all() and idx_read_for(Source(copy)) == []
+    whole = (copy / "entries").read_bytes()
+    for damaged, read in (
+        (whole[:40] + b"x" + whole[41:], all_idx[:1]),
+        (whole[:-16], all_idx[2:]),
+        (whole[16:], all_idx),
+        (b"", all_idx),
+    ):
+        (copy / "entries").write_bytes(damaged)
+        assert idx_read_for(Source(copy)) == read
+    for rewritten in (b"", whole[::-1]):  # in place, as by cp, while it is read: where it is short that would be SIGBUS
+        (copy / "entries").write_bytes(whole)
+        source = Source(copy)
+        assert idx_read_for(source) == []
+        (copy / "entries").write_bytes(rewritten)
+        assert idx_read_for(source) == all_idx
+    (copy / "entries").unlink()
+    os.mkfifo(copy / "entries")
+    assert idx_read_for(Source(copy)) == all_idx
+    (copy / "entries").unlink()
+    assert idx_read_for(Source(copy)) == all_idx
+    index.main(Ranks(), [str(copy)])
+    assert (copy / "entries").read_bytes() == whole and idx_read_for(Source(copy)) == []
+
+
 def test_verify_lists_all_damage(copy: Path, capsys: pytest.CaptureFixture) -> None:
     inspect.main(Ranks(), [str(copy), "--verify"])
     assert "3 shards verified" in capsys.readouterr().out
@@ -360,7 +424,9 @@ def test_same_bytes_for_every_number_of_ranks(tmp_path: Path, corpus_files, writ
         )
         made[size] = contents(out)
     assert made[1] == made[2] == made[3] == made[12]
-    assert sorted(made[1]) == sorted(["index.json", *(f"pairs-{i:06d}.{e}" for i in range(7) for e in ("tar", "idx"))])
+    assert sorted(made[1]) == sorted(
+        ["entries", "index.json", *(f"pairs-{i:06d}.{e}" for i in range(7) for e in ("tar", "idx"))]
+    )
     kept = [[a, b] for a, b in zip(src, sentences(500, seed=1), strict=True) if a]
     assert [record["texts"] for record in read_all(Source(tmp_path / "3" / "out"))] == kept
 

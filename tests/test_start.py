@@ -49,6 +49,9 @@ class Threads(Control):
         self.barrier_of.wait(30)
         return found
 
+    def broadcast(self, value: Any, source: int) -> Any:
+        return self.gather(value)[source]
+
 
 def on_ranks(size: int, work: Any) -> list[Any]:
     """What each rank returns, or the UserError that it raises."""
@@ -195,7 +198,7 @@ def test_an_engine_does_not_import_a_compiler() -> None:
 import deepspeed, sys, torch
 from deepspeed.runtime import compiler
 before = compiler.compile
-from xscale.step.engine import import_muon_uncompiled
+from xscale.deepspeed_private import import_muon_uncompiled
 import_muon_uncompiled()
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 assert compiler.compile is before

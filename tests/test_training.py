@@ -21,7 +21,7 @@ from xscale.step.ds_config import Hardware
 pytestmark = pytest.mark.slow
 
 SMALL = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "mixed", "--set", "streams.ppa.queue_size=50"]
-SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "align_mlm": 3}
+SAMPLES = {"mlm": 6, "tlm": 20, "alignlm": 10, "ppa": 13, "contextual": 7, "align_mlm": 3}
 """Not divisible by the ranks: rows have other numbers of samples, some none of a stream."""
 EXACT = ["--set", "model.dropout=0.0", *(f"streams.{name}.samples={n}" for name, n in SAMPLES.items())]
 
@@ -256,7 +256,7 @@ RESCALED: dict[str, tuple[Any, ...]] = {
     "bf16": ("1_bf16", "2_bf16", "3_bf16", "1_bf16", "2_bf16"),
 }
 RESCALED_TO = ((4, 4), (2, 8), (1, 12), (3, 16), (4, 20))
-"""Ranks, and the step after which they stop, or after the next."""
+"""Ranks, and the step after which they stop, two steps later."""
 OF_RESCALED = {
     "ppa": ALONE["ppa"],
     "mixed": ["streams.ppa.queue_size=50", *EXACT[2:]],

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
-from tests.test_training import same_checkpoint
+from tests.test_training import same_checkpoint, wait_for
 from xscale import config, export
 from xscale.config import EvalTask
 from xscale.data.mixture import initial_state
@@ -25,10 +26,12 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
-from xscale.run.evals import Heldout, better, check_tasks, number_of
+from xscale.report.read import read_runs
+from xscale.run.describe import dry_run
+from xscale.run.evals import Heldout, better, number_of
+from xscale.run.hook import environment
 from xscale.run.job import Job, prepare
-from xscale.run.metrics import JsonLines, Reporter, Tracker
-from xscale.run.validation import Beside
+from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -55,7 +58,7 @@ def engine_of(job: Job) -> Any:
 
 def mean_losses(lm: Any, job: Job, pieces: dict[str, Any]) -> dict[str, float]:
     """By transformers on padded sequences: stream/language or pair -> mean loss of its masked tokens."""
-    names = {number: language for number, language in enumerate(job.languages)}
+    names = {number: language for number, language in enumerate(job.languages, start=1)}
     sums: dict[str, list[float]] = {}
     for stream, piece in pieces.items():
         logits_BLV = plain.run(lm, piece.sequences, piece.types).logits
@@ -129,6 +132,16 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
         assert results[name.replace("/", " ")]["loss"] == pytest.approx(loss, rel=1e-9), name
 
 
+def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) -> None:
+    """As language_dropout hides them in training."""
+    sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
+    job = prepare("tlm", ["data.workers=0", *sets], [demo]).calibrated()
+    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=20), job, engine_of(job), ALONE, print)
+    (batch,) = job.batches(ALONE, "cpu", initial_state(job.specs), 1)
+    types = [{int(n) for row in of.rows for n in row.inputs.tokens.types} for of in (batch, held.batch)]
+    assert types == [{0}, {1 + job.languages.index(language) for language in ("en", "xx")}]
+
+
 def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     def refused(*sets: str) -> str:
         with pytest.raises(UserError) as error:
@@ -140,31 +153,106 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
     assert "eval.tasks[0].name: 'xnli' is none of heldout, retrieval, alignment" in refused(task(name="xnli"))
     assert "data: needs shard directories" in refused(task(name="heldout"))
-    assert "eval.tasks[0].mode: 'jobs' is not one of" in refused(task(name="heldout", mode="jobs"))
-    assert "has no {out}" in refused(task(name="x", mode="job", command="true"))
+    job = refused(task(name="pos", mode="job", command="sbatch pos.sbatch {model} {out}"))
+    assert "eval.tasks[0].mode: " in job and "eval.tasks[0].command: checkpoint.hook took its place" in job
+    assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
+        "checkpoint.hook=eval.sh {chekpoint}"
+    )
+    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is no command")):
+        assert f"checkpoint.hook: {hook!r} {why}" in refused(f"checkpoint.hook={json.dumps(hook)}")
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
     best = "checkpoint.best=heldot/tlm/loss"
-    assert "heldot/tlm/loss is of no inline task of eval.tasks; there are none" in refused(best)
+    assert "heldot/tlm/loss is of no task of eval.tasks; there are none" in refused(best)
     assert "there are alignment" in refused(best, task(name="alignment"))
     assert "heldout has a row for each stream: tlm" in refused(
         "checkpoint.best=heldout/xlm/loss", task(name="heldout", data=["x"])
     )
-    for fields, told in (
-        ({"name": "retrieval2", "mode": "job", "data": ["x"]}, "eval.retrieval2: of --data alone xscale.eval.run"),
-        ({"name": "mining", "mode": "job", "data": [str(demo / "heldout")]}, "eval.mining: of --data alone"),
-        ({"name": "retrieval", "data": ["/nope"]}, "^eval.retrieval: /nope: no index.json"),
-        ({"name": "heldout", "data": [str(demo / "pairs")]}, "is trained on"),
-        ({"name": "perplexity", "mode": "job", "data": [str(demo / "none")]}, "none"),
-    ):
-        with pytest.raises(UserError, match=told):
-            check_tasks(prepare("tlm", [task(**fields)], [demo]))
     job = prepare("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(job)
     with pytest.raises(UserError, match="is trained on; give records that are held out"):
         Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), job, engine, ALONE, print)
     with pytest.raises(UserError, match="no stream of the recipe reads any of en"):
         Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), job, engine, ALONE, print)
+
+
+@pytest.fixture(scope="module")
+def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Held-out pairs without word links, half of a shard, and pairs that fit no sequence."""
+    folder = tmp_path_factory.mktemp("odd")
+    (source,) = find_sources([heldout / "pairs"])
+    texts = [source.read(0, number).texts for number in range(60)]
+    for name, times in (("bare", 1), ("long", 30)):
+        for side, language in enumerate(source.langs):
+            lines = "".join(" ".join([pair[side]] * times) + "\n" for pair in texts)
+            (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
+        sides = [str(folder / f"{name}.{language}") for language in source.langs]
+        files = ["--src", sides[0], "--tgt", sides[1], "--langs", *source.langs]
+        write_shards.main(Ranks(), ["pairs", *files, "--out", str(folder / name)])
+    shutil.copytree(heldout / "pairs", folder / "torn")
+    tar = next((folder / "torn").glob("*.tar"))
+    tar.write_bytes(tar.read_bytes()[:5000])
+    return folder
+
+
+HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"
+WRONG = {
+    "links": (
+        "alignlm",
+        ["heldout, data: [{odd}/bare]"],
+        [],
+        r"eval\.heldout: streams\.alignlm needs word links; .*bare",
+    ),
+    "kind": ("tlm", ["heldout, data: [{heldout}/en]"], [], r"eval\.heldout: no stream of the recipe reads any of en "),
+    "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no pairs"),
+    "trained": ("tlm", ["heldout, data: [{demo}/pairs]"], [], r"eval\.heldout: .* is trained on"),
+    "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
+    "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
+    "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
+    "stream": ("xlm", [HELDOUT], ["best=heldout/tlm en-yy/loss"], r"best: .*en-yy/loss is not .* heldout/tlm en-xx"),
+    "number": ("xlm", [HELDOUT], ["best=heldout/tlm en-xx/losss"], r"losss is not .* heldout/tlm en-xx/loss,?"),
+    "term": ("xlm", [HELDOUT], ["best=heldout/mlm/loss.mlm"], r"loss\.mlm is not .* heldout/mlm/loss"),
+    "too long": ("tlm", ["heldout, data: [{odd}/long]"], ["best=heldout/tlm/loss"], r"tlm/loss is not .* are none"),
+    "direction": ("tlm", [RETRIEVAL], ["best=retrieval/xx-en/accuracy"], r"xx-en/accuracy is not .* retrieval/en-xx"),
+    "accuracy": ("tlm", [RETRIEVAL], ["best=retrieval/en-xx/acc"], r"en-xx/acc is not .* retrieval/en-xx/accuracy"),
+    "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
+    "withheld": ("tlm", ["alignment"], ["best=alignment/en-xx/seen"], r"seen is not .* alignment/en-xx/withheld"),
+    "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 cuts up; .*checkpoint\.hook"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_dry_run_refuses_what_step_0_would(case: str, demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
+    recipe, tasks, more, told = WRONG[case]
+    names = {"demo": demo, "heldout": heldout, "odd": odd}
+    sets = [f"eval.tasks=[{', '.join(f'{{name: {task.format(**names)}}}' for task in tasks)}]", "data.workers=0"]
+    sets += [f"checkpoint.{field}" for field in more if field.startswith("best=")]
+    config = "zero3_bf16" if "stage 3" in more else "zero2_cpu"
+    data = demo
+    if "alone" in more:
+        (tmp_path / "shards").mkdir()
+        (tmp_path / "shards" / "pairs").symlink_to(demo / "pairs")
+        data = tmp_path / "shards"
+        sets.append(f"model.tokenizer={demo / 'tokenizer'}")
+    words = ["--ds_config", f"{launch.ROOT}/ds_configs/{config}.json", "--recipe", recipe, "--data", str(data)]
+    args = launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets])
+    with pytest.raises(UserError, match=told):
+        dry_run(args, ALONE)
+
+
+def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_path: Path) -> None:
+    for recipe, best in (
+        ("mixed", "heldout/alignlm en-xx/loss.bi"),
+        ("mixed", "heldout/ppa/contrastive_accuracy"),
+        ("xlm", "heldout/mlm xx/loss"),
+        ("xlm", "retrieval/en-xx/en->xx"),
+        ("xlm", "alignment/en-xx/withheld"),
+    ):
+        tasks = f"[{{name: heldout, data: [{heldout}]}}, {{name: retrieval, data: [{heldout}]}}, {{name: alignment}}]"
+        sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
+        sets += ["streams.ppa.queue_size=64"] if recipe == "mixed" else []
+        words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo)]
+        dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
 def test_the_better_number() -> None:
@@ -186,8 +274,33 @@ def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_lines_that_no_run_has_written_are_left_out(tmp_path: Path) -> None:
+    sound = '{"step": 1}\n{"step": 2.0}\n'
+    odd = [
+        "[1]",
+        "3",
+        "null",
+        '{"step": "1"}',
+        '{"step": null}',
+        '{"step": true}',
+        "[" * 100_000,
+        "{}",
+        '{"step": NaN}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text(sound + "".join(f"{line}\n" for line in odd) + '{"step": 3}\n')
+    JsonLines(tmp_path / "metrics.jsonl", 2).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == sound
+
+
+def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
+    start_logging(tmp_path, 0)
+    LOG.info("\x1b[2J\x07record\x9b1m\tone\ntwo é")
+    LOG.handlers.clear()
+    assert (tmp_path / "run.log").read_text().endswith(" \\x1b[2J\\x07record\\x9b1m\tone\ntwo é\n")
+
+
 def test_a_file_that_is_removed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its folder, as by somebody who removes --out of a run that goes on; and the console says so."""
+    """The console says so. Where its folder is gone too, lines wait: another run may have the folder soon."""
     said: list[str] = []
     monkeypatch.setattr("xscale.run.metrics.LOG", SimpleNamespace(error=said.append, warning=said.append))
     lines = JsonLines(tmp_path / "run" / "evals.jsonl", 0)
@@ -195,49 +308,29 @@ def test_a_file_that_is_removed_begins_anew(tmp_path: Path, monkeypatch: pytest.
         lines.write({"step": step})
         lines.flush()
         if step == 1:
-            shutil.rmtree(tmp_path / "run")
+            (tmp_path / "run" / "evals.jsonl").unlink()
+    shutil.rmtree(tmp_path / "run")
+    lines.write({"step": 4})
+    lines.flush()
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
     lines.close()
-    assert (tmp_path / "run" / "evals.jsonl").read_text() == '{"step": 2}\n{"step": 3}\n'
-    assert len(said) == 1 and "evals.jsonl was removed while the run goes on" in said[0]
+    assert '{"step": 4}\n' in (tmp_path / "run" / "evals.jsonl").read_text()
+    assert "evals.jsonl was removed while the run goes on" in said[0]
 
 
-@pytest.mark.parametrize("scores", ["[1]", "3", "{}", '{"results": [1]}', '{"results": {"a": 1}}', "no JSON", None])
-def test_scores_that_are_none(tmp_path: Path, scores: str | None) -> None:
-    beside = object.__new__(Beside)
-    beside.task, beside.scores = EvalTask(name="x", mode="job", command="{out}"), tmp_path / "scores.json"
-    beside.process = SimpleNamespace(returncode=0)
-    if scores is not None:
-        beside.scores.write_text(scores)
-    found, problem = beside.results()
-    assert (found == {} and f"{tmp_path / 'scores.json'}" in problem) or (scores == "{}" and "results" in problem)
+def test_a_hook_runs_the_code_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever package is installed, and from any folder; the user's own paths stay behind it."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    (tmp_path / "own" / "xscale").mkdir(parents=True)
+    (tmp_path / "own" / "xscale" / "__init__.py").write_text("")
+    (tmp_path / "own" / "mine.py").write_text("import xscale; print(xscale.__file__)")
+    words = ["python", "-c", "import mine"]
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(launch.ROOT / "xscale" / "__init__.py")
 
 
-def test_what_a_job_says_when_it_fails_and_of_several_tasks(tmp_path: Path) -> None:
-    beside = object.__new__(Beside)
-    beside.task, beside.scores = EvalTask(name="x", mode="job", command="{out}"), tmp_path / "scores.json"
-    beside.log, beside.process = tmp_path / "log.txt", SimpleNamespace(returncode=3)
-    assert beside.results() == ({}, "exit code 3")
-    beside.log.write_bytes(b"x" * 9000 + b"\nTraceback\nerror: no \xff disk\n\n")
-    assert beside.results() == ({}, "exit code 3: error: no \ufffd disk")
-    beside.process.returncode = 0
-    beside.scores.write_text(
-        '{"results": {"heldout": {"en-de": {"loss": 1}}, "retrieval": {"en-de": {"accuracy": 2}}}}'
-    )
-    both = {"heldout en-de": {"loss": 1}, "retrieval en-de": {"accuracy": 2}}
-    assert beside.results() == ({"x": both}, ""), "one row took the other's place"
-    beside.process.returncode = 2
-    assert beside.results() == ({"x": both}, "exit code 2: error: no \ufffd disk"), "what was measured is lost"
-    beside.process.returncode = 0
-    beside.scores.write_text('{"results": {}}')
-    assert beside.results() == ({}, f"{beside.scores}: has no results")
-    beside.scores.unlink()
-    for name, metric in (("heldout", "loss"), ("retrieval", "accuracy")):  # slurm/evaluate.sbatch's array
-        scores = {"results": {name: {"en-de": {metric: len(metric) // 4}}}}
-        (tmp_path / f"scores.{name}.json").write_text(json.dumps(scores))
-    assert beside.results() == ({"x": both}, "")
-
-
-def test_a_job_is_no_rank() -> None:
+def test_a_hook_is_no_rank() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "PATH": "/bin"}
     assert without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {"SLURM_JOB_ID": "7", "PATH": "/bin"}
 
@@ -272,11 +365,6 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
     begun, *logged = calls
     assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
     assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]
-    calls.clear()
-    tracker = Tracker("trackio", tmp_path / "run", {})
-    for entry in ({"step": 9, "loss": 1.0}, {"step": 4, "eval/x": 0.5}):  # a job's, that came late
-        tracker.add(entry)
-    assert calls[1:] == [({"loss": 1.0}, 9), ({"eval/x": 0.5, "eval/step": 4}, 9)]
     with pytest.raises(UserError, match=r"train\.tracker: wandb is not installed; pip install wandb"):
         prepare("tlm", ["train.tracker=wandb"], [demo])
 
@@ -289,7 +377,7 @@ SMALL = ["checkpoint.every=4", "streams.ppa.queue_size=64", "train.measure_every
 
 @pytest.fixture(scope="module")
 def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without and with evaluation, resumed in the middle, and with jobs beside; in one launch of 2 ranks."""
+    """Without and with evaluation, resumed in the middle, and with hooks; in one launch of 2 ranks."""
     out = tmp_path_factory.mktemp("validation")
 
     def run(name: str, tasks: list[dict[str, Any]], *sets: str) -> list[str]:
@@ -303,20 +391,17 @@ def runs(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) ->
         retrieval,
         {"name": "alignment"},
     ]
-    copy = f"test -f {{model}}/config.json && cp {out / 'scores'} {{out}}"
-    jobs: list[dict[str, Any]] = [
-        retrieval,
-        {"name": "copy", "mode": "job", "command": copy},
-        {"name": "broken", "mode": "job", "command": "echo {step} {out}; exit 3"},
-    ]
+    hook = f"slurm/evaluate_checkpoint.sh {{checkpoint}} {{out}} --task retrieval --data '{heldout}/pairs' --limit 41"
+    (out / "fails.sh").write_text('echo "$@"; test $2 != 4 || exit 3')
     best = ("eval.every=2", "checkpoint.best=heldout/tlm/loss", "checkpoint.keep=9")
     same = ("eval.every=2", "checkpoint.best=retrieval/en-xx/sentences")  # always 41: the first is the best
-    (out / "scores").write_text('{"model": "m", "results": {"pos": {"de": {"zs": 0.5, "seeds": [1]}}}, "failed": {}}')
+    odd = f"sh {out}/fails.sh {{checkpoint}} {{step}} 'q {{out}}; touch {out}/owned; $(touch {out}/owned) {{step}}'"
     listed = [
         run("plain", []),
         run("measured", inline, *best),
         [*run("again", inline, *best), "--resume", str(out / "measured" / "checkpoints" / "step_00000004")],
-        run("jobs", jobs, *same),
+        run("hook", [retrieval], *same, f"checkpoint.hook={json.dumps(hook)}"),
+        run("{step} odd", [], "train.steps=5", f"checkpoint.hook={json.dumps(odd)}"),
     ]
     (out / "list.json").write_text(json.dumps(listed))
     launch.run(2, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
@@ -371,16 +456,57 @@ def test_the_best_checkpoint_stays(runs: Path) -> None:
     folder, best = runs / "measured" / "checkpoints", min(losses, key=losses.__getitem__)
     assert (folder / "best").read_text() == f"step_{best:08d}\n"
     assert (folder / f"step_{best:08d}" / "manifest.json").exists()
-    folder = runs / "jobs" / "checkpoints"  # keeps 2
+    folder = runs / "hook" / "checkpoints"  # keeps 2
     assert (folder / "best").read_text() == "step_00000000\n" and (folder / "step_00000000" / "manifest.json").exists()
 
 
 @pytest.mark.slow
-def test_jobs_beside_the_run(runs: Path) -> None:
-    """On an export of the step's checkpoint; one that fails is a line in the log, and the run ends well."""
-    entries = evals(runs / "jobs")
-    good = [entry for entry in entries if entry.get("job")]
-    assert good and all(entry["results"] == {"copy": {"de": {"zs": 0.5}}} for entry in good)
-    assert [entry for entry in entries if "failed" in entry] and len(launch.metrics(runs / "jobs")) == 8
-    log = (runs / "jobs" / "run.log").read_text()
-    assert "eval.broken of step 0 failed (exit code 3: 0 " in log and "done: 8 steps" in log
+def test_a_hook_measures_beside_the_run(runs: Path) -> None:
+    """Of every checkpoint by an export of it what the run itself has measured, and the report shows both."""
+    there = [runs / "hook" / "evals" / f"step_{step}.json" for step in (0, 2, 4, 6, 8)]
+    wait_for(lambda: all(path.exists() for path in there[::2]), 120)
+    inline = {entry["step"]: entry["results"]["retrieval"]["en-xx"] for entry in evals(runs / "hook")}
+    for path in (there[0], there[2], there[4]):
+        found = json.loads(path.read_text())["results"]["retrieval"]["en-xx"]
+        step = int(path.stem.removeprefix("step_"))
+        assert found == pytest.approx(inline[step], abs=0.03), step  # of fp32 as of the run's, ties apart
+    wait_for(lambda: not list((runs / "hook" / "evals").glob("*.model")), 60)
+    curve = read_runs([runs / "hook"])[0].evals["retrieval", "en-xx", "accuracy"]
+    assert {0, 4, 8} <= set(curve.steps.tolist())
+
+
+@pytest.mark.slow
+def test_a_hook_that_fails_is_a_line_and_no_shell_reads_it(runs: Path) -> None:
+    out = runs / "{step} odd"
+    log = (out / "run.log").read_text()
+    assert "checkpoint.hook of step 4 failed (exit code 3); " in log and "done: 5 steps" in log
+    for step in (0, 4, 5):
+        place, told = (
+            out.resolve() / "checkpoints" / f"step_{step:08d}",
+            (out / "evals" / f"step_{step}.log").read_text(),
+        )
+        scores = f"{out.resolve()}/evals/step_{step}.json"
+        assert told == f"{place} {step} q {scores}; touch {runs}/owned; $(touch {runs}/owned) {step}\n"
+    assert not (runs / "owned").exists()
+
+
+@pytest.mark.slow
+def test_a_start_that_is_cut_off_begins_where_it_can(demo: Path, heldout: Path, tmp_path: Path) -> None:
+    """After a kill between step 0's evaluation and its checkpoint, which is measured once all the same; with a time
+    limit that is shorter than a start, which makes a step each time; and with a line in the metrics that is no step."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "evals.jsonl").write_text('{"step": 0, "results": {}, "seconds": 1.0}\n')
+    sets = ["train.steps=9", "train.time_limit=0.00001", "data.workers=0", "streams.tlm.samples=4"]
+    sets += [f"eval.tasks=[{{name: retrieval, data: [{heldout / 'pairs'}], limit: 9}}]", "eval.every=100"]
+    words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--data", str(demo), "--out", str(out)]
+    command, codes = [sys.executable, launch.TRAIN, *words, "--set", *sets], list[int]()
+    while 0 not in codes and len(codes) < 9:
+        done = subprocess.run(command, cwd=launch.ROOT, env=launch.environment(), capture_output=True, text=True)
+        codes.append(done.returncode)
+        assert done.returncode == 0 or "minutes were over before step" in done.stdout, done.stderr
+        with (out / "metrics.jsonl").open("a") as file:
+            file.write("[1]\n" if done.returncode else "")
+    assert codes[0] == 75 and codes[-1] == 0
+    assert [entry["step"] for entry in launch.metrics(out)] == list(range(1, 10))
+    assert [(entry["step"], len(entry["results"])) for entry in evals(out)] == [(0, 1), (9, 1)]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ from tests import launch
 from xscale.ranks import Process
 from xscale.run import checkpoint as checkpoints
 from xscale.run import watch
-from xscale.run.pace import LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Pace, Skips
+from xscale.run.pace import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Alike, Pace, Skips
 from xscale.run.status import STOPPED
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
@@ -52,6 +53,16 @@ def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
     assert [bool(line) for line in said] == [False, True, False, False, True]
 
 
+def test_vectors_that_hardly_differ_are_told_once() -> None:
+    """Of each stream, whatever lies between the steps; not of those that do differ."""
+    alike, said = Alike(), []
+    for i in range(4 * ALIKE_STEPS):
+        cosines = {"ppa": 0.9999 if i % 2 else 0.5, "other": ALIKE}
+        said += alike.warnings({"loss": 1.0} | {f"sentence_cosine/{name}": cosine for name, cosine in cosines.items()})
+        assert len(said) == (i + 1 >= 2 * ALIKE_STEPS)
+    assert all(word in said[0] for word in ("streams.ppa", "0.9999", "streams.ppa.pooling=mean", "attention_gain=1.0"))
+
+
 HANGS = """
 import ctypes, os, signal, sys
 from pathlib import Path
@@ -83,6 +94,68 @@ def test_a_step_that_does_not_end_after_a_signal(tmp_path: Path) -> None:
     assert (done.returncode, told["status"], told["code"]) == (STOPPED, "stopped", STOPPED)
     assert told["why"].startswith("SIGTERM, but no step has ended in 0 s, in step 8; it is the only rank")
     assert "stacks of this rank" in (tmp_path / "rank0.log").read_text()
+
+
+SUSPENDED = """
+import os, sys, time
+from pathlib import Path
+from xscale.ranks import Process
+from xscale.run import watch
+from xscale.run.stop import StopRequest
+
+watch.END_SECONDS = 0.2
+out = Path(sys.argv[1])
+found = watch.Watch(Process(0, 1, 0, 1), ["rank 0"], out / "rank0.log", print, StopRequest(None))
+found.begin(3 / 60, None)
+print("ready", flush=True)
+time.sleep(0.2)
+time.sleep(1.5)  # after the suspension, when it has made no step for longer than the limit
+os._exit(0)
+"""
+
+
+def test_a_run_that_was_suspended_goes_on(tmp_path: Path) -> None:
+    """For longer than train.stall_limit, of which its own time alone counts."""
+    words = [sys.executable, "-c", SUSPENDED, str(tmp_path)]
+    with subprocess.Popen(words, cwd=launch.ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "ready\n"
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(4.5)
+        os.kill(process.pid, signal.SIGCONT)
+        assert process.wait(60) == 0
+
+
+def test_no_progress_is_told_at_twice_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again from the beginning, once there was some."""
+    said: list[str] = []
+    monkeypatch.setattr(watch, "FIRST_WARNING_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(watch, "LOG", SimpleNamespace(warning=said.append))
+    found = watch.Watch(Process(0, 1, 0, 1), ["rank 0"], tmp_path / "log", print, Told(""))  # type: ignore
+    found.begin(1.0, None)
+    time.sleep(1.0)
+    first = len(said)
+    found.note("in step 2")
+    said.clear()
+    time.sleep(0.35)
+    found.close()
+    assert 2 <= first <= 3, first  # after 0.2, 0.4 and 0.8 s
+    assert len(said) == 1 and "in step 2" in said[0]
+
+
+def test_a_loader_that_is_stopped_is_named(tmp_path: Path) -> None:
+    found = watch.Watch(Process(0, 1, 0, 1), ["rank 0"], tmp_path / "log", print, Told(""))  # type: ignore
+    found.note("reading the records of step 3")
+    loader = subprocess.Popen(["sleep", "30"])
+    try:
+        loader.send_signal(signal.SIGSTOP)
+        found.since -= 60
+        time.sleep(0.2)
+        assert found._doing() == f"reading the records of step 3; sleep (process {loader.pid}) is stopped"
+    finally:
+        loader.kill()
+        loader.wait()
+    assert found._doing() == "reading the records of step 3"
 
 
 @pytest.mark.parametrize(("doing", "ends"), [("in a step", True), ("saving", False), ("not told", False)])

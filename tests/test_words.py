@@ -114,7 +114,7 @@ def test_the_table_is_frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="module", params=["wordpiece", "unigram", "bpe"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp(request.param)
-    tokenizers.train(iter(TEXTS * 20), request.param, 500, lowercase=False).save_pretrained(out)
+    tokenizers.train([("", text) for text in TEXTS * 20], request.param, 500, lowercase=False).save_pretrained(out)
     return out
 
 

@@ -22,7 +22,9 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {
         "zero0": case(0, "fp32", heads="rows"),
         "zero1-fp16": case(1, "fp16", heads="rows", overflow=[6]),
+        "zero1-bf16": case(1, "bf16", heads="rows", overflow=[6, 7]),
         "zero2": case(2, "fp32", heads="rows"),
+        "zero2-bf16-sum32": case(2, "bf16", heads="rows", accumulate="fp32", overflow=[6]),
         "zero3-fp16": case(3, "fp16", heads="rows", overflow=[0, 6]),
     },
     2: {
@@ -33,7 +35,8 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
         "zero1-bf16-sum32-overlap": case(1, "bf16", heads="all", accumulate="fp32", **SMALL),
         "zero1-bf16-sum32-offload": case(1, "bf16", heads="ranks", accumulate="fp32", offload=True),
         "zero1-fp16": case(1, "fp16", heads="ranks", overflow=[6, 7], norms=True, **SMALL),
-        "zero2": case(2, "fp32", heads="ranks"),
+        "zero2": case(2, "fp32", heads="ranks", overflow=[6]),
+        "zero2-bf16": case(2, "bf16", heads="ranks", overflow=[0, 6]),
         "zero2-small": case(2, "fp32", heads="rows", **SMALL),
         "zero2-bf16-sum32": case(2, "bf16", heads="ranks", accumulate="fp32", **SMALL),
         "zero2-fp16": case(2, "fp16", heads="ranks", overflow=[0, 6], norms=True, **SMALL),
@@ -106,6 +109,14 @@ def test_each_bucket_is_reduced_once_a_step(results: dict[int, dict[str, Any]], 
     width = {"fp32": 4, "fp16": 2, "bf16": 2}[CASES[world][name]["precision"]]
     assert 6411 * width <= sum(buckets) < 6411 * width + 200, "padding at most"
     assert (len(buckets) > 1) == ("bucket" in CASES[world][name] and not name.startswith("zero1-bf16-sum32"))
+
+
+@pytest.mark.parametrize(("world", "name"), [(w, n) for w, n in TRAINED if n[:5] in ("zero1", "zero2")])
+def test_an_update_looks_at_gradients_once(results: dict[int, dict[str, Any]], world: int, name: str) -> None:
+    """A norm of each of the two groups and of both, and a few tests of these, whatever the number of weights."""
+    found, settings = result(results, world, name), CASES[world][name]
+    if not settings.get("offload") and name[:16] != "zero1-bf16-sum32":  # DeepSpeed goes other ways there
+        assert found["looks"] <= 8
 
 
 @pytest.mark.parametrize(("world", "name"), FAILING)

@@ -34,11 +34,29 @@ def count(name: str, place: int) -> None:
 for _name, _place in (("all_reduce", 0), ("reduce", 0), ("reduce_scatter_tensor", 1)):
     count(_name, _place)  # before deepspeed takes them
 
+LOOKS: list[str] = []
+"""Norms and tests of numbers that the update takes of gradients, one after the other."""
+
+
+def count_looks(module: Any, name: str) -> None:
+    original = getattr(module, name)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        LOOKS.append(name)
+        return original(*args, **kwargs)
+
+    setattr(module, name, counted)
+
+
+count_looks(torch.linalg, "vector_norm")
+count_looks(torch, "isfinite")
+
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
 
 from xscale import ranks  # noqa: E402
+from xscale.deepspeed_private import look_at_norm_alone  # noqa: E402
 from xscale.step.adam import load_adam  # noqa: E402
 from xscale.step.zero import gather_for_every_pass, one_reduction  # noqa: E402
 
@@ -189,6 +207,7 @@ def build(case: dict[str, Any], out: Path) -> Any:
         model=model, model_parameters=[{"params": matrices}, {"params": vectors}], config=config(case)
     )
     gather_for_every_pass(engine, model.out.parameters())
+    look_at_norm_alone(engine)
     if case["stage"] == 3:  # after which small weights are whole before the first pass
         engine.save_checkpoint(str(out / "saved"))
     return engine
@@ -207,6 +226,7 @@ def step_once(engine: Any, case: dict[str, Any], step: int) -> None:
             engine.backward(loss * world)
             if case.get("fails"):
                 raise ValueError("a row is bad")
+    LOOKS.clear()
     engine.step()
 
 
@@ -215,7 +235,7 @@ def train(case: dict[str, Any], out: Path) -> dict[str, Any]:
     start, expected, expected_norms = reference(case["precision"], overflow)
     engine = build(case, out)
     calls: dict[int, dict[str, list[int]]] = {}
-    norms, scales = [], []
+    norms, scales, looks = [], [], []
     for step in range(STEPS):
         CALLS.clear()
         step_once(engine, case, step)
@@ -225,6 +245,7 @@ def train(case: dict[str, Any], out: Path) -> dict[str, Any]:
             for name, size in CALLS:
                 seen.setdefault(name, []).append(size)
         norms.append(engine.get_global_grad_norm())
+        looks.append(len(LOOKS))
         scales.append(float(engine.optimizer.loss_scale) if case["precision"] == "fp16" else 1.0)
     errors = {}
     for name, weight in engine.module.named_parameters():
@@ -236,6 +257,7 @@ def train(case: dict[str, Any], out: Path) -> dict[str, Any]:
         "norm_error": max((abs(float(norms[i]) / expected_norms[i] - 1) for i in compared), default=0.0),
         "norms_skipped": [str(float(norms[i])) for i in overflow],
         "scales": scales,
+        "looks": max(looks),
         "skipped": engine.skipped_steps,
         "calls": calls,
     }

@@ -7,11 +7,12 @@ import contextlib
 import dataclasses
 import math
 import re
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import ConfigDict, Field, PositiveFloat, ValidationError, model_validator
+from pydantic import ConfigDict, Field, PlainValidator, PositiveFloat, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
 
 from xscale.errors import UserError
@@ -31,16 +32,16 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
-    weights of `preset`. Of a run, also exported, languages keep their embeddings, streams their heads."""
+    weights of `preset`. From a run, also an exported one, languages keep their embeddings and streams their heads."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """Shape of a randomly initialised encoder (models/encoder.py)."""
     tokenizer: str | None = None
     """Hugging Face tokenizer directory; null: that of `init`, else `tokenizer/` in the first --data directory or its
     parent."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Of hidden states and attention."""
+    dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
+    """Dropout probability of hidden states and attention."""
     attention_gain: PositiveFloat | None = None
-    """Of random weights: attention's values and outputs start with a deviation of this / sqrt(width); null: with
+    """Random weights of attention's values and outputs have a standard deviation of this / sqrt(width); null: of
     transformers' 0.02, a gain of 0.23 in preset tiny, 0.55 in base. At 0.23 attention adds next to nothing to a token,
     and [CLS] is one vector for all sentences (mean cosine 0.9999; 0.97 at 1): a contrast finds nothing to begin with.
     At 1 other losses learn somewhat later."""
@@ -49,14 +50,14 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """A name of objectives.OBJECTIVES."""
+    """Name of the objective."""
     samples: Count | None = None
-    """Samples per optimizer step over all ranks. Of pairs, each is one pair. Of monolingual text, each is running text
-    of about data.max_length tokens, and reads several records: sentences that follow one another in a document, or
-    several short documents and ends of documents, each a sequence of its own. What exceeds data.max_length after all
-    goes on in a further sequence: nothing is dropped or cut off."""
+    """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is running
+    text of about data.max_length tokens from several records: consecutive sentences of a document, or several short
+    documents and ends of documents, each a sequence of its own. Text beyond data.max_length continues in a further
+    sequence: nothing is dropped or cut off."""
     tokens: Count | None = None
-    """Instead of `samples`: as many samples as have about so many tokens, by the samples measured before step 1."""
+    """Tokens per optimizer step, instead of `samples`: a measurement before step 1 gives the number of samples."""
     weight: PositiveFloat = 1.0
     """Factor of the stream's loss in the step's loss."""
     warm_in: NotNegative = 0.0
@@ -66,6 +67,12 @@ class StreamConfig:
     --data has."""
     options: Any = None
     """The objective's own fields, written beside the others in YAML."""
+
+
+def _workers(value: Any) -> Any:
+    if value == "auto" or (type(value) is int and 0 <= value <= 1024):
+        return value
+    raise ValueError(f"workers: {value!r} is neither auto nor a whole number from 0 to 1024")
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -79,15 +86,21 @@ class DataConfig:
     """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
     has language embeddings; false: both 0, so that neither is the first."""
     first: Count | None = None
-    """Of each language, and of each pair of languages, only so many records are read: the first, in the order of
+    """Number of records that are read of each language and of each pair of languages: the first ones, in the order of
     --data and of a directory's shards; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Languages are drawn with p proportional to records^alpha; 1: in the proportions that the data have."""
-    workers: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Loader processes per rank; 0 loads in the training process."""
+    workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
+    """Loader processes per rank; 0 loads in the training process; auto: 2, and for a GPU 4 to 6, as its host has cores
+    (data/loader.py)."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, whose names say the pair: en-de.txt; none: `lexicon/*.txt` in the first --data directory or its
-    parent. A stream reads those of its languages (of one language: those that have it); others are measured with."""
+    parent. A stream reads those of its languages (of one language: those that have it). A dictionary that no stream
+    reads is used for evaluation only."""
+    truecase: bool = True
+    """Spell a dictionary's words as the text mostly does (MUSE's are lower-case: no `hund` is a token of German text),
+    by up to 100,000 records of each language; nothing is changed where the tokenizer lower-cases. The run keeps the
+    changed dictionary in its directory, lexicon/, for evaluations."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """Share of a dictionary's words that no objective sees, by a hash of the word: `alignment/en-de` is measured on
     these, `alignment_trained/en-de` on all others. 0: every word is trained, and the former is absent."""
@@ -98,14 +111,14 @@ class TrainConfig:
     steps: Count = 1000
     """Optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Instead of `steps`: so many times as many samples as there are pairs, by the recipe's first stream of pairs. With
-    data.alpha 1 every pair is read so often; with less, small languages more often than large ones."""
+    """Epochs, instead of `steps`: the first stream of pairs draws this number times as many samples as there are pairs.
+    With data.alpha 1 every pair is read this often; with less, small languages are read more often than large ones."""
     lr: PositiveFloat = 3e-4
     """Peak learning rate."""
     warmup: NotNegative = 0.1
     """Linear warm-up: a share of the steps below 1, else a number of steps."""
     weight_decay: NotNegative = 0.01
-    """AdamW; not on biases and norms."""
+    """Weight decay of AdamW; biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 turns clipping off."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -127,21 +140,23 @@ class TrainConfig:
     """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
     is slower then. CPUs need none of this."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
+    """Seed of the order of data, of masks, of random weights and of dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
     """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
     and the alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
-    """Minutes after which the run saves and stops with exit code 75; null: none."""
+    """Minutes after which the run saves and stops with exit code 75, once it has made a step; null: none."""
     tracker: Literal["wandb", "trackio"] | None = None
     """Where metrics go beside metrics.jsonl and TensorBoard; project XSCALE_PROJECT of the environment, else xscale."""
     stall_limit: PositiveFloat | None = 15.0
     """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
-    the rank that the others wait for; null: none. Collectives give up by themselves after 30 (ranks.TIMEOUT)."""
+    the rank that the others wait for; null: none. Time in which the process was suspended does not count. Collectives
+    give up by themselves after 30 (ranks.TIMEOUT)."""
     stop_limit: PositiveFloat | None = 4.0
-    """Minutes after a signal to stop, or the time limit, in which the run must come to its stop, at most two steps
-    away; else it ends without saving, with exit code 75 and every rank's stack in its log: steps since the last
-    checkpoint are lost. Less than the lead of SLURM's --signal, so that the job is still there to be requeued; null: it
-    waits for the step."""
+    """Minutes after a signal to stop, or the time limit, in which the run must come to its stop, three steps away where
+    these are long; else it ends without saving, with exit code 75 and every rank's stack in its log: steps since the
+    last checkpoint are lost. Less than the lead of SLURM's --signal, so that the job is still there to be requeued;
+    null: it waits for the step."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """How often a run that is not finite goes back to its newest good checkpoint, by itself, and leaves out the update
     of the step that was bad; after that it ends with exit code 3."""
@@ -153,6 +168,10 @@ class TrainConfig:
         return self
 
 
+HOOK_FIELDS = ("checkpoint", "step", "out")
+"""What checkpoint.hook is told, by {NAME}."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
@@ -160,15 +179,31 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """Newest complete checkpoints that stay on disk, at least 2."""
     background: bool = True
-    """Write while training goes on, from a copy in host memory of what a rank writes; false: wait, without a copy."""
+    """true: a thread writes a copy in host memory while training goes on; false: training waits, without a copy."""
     best: str | None = None
-    """A number of the `eval` section's, TASK/ROW/NUMBER such as heldout/tlm/loss: the checkpoint where it was best
+    """A number of the section `eval`, as TASK/ROW/NUMBER such as heldout/tlm/loss: the checkpoint where it was best
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best where least."""
+    hook: str | None = None
+    """A command that is started beside the run for each new checkpoint, such as
+    `slurm/evaluate_checkpoint.sh {checkpoint} {out} --task retrieval --data heldout`. {checkpoint} is the checkpoint's
+    folder, {step} its step, {out} a file evals/step_N.json for scores in the form of `xscale.eval.run --out`, which the
+    report reads. Words are split as a shell splits them, but no shell runs: for one write sh -c '...'."""
 
     @model_validator(mode="after")
-    def names_a_number(self) -> Self:
+    def can_be_done(self) -> Self:
         if self.best is not None and self.best.count("/") < 2:
             raise ValueError(f"best: {self.best!r} is not of the form TASK/ROW/NUMBER, such as heldout/tlm/loss")
+        if self.hook is not None:
+            try:
+                words = shlex.split(self.hook)
+            except ValueError as error:
+                raise ValueError(f"hook: {self.hook!r} cannot be split into words ({error})") from None
+            if not words or "\0" in self.hook:
+                raise ValueError(f"hook: {self.hook!r} is no command")
+            unknown = set(re.findall(r"\{(\w+)\}", self.hook)) - {*HOOK_FIELDS}
+            if unknown:
+                there = ", ".join(f"{{{name}}}" for name in HOOK_FIELDS)
+                raise ValueError(f"hook: {{{min(unknown)}}} is unknown; there are {there}")
         return self
 
 
@@ -179,34 +214,26 @@ INLINE = ("heldout", "retrieval", "alignment")
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: str
-    """heldout: the loss of every stream, and of every language and pair in it, on records of `data`. retrieval: of
-    sentences' translations among pairs of `data`. alignment: of the words of the run's dictionaries. With `mode: job`
-    any task of xscale.eval.run, or any name with a `command`. A second task of one name is written NAME.WHATEVER."""
+    """heldout measures the loss of every stream, and of every language and pair in it, on records of `data`. retrieval
+    finds sentences' translations among pairs of `data`. alignment measures the words of the run's dictionaries. A
+    second task of one name is written NAME.ANYTHING. checkpoint.hook starts all other measurements."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Shard directories that nothing is trained on."""
     limit: Count = 1000
     """Records of each language and pair, at most."""
-    mode: Literal["inline", "job"] = "inline"
-    """inline: within the run, split over the ranks, in seconds. job: a process of its own, beside the run, on an export
-    of the checkpoint, which is saved for it; the run neither waits for it nor ends with it."""
-    command: str | None = None
-    """Of a job: a line for the shell, with {model} for the exported model, {out} for the JSON file of scores to write,
-    and {step}, such as `sbatch --wait slurm/evaluate.sbatch --model {model} --data heldout --out {out}`. null:
-    xscale.eval.run on `data`."""
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition(".")[0]
 
     @model_validator(mode="after")
     def can_be_measured(self) -> Self:
-        kind = self.name.partition(".")[0]
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", self.name):
             raise ValueError(f"name: {self.name!r} has other characters than letters, digits, dot, _ and -")
-        if self.mode == "inline" and kind not in INLINE:
-            raise ValueError(f"name: {self.name!r} is none of {', '.join(INLINE)}; other tasks have mode: job")
-        if not self.data and not self.command and kind != "alignment":
-            raise ValueError("data: needs shard directories" + (", or a command" if self.mode == "job" else ""))
-        if self.command and self.mode == "inline":
-            raise ValueError("command: is for mode: job")
-        if self.command and "{out}" not in self.command:
-            raise ValueError("command: has no {out}, the file of scores that it is to write")
+        if self.kind not in INLINE:
+            raise ValueError(f"name: {self.name!r} is none of {', '.join(INLINE)}; checkpoint.hook measures others")
+        if not self.data and self.kind != "alignment":
+            raise ValueError("data: needs shard directories")
         return self
 
 
@@ -217,6 +244,7 @@ class EvalConfig:
     every: Count = 500
     """Optimizer steps between evaluations."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
+    """Evaluations that the run makes itself."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -250,6 +278,9 @@ class Recipe:
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         del fields["checkpoint"], fields["eval"]
+        for stream in fields["streams"].values():
+            if not stream.get("language_embeddings"):
+                stream.pop("language_dropout", None)
         return fields
 
 
@@ -275,7 +306,7 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
 
 NOT_IDENTITY = {
     "model": {"tokenizer"},
-    "data": {"workers", "lexicons", "lexicon_heldout"},
+    "data": {"workers", "lexicons", "truecase", "lexicon_heldout"},
     "train": {
         "steps",
         "epochs",
@@ -299,6 +330,8 @@ EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
 """Fields that `--set` puts in the place of others of their section."""
 RENAMED = {
     "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
+    "mode": "tasks are measured within the run; leave it out, and write a job's command as checkpoint.hook",
+    "command": "checkpoint.hook took its place, a command that is started for every checkpoint; leave it out",
 }
 """Fields of earlier versions, and what to write instead."""
 
@@ -410,12 +443,10 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)
-    inline = [task.name for task in recipe.eval.tasks if task.mode == "inline"]
-    if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in inline:
-        there = ", ".join(inline) or "none"
-        problems.append(
-            f"checkpoint.best: {recipe.checkpoint.best} is of no inline task of eval.tasks; there are {there}"
-        )
+    tasks = [task.name for task in recipe.eval.tasks]
+    if recipe.checkpoint.best and recipe.checkpoint.best.partition("/")[0] not in tasks:
+        there = ", ".join(tasks) or "none"
+        problems.append(f"checkpoint.best: {recipe.checkpoint.best} is of no task of eval.tasks; there are {there}")
     elif recipe.checkpoint.best and recipe.checkpoint.best.startswith("heldout"):
         row = recipe.checkpoint.best.split("/")[1]
         if row.partition(" ")[0] not in streams:

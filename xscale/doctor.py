@@ -38,11 +38,10 @@ from xscale.run.checkpoint import complete_steps
 from xscale.run.job import Job, prepare
 from xscale.run.slurm import advice
 from xscale.step import cost
-from xscale.step.ds_config import Hardware, load_ds_config
+from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
 from xscale.step.engine import check_module
 from xscale.step.module import StepModule
 
-DS_CONFIGS = Path(__file__).resolve().parent.parent / "ds_configs"
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
 """That any look may take: a file system or a network that hangs is reported, not waited for."""
@@ -128,7 +127,7 @@ def limits() -> Lines:
     group = _of_cgroup()
     shm = shutil.disk_usage("/dev/shm")
     yield (
-        f"open files {soft:,} (up to {hard:,}), locked memory {told}, /dev/shm {shm.total / 1e9:,.2f} GB"
+        f"open files {soft:,}, which a run raises to {hard:,}, locked memory {told}, /dev/shm {shm.total / 1e9:,.2f} GB"
         + (f", memory of this job {group / 1e9:,.1f} GB" if group else "")
     )
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
@@ -257,7 +256,7 @@ def timed(call: Callable[[], Any], times: int) -> float:
 def data(job: Job) -> Lines:
     for source in job.sources:
         yield (
-            f"{source.name} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
+            f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
             f"{source.bytes / 1e6:,.0f} MB, fingerprint {source.fingerprint[:12]}, {source.directory}"
         )
     name, mark = job.tokenizer.hf.name_or_path, job.tokenizer.fingerprint
@@ -269,7 +268,7 @@ def ds_configs(job: Job, module: StepModule, world: int, hardware: Hardware) -> 
     good: list[str] = []
     not_here: dict[str, list[str]] = {}
     """By reason."""
-    for path in sorted(DS_CONFIGS.glob("*.json")):
+    for path in sorted(SHIPPED.glob("*.json")):
         try:
             found = load_ds_config(path, job.recipe, world, hardware)
             check_module(module, found.stage)

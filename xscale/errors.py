@@ -3,19 +3,29 @@
 import errno
 import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
+
+TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
+"""The package of the tools: where a wheel has it, or in a checkout."""
 
 
 class UserError(ValueError):
     """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""
 
+    def __str__(self) -> str:
+        return super().__str__().replace("python -m data_tools.", f"python -m {TOOLS}.")
+
 
 _OF_MACHINE = (
     *("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE"),
-    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP"),  # a folder that is gone, or a path that is none
+    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EEXIST"),  # a folder that is gone, a path that is none
+    *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
 )
 OF_MACHINE = {getattr(errno, name) for name in _OF_MACHINE}
 """What a file system or a network may answer to a program that does nothing wrong."""
@@ -31,8 +41,36 @@ class NotFinite(Exception):
         self.step, self.good = step, good
 
 
+class MachineError(Exception):
+    """What the machine does to a program that does nothing wrong, with the remedy. Exit code 4."""
+
+
+class Replaced(UserError):
+    """Of a run whose directory another has: it must not write there, also not why it ends."""
+
+
 class RankError(UserError):
     """A UserError that this rank alone has seen, such as a damaged record of its share."""
+
+
+@contextmanager
+def no_exit(what: str) -> Iterator[None]:
+    """Within, sys.exit is a fault: a run that it ends would look as if it were done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"{what} called sys.exit({'' if error.code is None else repr(error.code)})") from error
+
+
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """An error from within says whose it is, such as a plug-in's."""
+    try:
+        with no_exit(what):
+            yield
+    except Exception as error:
+        error.add_note(what)
+        raise
 
 
 def of_machine(error: OSError) -> int:
@@ -41,6 +79,30 @@ def of_machine(error: OSError) -> int:
         raise error
     print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
     return 4
+
+
+def printable(text: str) -> str:
+    """The text with control characters, but for line ends and tabs, as their numbers: a terminal would obey them."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def check_arguments(words: list[str]) -> None:
+    """Of a command line: raises UserError for an empty one, as of a variable that is unset, and for one that is not
+    UTF-8, which no file of ours could name."""
+    for before, word in zip(["", *words], words, strict=False):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            raise UserError(f"{word or before} is empty; is a variable unset?".strip())
+        if not can_be_encoded(word):
+            raise UserError(f"{word!r} is not UTF-8; rename it, or set the locale that it is in")
+
+
+def can_be_encoded(text: str) -> bool:
+    """Whether it has no half of a character, as paths and JSON may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def print_anything() -> None:
@@ -57,14 +119,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     a process group may wait for other ranks.
     """
     print_anything()
+    failed = ""
     try:
         code = main()
     except Exception:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        code, failed = 1, traceback.format_exc()
+    try:  # both streams may be on a disk that is full, or closed
+        sys.stderr.write(failed)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def number_of(variable: str, default: int) -> int:

@@ -1,8 +1,9 @@
 """A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
-Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained` loads, and the objectives' own trained
-heads beside them (models/heads.py); of a run, its newest checkpoint. What was written is loaded again and compared with
-what was trained, before it takes its place.
+Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained` loads, what makes of them a
+`SentenceTransformer` (eval/sentence_files.py), and the objectives' own trained heads beside them (models/heads.py); of
+a run, its newest checkpoint, or its best. What was written is loaded again and compared with what was trained, before
+it takes its place.
 """
 
 import argparse
@@ -16,12 +17,15 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import files
 from xscale.data.row import Tokens
-from xscale.errors import UserError
-from xscale.models.build import positions
+from xscale.errors import UserError, check_arguments, of_machine
+from xscale.eval.retrieval import POOLINGS
+from xscale.eval.sentence_files import save_pooling, trained_pooling
+from xscale.models.build import positions, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads
 from xscale.plugins import load_plugins
 from xscale.run import checkpoint as checkpoints
+from xscale.run.validation import BEST
 from xscale.run.weights import load_run
 
 CHECKED = 16
@@ -30,23 +34,41 @@ CLOSE = 1e-3
 """How far logits may be apart, as a share of the largest: two ways to compute them in fp32 round differently."""
 
 
-def export(source: Path, out: Path) -> Path:
-    """Returns the checkpoint that was exported. Raises UserError."""
-    path = checkpoints.find(source)
+def export(source: Path, out: Path, best: bool = False, pooling: str | None = None) -> Path:
+    """Returns the checkpoint that was exported. pooling: of sentences' vectors; None: as it was trained. Raises
+    UserError."""
+    path = find_best(source) if best else checkpoints.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
     files.check_writable(out)
     lm, heads = load_run(path)
-    tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF)
+    tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF, trust_remote_code=False)
     tokenizer.model_max_length = positions(lm.config)
+    # It returns token types where they were trained as a pair's two sentences; languages it could not tell.
+    types = ["token_type_ids"] if run_fields(lm.config, str(path)).get("segments") else []
+    tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_heads(heads, partial)
+        pooling = pooling or trained_pooling(checkpoints.read(path).identity["recipe"]["streams"])
+        save_pooling(partial, pooling, lm.config, positions(lm.config))
+        files.as_by_anyone(partial)
         difference = compare(lm, heads, partial)
         if difference:
             raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
     return path
+
+
+def find_best(run: Path) -> Path:
+    """The checkpoint that the recipe's checkpoint.best has chosen. Raises UserError."""
+    named = run / "checkpoints" / BEST
+    if not named.is_file():
+        raise UserError(
+            f"--best: there is no {named}; a run whose recipe sets checkpoint.best to a number of its evals writes it. "
+            f"Without --best the newest checkpoint is exported"
+        )
+    return checkpoints.find(named.with_name(named.read_text(encoding="utf-8").strip()))
 
 
 def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
@@ -56,7 +78,7 @@ def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> s
     for name, trained in heads.items():
         if name not in kept or _differing(trained.weights, kept[name].weights):
             return f"the heads of stream {name} are not those that were trained"
-    written = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
     ids, types = _sequence(lm)
     inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
     with torch.inference_mode():
@@ -95,14 +117,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="CHECKPOINT_OR_RUN_DIR")
     parser.add_argument("out", type=Path, metavar="HF_DIR")
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
+    parser.add_argument(
+        "--pooling", choices=POOLINGS, help="of sentences' vectors (default: as PPA trained it, or mean)"
+    )
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
+        check_arguments(sys.argv[1:])
         load_plugins(args.plugin)
-        path = export(args.source, args.out)
+        path = export(args.source, args.out, args.best, args.pooling)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        return of_machine(error)
     print(f"{path} -> {args.out}")
     return 0
 

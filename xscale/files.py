@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -12,11 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from xscale.errors import UserError
+from xscale.errors import Replaced, UserError
 
 Found = TypeVar("Found")
 PARTIAL = ".incomplete"
 """Suffix of what is being written, or removed."""
+COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 LOCK = "lock"
 LOCK_SECONDS = 20
 """How long a start waits for the one before it to be gone; a killed launcher may leave ranks for a while."""
@@ -52,6 +54,8 @@ def publish(path: Path) -> Iterator[Path]:
         remove(partial)
         if isinstance(error, OSError) and error.filename is None:
             error.filename = str(path)  # a write that fails does not say of what
+        if of_rust := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(of_rust[1]), os.strerror(int(of_rust[1])), str(path)) from None
         raise
 
 
@@ -59,7 +63,33 @@ def beside(path: Path) -> Path:
     """Where `path` is written. Raises UserError for one without a name of its own, such as `.` and `..`."""
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} is no name to write to; choose a new one")
+    if path.is_symlink() and not path.is_file():
+        raise UserError(f"{path} is a link; name the place itself: {path.resolve()}")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(f"{path} is a device or a pipe, not a file; choose another place")
     return path.with_name(path.name + PARTIAL)
+
+
+def take(partial: Path) -> int:
+    """Make a folder for what this process writes; what a killed one has left there goes. It is held as long as the
+    descriptor is open. Raises UserError while another process holds it."""
+    if partial.is_dir():
+        os.close(_hold(partial))
+    remove(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    return _hold(partial)
+
+
+def _hold(folder: Path) -> int:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
+    except OSError:
+        pass  # a file system without locks
+    return fd
 
 
 def move_in(partial: Path, path: Path) -> None:
@@ -73,7 +103,11 @@ def move_in(partial: Path, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Before the work: raises UserError where `publish` could not put anything at `path`."""
+    """Before the work: raises UserError where `publish` could not put anything at `path`, or its name promises what it
+    is not."""
+    beside(path)
+    if path.suffix in COMPRESSED:
+        raise UserError(f"{path} would be written plain; leave {path.suffix} out of its name, and compress it then")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -96,24 +130,63 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def lock(folder: Path) -> Any:
-    """A lock on a directory that lives as long as the file returned. Raises UserError where another has it."""
-    file = (folder / LOCK).open("a+")
-    for _ in range(LOCK_SECONDS):
+class Lock:
+    """On a directory, as long as its process lives and this is not closed. Raises UserError where another has it."""
+
+    def __init__(self, folder: Path):
+        self.path, self.problem = folder / LOCK, ""
+        """problem: why it keeps nobody out."""
+        self.file = self.path.open("a+")
+        for _ in range(LOCK_SECONDS):
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(1)
+            except OSError as error:
+                self.problem = (
+                    f"{folder} is on a file system without locks ({error.strerror}): start no run twice there"
+                )
+                break
+        else:
+            self.file.seek(0)
+            owner = self.file.readline().strip()
+            raise UserError(f"{folder} is being trained by another process ({owner}); stop it first")
+        self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
+        self.file.truncate(0)
+        self.file.write(self.text)
+        self.file.flush()
+
+    def check(self) -> None:
+        """Raises Replaced where another process has locked the directory since: it was removed and made again, or has
+        no locks."""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            time.sleep(1)
-        except OSError:
-            return file  # a file system without locks
-    else:
-        file.seek(0)
-        raise UserError(f"{folder} is being trained by another process ({file.read().strip()}); stop it first")
-    file.truncate(0)
-    file.write(f"host {os.uname().nodename}, process {os.getpid()}")
-    file.flush()
-    return file
+            text = self.path.read_text()
+        except (OSError, ValueError):  # removed, or it cannot be told now
+            return
+        if text.count("\n") == 2 and text != self.text:
+            raise Replaced(
+                f"{self.path.parent} was removed, or has no locks, and is another run's now ({text.splitlines()[0]}); "
+                f"this run ends, and writes no more there"
+            )
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def may_be_there(path: Path | str) -> bool:
+    """Whether it is here, or may be a name on the hub (NAME, or OWNER/NAME where no folder OWNER is here)."""
+    named, path = str(path), Path(path)
+    on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
+    return path.exists() or bool(on_hub)
+
+
+def as_by_anyone(folder: Path) -> None:
+    """Gives a folder and all in it the modes that the umask says: safetensors writes for the owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def sync(path: Path) -> None:

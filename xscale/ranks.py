@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import resource
 import socket
 import subprocess
 import time
@@ -16,10 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xscale.deepspeed_private import leave_out_shared_memory_op
 from xscale.errors import UserError, number_of
 
 TIMEOUT = timedelta(minutes=30)
 """Of a collective; generous, since one rank may hash a large checkpoint while others wait."""
+SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
+"""Networks that ranks listen on, and that of a lone one."""
 NAME_SECONDS = 30
 """How long MASTER_ADDR may be a name that no host knows yet."""
 
@@ -129,6 +133,7 @@ def without_launcher(env: dict[str, str]) -> dict[str, str]:
     """For a process that is no rank of this run: what a launcher has said is left out."""
     said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
+    said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
     return {name: value for name, value in env.items() if name not in said and not name.startswith(of_launchers)}
 
 
@@ -182,14 +187,35 @@ def _wait_for_name(host: str) -> None:
         time.sleep(1)
 
 
+def allow_open_files() -> None:
+    """The usual soft limit is 1,024; a rank keeps thousands of shards open."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def check_interfaces() -> None:
+    """Raises UserError where GLOO_SOCKET_IFNAME names a network that this host does not have."""
+    there = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in there:
+            raise UserError(
+                f"GLOO_SOCKET_IFNAME={name} is no network interface of {socket.gethostname()}, which has "
+                f"{', '.join(there)}; name one of these, or unset it"
+            )
+
+
 def start(process: Process) -> torch.device:
     """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        # Read when CUDA first allocates. Rows differ in size: fixed segments would be left in pieces.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # A shared-memory all-reduce for inference that training never calls: it costs a C++ build at first use and hangs
-    # ranks whose launcher does not set LOCAL_SIZE.
-    vars(deepspeed.ops)["__compatible_ops__"] = {}
+    allow_open_files()
+    # gloo connects a rank with those that it talks to, its neighbours in a ring, and not with all others.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    leave_out_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     accelerator = get_accelerator()
@@ -197,10 +223,18 @@ def start(process: Process) -> torch.device:
     # Huge pages for large tensors on the CPU: page faults took 14 % of a step's time, and take 7 % so. Keeping freed
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    _wait_for_name(os.environ["MASTER_ADDR"])
+    check_interfaces()
+    if process.world == 1:
+        for name in SOCKETS:
+            os.environ.setdefault(name, LOOPBACK)
+    else:
+        _wait_for_name(os.environ["MASTER_ADDR"])
     if cuda:
         torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
-    deepspeed.init_distributed("nccl" if cuda else "gloo", auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
+    backend = "nccl" if cuda else "gloo"
+    if process.world == 1:  # nobody else is to be met: nothing listens to other hosts
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+    deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
@@ -211,14 +245,33 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted)
 
 
+@dataclass(frozen=True)
+class Message:
+    """Numbers on their way to their sums over ranks."""
+
+    tensor: torch.Tensor
+    work: Any
+    """None where a process is alone."""
+
+    def arrived(self) -> bool:
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> list[int]:
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor.tolist()
+
+
 class Control:
     """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for.
 
     A process that never called `start` is alone, and agrees with itself.
     """
 
-    def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+    def __init__(self, alone: bool = False) -> None:
+        """All ranks make it together; `alone`: this process agrees with nobody, whatever other ranks do."""
+        together = dist.is_initialized() and not alone
+        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
 
     @property
     def rank(self) -> int:
@@ -233,20 +286,12 @@ class Control:
         return self.rank == 0
 
     def sum(self, numbers: list[int]) -> list[int]:
-        return self.begin_sum(numbers)()
+        return self.begin_sum(numbers).wait()
 
-    def begin_sum(self, numbers: list[int]) -> Callable[[], list[int]]:
-        """Send the numbers on their way; what it returns waits for the sums. Other messages may overtake it."""
-        if self.group is None:
-            return lambda: numbers
+    def begin_sum(self, numbers: list[int]) -> "Message":
+        """Send the numbers on their way. Other messages may overtake it."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
-        message = dist.all_reduce(tensor, group=self.group, async_op=True)
-
-        def finish() -> list[int]:
-            message.wait()
-            return tensor.tolist()
-
-        return finish
+        return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def agree(self, ok: bool) -> bool:
         """True where every rank says True."""
@@ -285,6 +330,14 @@ class Control:
             if problem:
                 raise UserError(problem)
         return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
+
+    def broadcast(self, value: Any, source: int) -> Any:
+        """The `value` of one rank, on every rank. For what is large: `gather` takes the largest times the ranks."""
+        if self.group is None:
+            return value
+        values = [value if self.rank == source else None]
+        dist.broadcast_object_list(values, src=source, group=self.group)
+        return values[0]
 
     def barrier(self) -> None:
         self.sum([0])

@@ -3,6 +3,8 @@
 import json
 from typing import NamedTuple
 
+from xscale.errors import can_be_encoded
+
 
 class Record(NamedTuple):
     """One sentence (`langs` and `texts` of length 1) or one sentence pair (length 2)."""
@@ -42,6 +44,8 @@ class Record(NamedTuple):
         links = fields.get("links")
         if links is not None and not isinstance(links, str):
             raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
+        if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
+            raise ValueError(f"record {key!r}: its key has half a character, which UTF-8 has not")
         doc = fields.get("doc")
         if doc is not None and not isinstance(doc, str | int):
             raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")

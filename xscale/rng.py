@@ -41,13 +41,15 @@ def permutation(key: Key, n: int) -> np.ndarray:
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are the same
 
 
-def part_of_permutation(key: Key, n: int, at: int, bits: int) -> tuple[int, np.ndarray, np.ndarray]:
+def part_of_permutation(
+    key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
+) -> tuple[int, np.ndarray, np.ndarray]:
     """About n / 2^bits numbers that follow one another in `permutation`, among them the one at place `at`: those whose
     hashes begin with the same bits. The place of the first; the numbers in ascending order; and which of these is the
-    first, the second and so on. A fraction of the time, and little memory."""
+    first, the second and so on. A fraction of the time, and little memory. leading: leading_bits, if they were kept."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
-    leading = _leading_bits(key, n, bits)
+    leading = leading_bits(key, n, bits) if leading is None else leading
     value = (at << bits) // n
     first = np.count_nonzero(leading < value)
     while at < first:
@@ -64,7 +66,7 @@ _CHUNK = 1 << 15
 _MULTIPLES = np.arange(_CHUNK, dtype=np.uint64) * GOLDEN
 
 
-def _leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
+def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
     """hash64(key, range(n)) >> 64 - bits, as uint8 [n]; bits from 1 to 8. The hash's last line changes none of them."""
     leading = np.empty(n, dtype=np.uint8)
     x, shifted = np.empty_like(_MULTIPLES), np.empty_like(_MULTIPLES)

@@ -19,11 +19,12 @@ if __name__ == "__main__":
 import argparse
 import gc
 import subprocess
+from contextlib import suppress
 
 import torch.distributed as dist
 
 from xscale import ranks
-from xscale.errors import RankError, run_command
+from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import Control, Process
 from xscale.run.describe import dry_run
@@ -36,10 +37,12 @@ MOST_RANKS = 1 << 20
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ds_config", type=Path, required=True, help="DeepSpeed JSON, e.g. ds_configs/zero2_fp16.json")
+    parser.add_argument(
+        "--ds_config", type=Path, required=True, help="DeepSpeed JSON, or a shipped one's name: zero2_fp16"
+    )
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument("--data", type=Path, nargs="+", help="shard directories (default: the generated demo corpus)")
-    parser.add_argument("--out", type=Path, help="the run's directory (default: runs/<recipe>)")
+    parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
     parser.add_argument(
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
@@ -57,7 +60,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--ranks N, of 1 to {MOST_RANKS:,}, goes with --dry_run; a run has as many ranks as its launcher starts"
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
-    args.out = args.out or Path("runs") / Path(args.recipe).stem
+    if args.out == "":
+        parser.error("--out is empty; name a folder, or leave it out for runs/<recipe>")
+    args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     return args
 
 
@@ -65,13 +70,15 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     process = Process(0, 1, 0, 1)  # until it is found
     try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
         if not args.dry_run:
             ranks.check_launch()
         process = ranks.find_process()
         if args.dry_run:
-            return plan(args, process)
+            with no_exit("a part of the dry run"):
+                return plan(args, process)
         status = Status(args.out, process)
-        with status.of_failures():
+        with status.of_failures(), no_exit("a part of the run"):
             return train(args, process, status)
     except KeyboardInterrupt:
         return 130
@@ -83,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
         own = isinstance(error, RankError) or out_of_memory(error) or (code == MACHINE and not lost_rank(error))
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
-            print(f"{where}error: {message_of(error)}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # such as a full disk: the code says it too
+                print(f"{where}error: {printable(message_of(error))}", file=sys.stderr, flush=True)
         return code
 
 
@@ -102,7 +110,7 @@ def bring(args: argparse.Namespace, process: Process) -> None:
         args.data = [DEMO]
         if process.is_main and not DEMO.exists():
             print(f"no --data given: generating the demo corpus in {DEMO}", flush=True)
-            subprocess.run([sys.executable, "-m", "data_tools.demo_corpus", "--out", str(DEMO)], check=True)
+            subprocess.run([sys.executable, "-m", f"{TOOLS}.demo_corpus", "--out", str(DEMO)], check=True)
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:

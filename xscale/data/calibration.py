@@ -28,6 +28,8 @@ class Estimate:
     """Tokens in rows by which the ratio was measured."""
     too_long: float = 0.0
     """Share of its pairs that are longer than data.max_length."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Piece.targets of what was read, summed up."""
 
     def of(self, promised: np.ndarray, max_length: float) -> np.ndarray:
         """Estimated tokens in a row of each sample: whole numbers, which no machine adds up otherwise [samples]."""

@@ -2,7 +2,7 @@
 
 Shape letters: N entries, T tokens that look for a synonym.
 
-A file's name says the pair and the order of the columns: en-de.txt.
+A file's name says the pair and the order of the columns: en-de.txt, en-zh-CN.txt.
 
 A share of the entries is withheld from every objective, so that a score can ask for words that none has seen: those of
 which either word is, by a hash of the word alone. So files, directions, runs and dictionaries that share a language
@@ -13,9 +13,12 @@ agree. (Were one language's words hashed alone, a word of the other would be wit
 import hashlib
 import re
 import unicodedata
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
+from operator import eq
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +28,15 @@ from xscale.data.ragged import offsets
 from xscale.data.shards import Source
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.truecase import Forms, respelled
 from xscale.data.words import split
 from xscale.errors import UserError
 
-_NAME = re.compile(r"^([A-Za-z]{2,8})-([A-Za-z]{2,8})$")
+_ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
+"""A language of a pair that is joined by its only "-"; of other pairs: as zh, zh-CN, zh-Hans, es-419 are written."""
 _ORDER_SAMPLE = 3000
 """Records of each language whose words decide whether the columns are swapped."""
+_BATCH = 10_000
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: tables are made of it once a process
@@ -42,6 +48,10 @@ class Lexicon:
     """Token ids of each entry's source and target word, one or more."""
     fingerprint: str
     path: Path
+    unknown: int = 0
+    """Further entries of the file, which have unknown tokens."""
+    changed: int = 0
+    """Entries of the file whose spelling was changed to that of the text."""
 
     @property
     def name(self) -> str:
@@ -49,15 +59,17 @@ class Lexicon:
 
     def kept(self, heldout: float) -> "Lexicon":
         """Without the entries of which either word is withheld from the objectives: about this share of them."""
-        of_words = 1 - (1 - heldout) ** 0.5
-        entries = [i for i, entry in enumerate(self.words) if not any(withheld(word, of_words) for word in entry)]
-        first, second = ([ids[i] for i in entries] for ids in self.ids)
-        return replace(self, words=[self.words[i] for i in entries], ids=(first, second))
+        return _kept(self, heldout)
 
     def summary(self) -> str:
         return (
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
             f"side; {self.identical:,} have the same tokens on both and say nothing"
+            + (f"; {self.unknown:,} others have unknown tokens and are left out" if self.unknown else "")
+            + (
+                f"; {self.changed:,} were spelled otherwise than mostly in the text, and are now so"
+                * bool(self.changed)
+            )
         )
 
     @property
@@ -71,6 +83,15 @@ class Lexicon:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
+@lru_cache(maxsize=64)
+def _kept(lexicon: Lexicon, heldout: float) -> Lexicon:
+    of_words = 1 - (1 - heldout) ** 0.5
+    out = {word for word in set(chain.from_iterable(lexicon.words)) if withheld(word, of_words)}
+    entries = [i for i, (a, b) in enumerate(lexicon.words) if a not in out and b not in out]
+    first, second = ([ids[i] for i in entries] for ids in lexicon.ids)
+    return replace(lexicon, words=[lexicon.words[i] for i in entries], ids=(first, second))
+
+
 def same_word(word: str) -> str:
     """One spelling of those that differ in case or in how accents are encoded alone."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
@@ -81,29 +102,22 @@ def withheld(word: str, heldout: float) -> bool:
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
-class SynonymTable:
-    """Tokens of one language -> their translations, one token each, by every dictionary that has the language."""
-
-    def __init__(self, lexicons: tuple[Lexicon, ...], language: str):
-        columns = [np.empty((0, 2), dtype=np.int64)]
-        for lexicon in lexicons:
-            columns += [
-                lexicon.single()[:, ::flip] for side, flip in ((0, 1), (1, -1)) if lexicon.langs[side] == language
-            ]
-        pairs = np.unique(np.concatenate(columns), axis=0)
-        pairs = pairs[pairs[:, 0] != pairs[:, 1]]  # a word that is its own synonym would show itself
-        self.tokens, self.synonyms = pairs.T
-
-    def draw(self, tokens_T: np.ndarray, chance_T: np.ndarray) -> np.ndarray:
-        """For each token one of its synonyms, all equally likely; -1 where it has none. chance: in [0, 1)."""
-        first, end = (np.searchsorted(self.tokens, tokens_T, side=side) for side in ("left", "right"))
-        picked = first + (chance_T * (end - first)).astype(np.int64)
-        return np.where(end > first, np.append(self.synonyms, -1)[picked], -1)
+Word = tuple[int, ...]
+"""Its token ids."""
 
 
 @lru_cache(maxsize=256)
-def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> SynonymTable:
-    return SynonymTable(lexicons, language)
+def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Word]]:
+    """Words of one language -> their translations of as many tokens, by every dictionary that has the language, in
+    order."""
+    found: dict[Word, set[Word]] = {}
+    for lexicon in lexicons:
+        for side in (side for side in (0, 1) if lexicon.langs[side] == language):
+            for own, other in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
+                # A token in the place of itself would show what is to be predicted.
+                if len(own) == len(other) and not any(map(eq, own, other)):
+                    found.setdefault(tuple(own), set()).add(tuple(other))
+    return {word: sorted(translations) for word, translations in found.items()}
 
 
 class Ragged:
@@ -130,12 +144,16 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
     return Ragged([a for a, _ in pairs]), Ragged([b for _, b in pairs])
 
 
-def load_lexicon(path: Path, tokenizer: Tokenizer) -> Lexicon:
-    """Raises UserError naming file and line."""
-    langs = pair_of(path)
-    words = read_entries(path)
+def load_lexicon(
+    path: Path, tokenizer: Tokenizer, languages: Collection[str] = (), forms: Mapping[str, Forms] | None = None
+) -> Lexicon:
+    """languages: of pair_of. forms: of each language whose words are respelled (data/truecase.py). Raises UserError
+    naming file and line."""
+    langs = pair_of(path, languages)
+    given = read_entries(path)
+    words, changed = truecased(given, langs, forms or {})
     unknown = tokenizer.hf.unk_token_id
-    ids = [tokenizer.encode_inside([entry[side] for entry in words]) for side in (0, 1)]
+    ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
         raise UserError(f"{path}: the tokenizer knows no entry of it; is it the dictionary of another language?")
@@ -146,29 +164,65 @@ def load_lexicon(path: Path, tokenizer: Tokenizer) -> Lexicon:
         ([ids[0][i] for i in kept], [ids[1][i] for i in kept]),
         hashlib.sha256(content).hexdigest()[:16],
         path,
+        len(words) - len(kept),
+        changed,
     )
 
 
-def pair_of(path: Path) -> tuple[str, str]:
-    """("en", "de") of .../en-de.txt."""
-    match = _NAME.match(path.name.partition(".")[0])
-    if not match:
+def truecased(
+    entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
+) -> tuple[list[tuple[str, str]], int]:
+    """The entries as the text spells them, without repeats, and how many were changed."""
+    sides = [
+        respelled([entry[side] for entry in entries], forms[lang]) if lang in forms else [e[side] for e in entries]
+        for side, lang in enumerate(langs)
+    ]
+    spelled = list(zip(*sides, strict=True))
+    return list(dict.fromkeys(spelled)), sum(a != b for a, b in zip(entries, spelled, strict=True))
+
+
+def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token ids of each word. Each spelling is encoded once, a batch at a time: encodings take memory."""
+    distinct = list(dict.fromkeys(words))
+    ids: dict[str, list[int]] = {}
+    for start in range(0, len(distinct), _BATCH):
+        batch = distinct[start : start + _BATCH]
+        ids |= zip(batch, tokenizer.encode_inside(batch), strict=True)
+    return [ids[word] for word in words]
+
+
+def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
+    """("en", "de") of .../en-de.txt. languages: those that there are, where a name may be cut in several ways."""
+    found = cut_pair(path.name.partition(".")[0], languages)
+    if found is None:
         raise UserError(
-            f"{path}: a dictionary's file name says its languages in the order of its columns, as en-de.txt"
+            f"{path}: a dictionary's file name says its languages in the order of its columns, as en-de.txt, or "
+            f"en-zh-CN.txt with the country in capitals"
         )
-    return match[1], match[2]
+    return found
+
+
+def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
+    """("en", "zh-CN") of "en-zh-CN": both are among `languages`, or else look like languages. None: no cut, or several,
+    give two such."""
+    parts = name.split("-")
+    cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
+    form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
+    known = [cut for cut in cuts if set(cut) <= set(languages)]
+    found = known or [cut for cut in cuts if all(map(form.fullmatch, cut))]
+    return found[0] if len(found) == 1 else None
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:
     """Distinct entries in the order of the file, plain, .gz or .xz. Raises UserError."""
     entries: dict[tuple[str, str], None] = {}
     for number, line in read_lines(path):
-        if not line.strip():
+        columns = [column.strip() for column in line.split("\t")] if "\t" in line else line.split()
+        if not any(columns):
             continue
-        columns = line.split("\t") if "\t" in line else line.split()
-        if len(columns) != 2 or not all(column.strip() for column in columns):
+        if len(columns) != 2 or not all(columns):
             raise UserError(f"{path}: line {number}: {line!r} is not an entry; needs `source target`")
-        entries[columns[0].strip(), columns[1].strip()] = None
+        entries[columns[0], columns[1]] = None
     if not entries:
         raise UserError(f"{path} holds no entry")
     return list(entries)
@@ -181,8 +235,9 @@ def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     if absent:
         raise UserError(f"{path}: --data has no text in {', '.join(absent)}; its dictionary can't be used")
     first, second = (seen[language] for language in lexicon.langs)
-    straight = sum((a in first) + (b in second) for a, b in lexicon.words)
-    swapped = sum((a in second) + (b in first) for a, b in lexicon.words)
+    words = [(a.lower(), b.lower()) for a, b in lexicon.words]
+    straight = sum((a in first) + (b in second) for a, b in words)
+    swapped = sum((a in second) + (b in first) for a, b in words)
     if swapped > straight:
         a, b = lexicon.langs
         raise UserError(
@@ -209,7 +264,7 @@ def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
         found: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
             with suppress(UserError):  # a name that says no pair
-                pair = frozenset(pair_of(path))
+                pair = frozenset(pair_of(path, languages))
                 if pair <= languages:
                     found.setdefault(pair, path)
         if found:

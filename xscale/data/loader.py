@@ -8,18 +8,22 @@ import atexit
 import contextlib
 import copy
 import ctypes
+import errno
 import fcntl
 import math
 import multiprocessing
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator, Mapping
+import socket
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
@@ -28,14 +32,14 @@ from xscale import rng
 from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
-from xscale.data.piece import Context, Piece, Share
+from xscale.data.piece import Context, Piece, Share, check_piece
 from xscale.data.row import Row, Shape, Work, make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import RankError, UserError
-from xscale.ranks import name_process
+from xscale.errors import OF_MACHINE, RankError, UserError, blaming
+from xscale.ranks import Control, Process, name_process
 from xscale.record import Record
 
 Collate = Callable[[list[list[Example]], Any, Context], Piece]
@@ -54,6 +58,17 @@ class StreamCollate:
     """The stream's own; None: the context's."""
     names: tuple[str, ...] = ()
     """Context.names."""
+    objective: str = ""
+    """Its name; "" of what is no recipe's."""
+    terms: frozenset[str] = frozenset()
+    """Of its loss."""
+
+    def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> Piece:
+        with blaming(f"streams.{stream}, objective {self.objective}: collate"):
+            piece = self.collate(samples, self.options, context)
+            if self.objective:
+                check_piece(piece, self.terms)
+        return piece
 
 
 @dataclass(frozen=True)
@@ -78,7 +93,8 @@ class StepBatch:
     def beside(self) -> dict[str, int]:
         """By stream, how many states a companion reads."""
         return {
-            stream: sum(len(row.inputs.beside[stream][1]) for row in self.rows) for stream in self.rows[0].inputs.beside
+            stream: sum(len(row.inputs.beside[stream][1][0]) - 1 for row in self.rows)
+            for stream in self.rows[0].inputs.beside
         }
 
     def counts(self) -> dict[tuple[str, str, str], int]:
@@ -113,8 +129,8 @@ class StepDataset(Dataset):
             return plan
         try:
             pieces = {name: self.pieces(name, plan) for name in plan.rows[0]}
-        except UserError as error:  # crosses the process boundary as a value: DataLoader would wrap it in a traceback
-            return Failure(f"step {plan.step}: {error}")
+        except (UserError, OSError) as error:  # crosses the process boundary as a value: DataLoader would wrap it in a
+            return Failure.of(error, f"step {plan.step}: ")  # traceback, and drop errno and file
         rows = [
             replace(
                 make_row(
@@ -139,18 +155,18 @@ class StepDataset(Dataset):
             of_row = list(islice(examples, len(draw.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
             share = Share(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
-            piece = how.collate(samples, how.options, self.context_of(stream, share))
+            piece = how(samples, stream, self.context_of(stream, share))
             piece = replace(piece, pairs=self.count_pairs(stream, of_row))
             found.append((piece, [example.key for example in of_row]))
         return found
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
         """How many of each pair of languages are "drawn", and "too_long"."""
-        pairs = [name for name in self.streams[stream].names if "-" in name]
+        pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]
         counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
         room = self.context.max_length - self.context.tokenizer.pair.special
         for example in examples if pairs else ():
-            name = pair_name("-".join(example.langs))
+            name = pair_name(example.langs)
             counts["drawn", name] += 1
             counts["too_long", name] += sum(map(len, example.ids)) > room
         return counts
@@ -177,11 +193,10 @@ class StepDataset(Dataset):
         else:
             ids = self.context.tokenizer.encode(texts)
         identities = np.concatenate([self.identities(stream, draw) for draw in draws])
-        of_records = np.concatenate([rng.hash64(self.source_keys[d.source], places_of(d)) for d in draws])
         numbers = [number for draw in draws for number in draw.sample.tolist()]
         borders = self.borders(texts, ids) if records and len(records[0].texts) == 1 else {}
         at = 0
-        for record, identity, itself, number, on in zip(records, identities, of_records, numbers, follows, strict=True):
+        for record, identity, number, on in zip(records, identities, numbers, follows, strict=True):
             end = at + len(record.texts)
             yield Example(
                 record.langs,
@@ -191,7 +206,6 @@ class StepDataset(Dataset):
                 number,
                 record.key,
                 record.links,
-                itself,
                 on,
                 borders.get(at, ()),
             )
@@ -236,9 +250,23 @@ def places_of(draw: Draw) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError on its way from another process to the main one."""
+    """A UserError, or an OSError of the machine, on its way from another process to the main one."""
 
     message: str
+    errno: int | None = None
+    file: str = ""
+
+    @classmethod
+    def of(cls, error: UserError | OSError, where: str = "") -> "Failure":
+        """Raises what is a fault of ours."""
+        if isinstance(error, UserError):
+            return cls(f"{where}{error}")
+        if error.errno not in {*OF_MACHINE, errno.ENOMEM}:
+            raise error
+        return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
+
+    def error(self) -> Exception:
+        return RankError(self.message) if self.errno is None else OSError(self.errno, self.message, self.file)
 
 
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
@@ -247,13 +275,23 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
     return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
 
 
+def worker_count(wanted: int | str, process: Process, device: str) -> int:
+    """data.workers; "auto": 2 on a CPU, 4 to 6 for a GPU, where a worker makes fewer tokens than it takes."""
+    if wanted != "auto":
+        return int(wanted)
+    cores = len(os.sched_getaffinity(0))
+    if cores == os.cpu_count():  # else the launcher has bound the rank to cores of its own
+        cores //= process.local_world
+    return 2 if device == "cpu" else min(max(cores - 2, 4), 6)
+
+
 Plans = Iterator[StepPlan | Failure]
 
 
-def step_plans(mixture: Mixture, workers: int, steps: int) -> Plans:
-    """The mixture's next steps, where there are workers drawn by another process from now on."""
-    allow_open_files()
-    return planned(mixture, steps) if workers else (mixture.next_step() for _ in range(steps))
+def step_plans(mixture: Mixture, workers: int, steps: int, node: "Node | None" = None) -> Plans:
+    """The mixture's next steps, where there are workers drawn by another process from now on; with a node by one for
+    all of its ranks."""
+    return planned(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
 
 
 def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
@@ -276,53 +314,117 @@ PLANS_BYTES = 1 << 20
 """Plans wait in a pipe of so many bytes: of a thousand ranks dozens, of one rank one."""
 
 
-def planned(mixture: Mixture, steps: int) -> Plans:
-    """The mixture's next steps, drawn by a process that is ahead as far as its pipe takes plans: a new window of the
+class Node(NamedTuple):
+    """Where ranks of a node get their plans."""
+
+    ranks: list[int]
+    """Of the node; the first one's planner serves all of them."""
+    name: bytes
+    """Of its socket, which is in no folder: where processes are killed, nothing is left of it."""
+    listener: socket.socket | None
+    """Of the first rank."""
+
+
+def find_node(control: Control) -> Node | None:
+    """All ranks call it together. None where a rank is alone on its node."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux finds a name
+    listener.listen()
+    here = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
+    found = control.gather((here, listener.getsockname()))
+    ranks = [rank for rank, (of, _) in enumerate(found) if of == here]
+    first = control.rank == ranks[0] and len(ranks) > 1
+    if not first:
+        listener.close()
+    return Node(ranks, found[ranks[0]][1], listener if first else None) if len(ranks) > 1 else None
+
+
+def planned(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
+    """The mixture's next steps, drawn by a process that is ahead as far as its pipes take plans: a new window of the
     order may take longer than a step."""
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    with contextlib.suppress(OSError):  # a user's pipes have a limit together
-        fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, PLANS_BYTES)
-    planner = multiprocessing.Process(target=_plan, args=(mixture, steps, theirs), name="planner", daemon=True)
-    with children_that_begin():
-        planner.start()
-    atexit.register(planner.kill)
-    theirs.close()  # so that the planner's end is the pipe's
-    return _received(planner, ours, steps)
+    planner, listener = None, node and node.listener
+    if node is None:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        with contextlib.suppress(OSError):  # a user's pipes have a limit together
+            fcntl.fcntl(theirs.fileno(), fcntl.F_SETPIPE_SZ, PLANS_BYTES)
+    if node is None or listener:
+        serve = partial(_ranks_of, node) if node else lambda: {mixture.rank: theirs}
+        planner = multiprocessing.Process(target=_plan, args=(mixture, steps, serve), name="planner", daemon=True)
+        with children_that_begin():
+            planner.start()
+        atexit.register(planner.kill)
+        (listener or theirs).close()  # so that the planner's end is the pipe's
+    if node:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(node.name)
+        ours = Connection(client.detach())
+        ours.send_bytes(str(mixture.rank).encode())
+    return _received(planner, ours, steps, alone=node is None)
 
 
-def _received(planner: multiprocessing.Process, ours: Connection, steps: int) -> Plans:
+def _ranks_of(node: Node) -> dict[int, Connection]:
+    """A connection with each rank of the node."""
+    found: dict[int, Connection] = {}
+    assert node.listener
+    with node.listener as listener:
+        while len(found) < len(node.ranks):
+            client, _ = listener.accept()
+            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            if struct.unpack("3i", peer)[1] == os.getuid():
+                customer = Connection(client.detach())
+                found[int(customer.recv_bytes())] = customer
+    return found
+
+
+def _received(planner: multiprocessing.Process | None, ours: Connection, steps: int, alone: bool) -> Plans:
+    """planner: of this rank; alone: it serves nobody else."""
+    left = steps
     try:
-        for _ in range(steps):
-            if planner.exitcode:  # of one that is gone before its time, the plans in the pipe are good, but the last
+        while left:
+            if planner and planner.exitcode:  # before its time: plans in the pipe are good, but the last
                 raise EOFError
             plan = ours.recv()
+            left -= 1
             yield plan
             if isinstance(plan, Failure):
                 return
-    except EOFError:
-        planner.join()
-        raise RuntimeError(f"the process that plans the steps is gone (exit code {planner.exitcode})") from None
+    except (EOFError, ConnectionResetError):
+        how = "gone, which another rank of this node has"
+        if planner:
+            planner.join()
+            code = planner.exitcode or 0
+            how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"gone (exit code {code})"
+        raise RuntimeError(f"the process that plans the steps is {how}") from None
     finally:
-        atexit.unregister(planner.kill)
-        planner.kill()
-        planner.join()
+        if planner and (alone or left):
+            atexit.unregister(planner.kill)
+            planner.kill()
+            planner.join()
         ours.close()
 
 
-def _plan(mixture: Mixture, steps: int, pipe: Connection) -> None:
+def _plan(mixture: Mixture, steps: int, serve: Callable[[], dict[int, Connection]]) -> None:
     name_process(f"xscale{mixture.rank}-plan")
     _leave_signals_to_parent()
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            for _ in range(steps):
-                pipe.send(mixture.next_step())
-        except UserError as error:
-            pipe.send(Failure(str(error)))
+    pipes = serve()
+
+    def send(items: Sequence[StepPlan | Failure]) -> None:
+        for (rank, pipe), item in zip([*pipes.items()], items, strict=True):
+            try:
+                pipe.send(item)
+            except (BrokenPipeError, ConnectionResetError):  # this rank has ended
+                del pipes[rank]
+
+    try:
+        for _ in range(steps):
+            send(mixture.plans_of(mixture.next_cut(), [*pipes]))
+    except (UserError, OSError) as error:
+        send([Failure.of(error)] * len(pipes))
 
 
 def _unwrap(batch: "StepBatch | Failure") -> StepBatch:
     if isinstance(batch, Failure):
-        raise RankError(batch.message)
+        raise batch.error()
     return batch
 
 
@@ -350,17 +452,10 @@ def _leave_signals_to_parent() -> None:
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    allow_open_files()
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     os.environ["OMP_NUM_THREADS"] = "1"
-
-
-def allow_open_files() -> None:
-    """Sources keep up to OPEN_FILES open; the usual soft limit is 1,024 in all."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 CHARACTERS = 64
@@ -413,7 +508,8 @@ def calibrate(
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
         pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
         lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
-        return estimate(promised, groups, lengths, longest, too_long)
+        counts = dict(sum((Counter(piece.targets) for piece in pieces), Counter()))
+        return replace(estimate(promised, groups, lengths, longest, too_long), counts=counts)
 
     measured = share([partial(measure, spec) for spec in specs])
     return replace(found, streams={spec.name: of for spec, of in zip(specs, measured, strict=True)})
@@ -453,7 +549,12 @@ def source_statistics(source: Source, tokenizer: Tokenizer, sample: int = 512) -
 
 def within(languages: list[str], langs: tuple[str, ...]) -> bool:
     """Whether a stream's `languages` name this language or pair: as "en-de", either way round, or each by itself."""
-    return pair_name("-".join(langs)) in map(pair_name, languages) or set(langs) <= set(languages)
+    return not names_of(langs).isdisjoint(languages) or set(langs) <= set(languages)
+
+
+def names_of(langs: tuple[str, ...]) -> set[str]:
+    """Of a language or a pair: "en-de" and "de-en"."""
+    return {"-".join(langs), "-".join(langs[::-1])}
 
 
 def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
@@ -462,8 +563,8 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
     available = sorted({sources[i].pair for i in fitting})
     if languages is not None:
         chosen = [i for i in fitting if within(languages, sources[i].langs)]
-        covered = {pair_name(sources[i].name) for i in chosen} | {lang for i in chosen for lang in sources[i].langs}
-        absent = [language for language in languages if pair_name(language) not in covered]
+        covered = {name for i in chosen for name in {*names_of(sources[i].langs), *sources[i].langs}}
+        absent = [language for language in languages if language not in covered]
         if absent:
             raise UserError(
                 f"streams.{stream}.languages: no {reads} data for {', '.join(absent)}; --data has "
@@ -471,7 +572,7 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
             )
         fitting = chosen
     if not fitting:
-        kinds = ", ".join(f"{source.name} ({source.kind})" for source in sources)
+        kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
         raise UserError(
             f"streams.{stream} reads {reads} records, --data has only: {kinds}. Add a directory written by "
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"

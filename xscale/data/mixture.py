@@ -21,15 +21,15 @@ from xscale.data.calibration import Calibration
 from xscale.data.cut import cut
 from xscale.data.order import EpochOrder, Part, Text
 from xscale.data.row import Shape
-from xscale.data.shards import Source, pair_name
+from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import side_by_side
 
-PACK_FILL = 0.9
+PACK_FILL = 0.94
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
 
-ORDER = 2
-"""Version of the order. In 1, whose states do not say so, the text of a window was one part, whatever the sources."""
+ORDER = 3
+"""Version of the order of running text. Before 3, a sample was pieces that follow one another in a permutation."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +166,11 @@ class Mixture:
             yield self.next_step()
 
     def check_order(self) -> None:
-        """Raises UserError where a state of version 1 lies within text that is in another order now."""
+        """Raises UserError where a state of an earlier version lies within text that is in another order now."""
         for stream in self.streams:
             for source, (epoch, position) in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 order = self._order(stream, source, epoch)
-                if stream.packed and order.bounds(position)[1] < position and order.parts(position) > 1:
+                if stream.packed and order.bounds(position)[1] < position:
                     raise UserError(
                         f"the checkpoint of step {self.state['step']} was saved by an earlier xscale, and stream "
                         f"{stream.name} is among records of {self.sources[source].name} whose order has changed since; "
@@ -178,17 +178,26 @@ class Mixture:
                     )
 
     def next_step(self) -> StepPlan:
-        step = self.state["step"]
-        cut = self.next_cut()
-        rows: list[dict[str, Draw]] = [{} for _ in range(cut.rows)]
+        return self.plans_of(self.next_cut(), [self.rank])[0]
+
+    def plans_of(self, cut: StepCut, ranks: list[int]) -> list[StepPlan]:
+        """What these ranks do in the step that next_cut has just made."""
+        rows: list[list[dict[str, Draw]]] = [[{} for _ in range(cut.rows)] for _ in ranks]
         for name, drawn in cut.draws.items():
-            row, rank = np.divmod(cut.bins[name], self.world)
-            draw = drawn.of(rank == self.rank)
-            by_row = np.argsort(row[draw.sample], kind="stable")
-            borders = np.searchsorted(row[draw.sample][by_row], np.arange(1, cut.rows))
-            for of_row, places in zip(rows, np.split(by_row, borders), strict=True):
-                of_row[name] = draw.at(places)
-        return StepPlan(step, rows, self.state, self.rank, self.world)
+            row, rank_of = np.divmod(cut.bins[name], self.world)
+            wanted = np.zeros(self.world, dtype=bool)
+            wanted[ranks] = True
+            of_all = drawn.of(wanted[rank_of])  # where a record lies is looked up once for all of them
+            for rank, of_rank in zip(ranks, rows, strict=True):
+                draw = of_all.at(np.flatnonzero(rank_of[of_all.sample] == rank))
+                by_row = np.argsort(row[draw.sample], kind="stable")
+                borders = np.searchsorted(row[draw.sample][by_row], np.arange(1, cut.rows))
+                for of_row, places in zip(of_rank, np.split(by_row, borders), strict=True):
+                    of_row[name] = draw.at(places)
+        step = self.state["step"] - 1
+        return [
+            StepPlan(step, of_rank, self.state, rank, self.world) for rank, of_rank in zip(ranks, rows, strict=True)
+        ]
 
     def next_cut(self) -> StepCut:
         """The next step's global batch, dealt out."""
@@ -218,9 +227,8 @@ class Mixture:
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Drawn, list[list[int]]]:
         """The stream's global batch of a step, and its positions after it."""
         chosen = choose(weights, stream.samples, rng.key(self.seed, stream.name, "source", step))
-        by_source = np.split(
-            np.argsort(chosen, kind="stable"), np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1]
-        )
+        in_order = np.argsort(chosen, kind="stable")  # of so few bits in linear time
+        by_source = np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
         positions = [list(position) for position in self.state["positions"][stream.name]]
         taken = [
             part
@@ -342,15 +350,29 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     """
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
-    chosen = np.empty(samples, dtype=np.int64)
-    chosen[np.argsort(drawn[:-1], kind="stable")] = np.searchsorted(np.cumsum(weights), points, side="right")
-    return np.minimum(chosen, len(weights) - 1)
+    ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
+    # The lowest draws go to the first source, and so on. Their leading bits tell nearly all; those that share them with
+    # a draw of another source are sorted.
+    bits = (drawn[:-1] * BUCKETS).astype(np.uint16)
+    behind = np.cumsum(np.bincount(bits, minlength=BUCKETS))
+    first, last = (np.searchsorted(ends, at, side="right") for at in (np.append(0, behind[:-1]), behind - 1))
+    chosen = first.astype(np.min_scalar_type(len(weights)))[bits]
+    unclear = np.flatnonzero((first < last)[bits])
+    unclear = unclear[np.argsort(drawn[unclear], kind="stable")]
+    of_bits = bits[unclear]
+    place = np.arange(len(unclear)) - np.searchsorted(of_bits, of_bits)
+    chosen[unclear] = np.searchsorted(ends, np.append(0, behind)[of_bits] + place, side="right")
+    return chosen
+
+
+BUCKETS = 1 << 12
+"""Of draws, by their leading bits."""
 
 
 def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
     """p of each source: n^alpha over languages or pairs of them, whichever way round; proportional to records within
     one. Sums to 1."""
-    names = [pair_name(source.name) for source in sources]
+    names = [source.pair for source in sources]
     records = Counter[str]()
     for name, source in zip(names, sources, strict=True):
         records[name] += source.records
@@ -364,6 +386,6 @@ def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: 
     lines = []
     for stream in streams:
         for source, (epoch, position) in zip(stream.sources, state["positions"][stream.name], strict=True):
-            name, total = sources[source].name, sources[source].records
+            name, total = sources[source].pair, sources[source].records
             lines.append(f"{stream.name} {name}: epoch {epoch}, {position:,} of {total:,} records")
     return lines

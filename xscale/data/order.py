@@ -5,7 +5,8 @@ is opened and read through once an epoch, while neighbours in a batch come from 
 (benchmarks/shuffle.py measures how well), and memory is that of one window whatever the size of the source.
 
 Of monolingual text, pieces are permuted instead: a document, or of a long one consecutive sentences that fill a sample.
-Samples are whole pieces; a position is a number of records all the same.
+What a piece leaves free in a sample is filled with shorter pieces. Samples are whole pieces; a position is a number of
+records all the same.
 
 A stream of many sources looks ahead in all of them, and not by a window in each: a window is made in parts. Those of a
 permutation are cut out of it. Where pieces are permuted, a part is permuted by itself: some of each of its shards.
@@ -95,6 +96,8 @@ class EpochOrder:
         self.ends = np.cumsum(counts[self.shards])
         self.size = int(self.ends[-1])
         self._part = NOTHING
+        self._leading = -1, NOTHING.ordinals
+        """Of the window with this first shard, by what its records are dealt out to parts: a byte of each."""
 
     def bounds(self, position: int) -> tuple[int, int, int]:
         """(window, first position, end position) of the window that holds `position`."""
@@ -147,7 +150,9 @@ class EpochOrder:
         """The part of a permutation that holds place `at`."""
         counts = self.counts[window]
         bits = min((parts - 1).bit_length(), 8)
-        first, ordinals, order = rng.part_of_permutation(key, int(counts.sum()), at, bits)
+        if bits and self._leading[0] != window[0]:
+            self._leading = int(window[0]), rng.leading_bits(key, int(counts.sum()), bits)
+        first, ordinals, order = rng.part_of_permutation(key, int(counts.sum()), at, bits, self._leading[1])
         lengths = NOTHING.lengths
         if self.lengths:
             ends = np.cumsum(counts)
@@ -181,12 +186,46 @@ class EpochOrder:
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Records of running text in their order [n], and where samples end in it [samples]. sizes: tokens of each."""
     first = runs(sizes, np.flatnonzero(~follows), room)
-    piece = rng.permutation(key, len(first))
+    shuffled = rng.permutation(key, len(first))
+    sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
+    together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")  # 16 bits in linear time
+    piece, sample = shuffled[together], sample[together]
     records = np.diff(first, append=len(sizes))[piece]
     ends = np.cumsum(records)
     ordinals = np.arange(len(sizes)) + np.repeat(first[piece] - (ends - records), records)
-    samples = runs(np.add.reduceat(sizes, first)[piece], np.zeros(1, dtype=np.int64), room)
-    return ordinals, ends[np.append(samples[1:], len(piece)) - 1]
+    return ordinals, ends[np.append(sample[1:] != sample[:-1], True)]
+
+
+def fill(sizes: np.ndarray, room: int) -> np.ndarray:
+    """The bin of each item, such that the items of a bin fit into `room` or are one; a bin bears the number of one of
+    its items. sizes: from 1 [n].
+
+    Each round gives bins that are more than half full, the fullest first, one bin of the others each, the largest that
+    fits; what is left of those is joined two by two.
+    """
+    # What exceeds the room fits nowhere, however large it is; a few bits are sorted in linear time.
+    bin_of, filled = np.arange(len(sizes)), np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
+    still = bin_of
+    while True:
+        still = still[np.argsort(filled[still], kind="stable")]
+        half = np.searchsorted(filled[still], room // 2, side="right")
+        small, large = still[:half], still[half:][::-1]
+        number = np.arange(len(large))
+        fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
+        # Largest first of those that no bin behind it wants: strictly increasing, and below `fitting`.
+        chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
+        into, joined = large[chosen >= 0], small[chosen[chosen >= 0]]
+        left = np.delete(small, chosen[chosen >= 0])
+        left = left[len(left) % 2 :]
+        into, joined = np.append(into, left[1::2]), np.append(joined, left[::2])
+        if not len(into):
+            break
+        filled[into] += filled[joined]
+        bin_of[joined] = into
+        still = still[bin_of[still] == still]
+    while (bin_of[bin_of] != bin_of).any():
+        bin_of = bin_of[bin_of]
+    return bin_of
 
 
 def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
@@ -200,9 +239,20 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     behind = np.searchsorted(filled, filled - sizes + room, side="right")
     border = np.append(borders, len(sizes))
     ends = np.repeat(border[1:], np.diff(border))
-    following = memoryview(np.clip(behind, np.arange(1, len(sizes) + 1), ends))
-    starts, at = bytearray(len(sizes)), 0
-    while at < len(sizes):
-        starts[at] = 1
+    following = np.clip(behind, np.arange(1, len(sizes) + 1), ends)
+    starts = np.zeros(len(sizes) + 1, dtype=bool)
+    starts[border] = True
+    at = following[borders]
+    while len(at := at[~starts[at]]) > FEW:  # a run of each at once
+        starts[at] = True
         at = following[at]
-    return np.flatnonzero(np.frombuffer(starts, dtype=np.uint8))
+    found, after = starts.data, following.data
+    for start in at.tolist():
+        while not found[start]:
+            found[start] = True
+            start = after[start]
+    return np.flatnonzero(starts[:-1])
+
+
+FEW = 32
+"""Runs that are found faster one by one."""

@@ -3,11 +3,13 @@
 Shape letters: N tokens of the piece's sequences, M predicted tokens, S states that a loss reads, K places.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from xscale import rng
 from xscale.data.masking import mask_tokens
 from xscale.data.sequences import Example, Sequences, fit_pairs
 from xscale.data.shards import pair_name
@@ -15,6 +17,7 @@ from xscale.data.tokenizer import Tokenizer
 
 Types = Literal["languages", "segments"]
 """What a token's type is the number of; by name of a field of Sequences."""
+_NEUTRAL = rng.key("language", "neutral")
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Context:
     overlong: str
     """"drop" or "truncate"."""
     language_ids: dict[str, int]
+    """From 1 on; 0, which is neutral, for a language that the model does not have."""
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), as id tables, without the words that are withheld."""
@@ -56,7 +60,7 @@ class Context:
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
         language = {number: name for name, number in self.language_ids.items()}
-        of_codes = [pair_name("-".join(dict.fromkeys(language[n] for n in code))) for code in codes.tolist()]
+        of_codes = [pair_name({language[n] for n in code}) for code in codes.tolist()]
         numbers = [self.names.index(name) if name in self.names else len(self.names) for name in of_codes]
         return np.array(numbers, dtype=np.int64)[which]
 
@@ -106,8 +110,26 @@ class Beside(NamedTuple):
     """What a companion's encoder reads, without gradient."""
 
     sequences: Sequences
-    places: np.ndarray
-    """Indices of the tokens whose states it gives [S]."""
+    reads: Reads
+    """The states that it gives."""
+
+
+def check_piece(piece: Piece, terms: Set[str]) -> None:
+    """Raises ValueError for what a row could not be made of. terms: of the objective's loss."""
+    if not isinstance(piece, Piece):
+        raise ValueError(f"returned {type(piece).__name__}, not a Piece (xscale/data/piece.py)")
+    tokens = len(piece.sequences.ids)
+    if int(piece.sequences.lengths.sum()) != tokens:
+        raise ValueError(f"its sequences' lengths add up to {piece.sequences.lengths.sum()}, and have {tokens} ids")
+    for name, (places, counts) in piece.reads.items():
+        if len(places) and not 0 <= places.min() <= places.max() < tokens:
+            raise ValueError(f"reads[{name!r}] has places from {places.min()} to {places.max()}, of {tokens} tokens")
+        if counts is not None and int(counts.sum()) != len(places):
+            raise ValueError(f"reads[{name!r}] has counts of {counts.sum()} places, and {len(places)} places")
+    if unknown := piece.labels.keys() - terms:
+        raise ValueError(
+            f"labels has {', '.join(sorted(unknown))}, none of the loss's terms {', '.join(sorted(terms))}"
+        )
 
 
 def masked_lm(
@@ -117,15 +139,21 @@ def masked_lm(
     mask_prob: float,
     whole_word: bool = False,
     types: Types | None = None,
+    neutral: float = 0.0,
     samples: int | None = None,
     too_long: int = 0,
 ) -> Piece:
-    """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. samples: default, the sequences."""
+    """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. neutral: share of the sequences
+    whose language is not shown. samples: default, the sequences."""
     whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     names = {"mlm": context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
+    languages = sequences.languages
+    if types == "languages":
+        hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
+        languages = np.where(hidden[sequences.numbers], 0, languages)
     return Piece(
-        sequences=replace(sequences, ids=ids),
+        sequences=replace(sequences, ids=ids, languages=languages),
         reads={"masked": Reads(targets)},
         targets={"mlm": len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,

@@ -33,7 +33,7 @@ class Tokens(NamedTuple):
     lengths: Any
     """Tokens of each sequence [B], int32. As a tensor it stays on the CPU: the host reads it without waiting."""
     longest: int
-    """No sequence is longer; the same in all rows of a run."""
+    """No sequence is longer; the same in all rows that are filled up, else the row's own longest."""
 
 
 class Shape(NamedTuple):
@@ -55,8 +55,8 @@ class Inputs(NamedTuple):
     """Which of Row.names each prediction is of [M], int64; their number: none."""
     arrays: dict[str, dict[str, Any]]
     """Stream -> what else its loss reads."""
-    beside: dict[str, tuple[Tokens, Any]]
-    """Stream -> what its companion's encoder reads, and the places of the states that it gives [S]."""
+    beside: dict[str, tuple[Tokens, Index]]
+    """Stream -> what its companion's encoder reads, and what ops.alignment_gather reads of the states that it gives."""
 
 
 class Work(NamedTuple):
@@ -180,7 +180,7 @@ def lay_out(
         column(numbers, 0) if any(types) else None,
         np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         lengths,
-        longest,
+        longest if (room, len(lengths)) == shape else int(lengths.max()),
     )
     return tokens, np.split(place, np.cumsum([len(part.ids) for part in parts])[:-1])
 
@@ -215,10 +215,11 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _beside(piece: Piece, longest: int, filler: int) -> tuple[Tokens, np.ndarray]:
+def _beside(piece: Piece, longest: int, filler: int) -> tuple[Tokens, Index]:
     assert piece.beside is not None
     tokens, (place,) = lay_out([piece.beside.sequences], [piece.types], longest, filler)
-    return tokens, place[piece.beside.places]
+    reads = piece.beside.reads
+    return tokens, gather_index([Reads(place[reads.places], reads.counts)], len(tokens.input_ids))
 
 
 def _work(parts: list[Piece]) -> Work:

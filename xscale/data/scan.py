@@ -21,6 +21,7 @@ from xscale.data.shards import (
     parse_sample,
     sample_key,
 )
+from xscale.data.survey import Survey
 from xscale.errors import UserError
 from xscale.files import sha256_file
 from xscale.record import Record
@@ -34,6 +35,7 @@ class ScannedShard:
     layout: str
     langs: tuple[str, ...]
     idx: np.ndarray
+    survey: Survey
 
     @property
     def documents(self) -> int:
@@ -52,9 +54,10 @@ def scan_shard(
     found_langs: tuple[str, ...] | None = langs
     sample: list[tarfile.TarInfo] = []
     doc: str | int | None = None
+    survey: Survey | None = None
 
     def add(record: Record, offset: int, data: bytes) -> None:
-        nonlocal found_langs, doc
+        nonlocal found_langs, doc, survey
         if found_langs is None:
             check_languages(record.langs)
             found_langs = record.langs
@@ -64,6 +67,8 @@ def scan_shard(
             carry_over(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
         doc = record.doc
+        survey = survey or Survey(len(record.texts))
+        survey.add(record.texts)
 
     def add_sample() -> None:
         if not sample:
@@ -82,7 +87,7 @@ def scan_shard(
                         offset = member.offset_data
                         for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
                             if line.strip():
-                                add(parse_line(line), offset, line)
+                                add(parse_line(line, strict=True), offset, line)
                             offset += len(line)
                     else:
                         if sample and sample_key(sample[-1].name) != sample_key(member.name):
@@ -92,11 +97,11 @@ def scan_shard(
                 add_sample()
         except (ValueError, tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: record {len(ranges)}: {error}") from None
-    if not ranges or found_langs is None:
+    if not ranges or found_langs is None or survey is None:
         raise UserError(f"{path} holds no record (an empty or cut-off tar)")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), size, sha256_file(path), zlib.crc32(idx.tobytes()))
-    return ScannedShard(shard, layouts.pop(), found_langs, idx)
+    return ScannedShard(shard, layouts.pop(), found_langs, idx, survey)
 
 
 def _check_end(fd: int, offset: int) -> None:

@@ -32,8 +32,6 @@ class Example:
     key: str = ""
     links: str | None = None
     """The record's word links, in Pharaoh form."""
-    record: np.uint64 | int = 0
-    """Of the record itself, the same in every epoch and stream; 0: unknown."""
     follows: bool = False
     """Goes on the document of the example before it in its sample."""
     borders: Sequence[int] = ()
@@ -51,7 +49,7 @@ class Sequences:
     positions: np.ndarray
     """Position of each token in its sequence, or in its segment where positions are reset [N]."""
     languages: np.ndarray
-    """Language number of each token [N]."""
+    """Language number of each token, from 1 on; 0: of no language that is known [N]."""
     segments: np.ndarray
     """0 for tokens of a sequence's first segment, 1 for those of its second, 2, ... [N]."""
     words: np.ndarray | None

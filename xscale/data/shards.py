@@ -3,7 +3,8 @@
 A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is a raw array of
 `IDX_DTYPE`, one entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines"
 a range is one line of JSON inside a `.jsonl` member; in the layout "samples" (tars others wrote) it is the run of
-tar members that share a key.
+tar members that share a key. The file `entries` has those of all shards, in the order of index.json: whoever plans a
+run reads lengths of many shards, and opens it alone. Where it is not there, or does not fit index.json, .idx are read.
 
 Monolingual records with the same `doc` that follow one another in a shard are a document: the top bit of `length` is
 set in each but the first. A monolingual text of more than PART_BYTES has an entry, with the same byte range, for each
@@ -15,12 +16,15 @@ import gc
 import hashlib
 import io
 import json
+import mmap
 import os
 import resource
 import struct
 import tarfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +42,8 @@ FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY = struct.Struct("<QII")
 """One of IDX_DTYPE."""
+ENTRIES = "entries"
+"""The name of a source's file of them."""
 LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
 """Whose words a record's links count: those of data/words.py, or of the text as others split it."""
@@ -49,6 +55,7 @@ OPEN_FILES = 1 << 14
 """A process keeps so many files of all its sources open at once, or half of those it may: those it used last. A shard
 has two. It takes the windows of dozens of sources (data/order.py) as a whole."""
 BLOCK = tarfile.BLOCKSIZE
+_BOM = "\ufeff"
 
 
 class Shard(NamedTuple):
@@ -79,6 +86,8 @@ class Source:
         self.langs: tuple[str, ...] = tuple(index["langs"])
         self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
+        self.starts = np.cumsum(self.counts) - self.counts
+        """Of each shard, its first record in the whole source."""
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.swept = False
@@ -127,8 +136,7 @@ class Source:
 
     @property
     def pair(self) -> str:
-        """The language, or the pair of languages whichever way round: en-hi and hi-en are one."""
-        return "-".join(sorted(self.langs))
+        return pair_name(self.langs)
 
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
         """Shard, and record in it, of records by their number in the source."""
@@ -146,7 +154,8 @@ class Source:
         """A glance at so many shards from all over the source. Its number of records is still that of all."""
         chosen = np.unique(np.linspace(0, len(self.counts) - 1, most).round().astype(int))
         source = self.glance()
-        source.counts, source.shards = self.counts[chosen], [self.shards[shard] for shard in chosen]
+        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
+        source.shards = [self.shards[shard] for shard in chosen]
         return source
 
     def check_sizes(self) -> None:
@@ -186,20 +195,32 @@ class Source:
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
-        """A shard's .idx, whole and verified [n_records]. Raises UserError."""
+        """A shard's entries, whole and verified [n_records]. Raises UserError."""
         about = self.shards[shard]
-        path = self._path(shard, ".idx")
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            data = os.pread(fd, about.records * IDX_DTYPE.itemsize, 0)
-        finally:
-            os.close(fd)
+        of_all = _mapped.get(id(self)) or _mapped.setdefault(id(self), Mapped(self.directory / ENTRIES))
+        of_all.look()
+        found = of_all.entries[self.starts[shard] :][: about.records]
+        if shard not in of_all.verified and about.idx_crc32 == zlib.crc32(found.data):
+            of_all.verified.add(shard)
+        if shard not in of_all.verified:
+            fd = os.open(self._path(shard, ".idx"), os.O_RDONLY)
+            try:
+                found = np.frombuffer(self._verified(shard, fd), dtype=IDX_DTYPE)
+            finally:
+                os.close(fd)
+        return found[: self.counts[shard]]
+
+    def _verified(self, shard: int, fd: int) -> bytes:
+        """A shard's .idx. Raises UserError where it is not the one that index.json had when this source was opened."""
+        about, path = self.shards[shard], self._path(shard, ".idx")
+        data = _pread(fd, about.records * IDX_DTYPE.itemsize, 0, path)
         if len(data) % IDX_DTYPE.itemsize or (about.idx_crc32 is not None and zlib.crc32(data) != about.idx_crc32):
             raise UserError(
-                f"{path} is damaged, or another shard's: its checksum differs from index.json. Copy it again, or "
+                f"{path} is damaged, or another shard's: its checksum is not what index.json said when this process "
+                f"read it. Shards must not change while they are read: bring the old ones back. Or copy it again, or "
                 f"run `python -m data_tools.index {self.directory}`"
             )
-        return np.frombuffer(data, dtype=IDX_DTYPE)[: self.counts[shard]]
+        return data
 
     def goes_on(self, shard: int, record: int) -> bool:
         """As `follows`, of one record that is read."""
@@ -234,8 +255,9 @@ class Source:
 
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """Of a long text, the part that this record is."""
+        files = self._files(shard)
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
-        near = os.pread(self._files(shard).idx, (end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize)
+        near = _pread(files.idx, (end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize, files.names[1])
         same = np.frombuffer(near, dtype=IDX_DTYPE)["offset"] == offset
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
@@ -244,11 +266,15 @@ class Source:
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Offset, length, which may say FOLLOWS, and CRC-32 of a record. The .idx as a whole is not verified for it:
-        whoever plans a run has done that (`look`), and a wrong entry does not fit its bytes."""
+        """Offset, length, which may say FOLLOWS, and CRC-32 of a record. The .idx is verified when it is opened, and
+        again when it has changed since: one that was put in its place with its tar would fit that tar's bytes."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
-        entry = os.pread(self._files(shard).idx, ENTRY.size, record * ENTRY.size)
+        files = self._files(shard)
+        if (changed := os.fstat(files.idx).st_ctime_ns) != files.verified:
+            self._verified(shard, files.idx)
+            files.verified = changed
+        entry = _pread(files.idx, ENTRY.size, record * ENTRY.size, files.names[1])
         if len(entry) < ENTRY.size:
             self.entries(shard)  # says what is wrong with it
             raise UserError(f"{self._path(shard, '.idx')} ends before record {record}. Copy it again")
@@ -257,7 +283,8 @@ class Source:
     def _bytes(self, shard: int, offset: int, length: int) -> bytes:
         if offset + length > self.shards[shard].bytes:
             return b""
-        return os.pread(self._files(shard).tar, length, offset)
+        files = self._files(shard)
+        return _pread(files.tar, length, offset, files.names[0])
 
     def _damage(self, shard: int, record: int, offset: int, length: int) -> str:
         self.entries(shard)  # may say that it is at fault
@@ -292,6 +319,7 @@ class Source:
 
     def close(self) -> None:
         """Let go of its files; they are opened again where they are read."""
+        _mapped.pop(id(self), None)
         for key in [key for key in _open if key[0] == id(self)]:
             _open.pop(key).close()
 
@@ -304,6 +332,9 @@ class Files:
     """Of a shard, open for reading."""
 
     def __init__(self, tar: str, idx: str, swept: bool):
+        self.names = tar, idx
+        self.verified = 0
+        """When the .idx had last changed as it was verified."""
         self.tar = os.open(tar, os.O_RDONLY)
         try:
             self.idx = os.open(idx, os.O_RDONLY)
@@ -319,13 +350,49 @@ class Files:
         close(self.idx)
 
 
+class Mapped:
+    """The file of all entries of a source."""
+
+    def __init__(self, path: Path):
+        self.entries, self.verified = np.empty(0, dtype=IDX_DTYPE), set[int]()
+        """verified: shards whose entries are those of index.json."""
+        self.file: io.FileIO | None = None
+        with suppress(OSError, ValueError):  # it is not there, or empty
+            self.file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # a pipe is not waited for
+            about = os.fstat(self.file.fileno())
+            self.changed = about.st_ctime_ns
+            size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
+            self.entries = np.frombuffer(mmap.mmap(self.file.fileno(), size, prot=mmap.PROT_READ), dtype=IDX_DTYPE)
+
+    def look(self) -> None:
+        """One that was written to since is left alone, as where it is shorter now, reading it would end the process."""
+        if self.file and os.fstat(self.file.fileno()).st_ctime_ns != self.changed:
+            self.__del__()
+            self.file, self.entries, self.verified = None, np.empty(0, dtype=IDX_DTYPE), set()
+
+    def __del__(self) -> None:
+        if self.file:
+            self.file.close()
+
+
+_mapped: dict[int, Mapped] = {}
+"""What this process has mapped, by source."""
 _open: OrderedDict[tuple[int, int], Files] = OrderedDict()
 """What this process keeps open of (source, shard), longest unused first."""
 
 
-def pair_name(name: str) -> str:
-    """Of a source's or a dictionary's name: "en-hi" for en-hi and hi-en, the same pair of languages."""
-    return "-".join(sorted(name.split("-")))
+def pair_name(langs: Iterable[str]) -> str:
+    """The language, or the pair of languages whichever way round: "en-hi" of en and hi, and of hi and en."""
+    return "-".join(sorted(langs))
+
+
+def _pread(fd: int, size: int, at: int, path: str) -> bytes:
+    """os.pread, whose errors name the file."""
+    try:
+        return os.pread(fd, size, at)
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 def idx_path(tar: Path) -> Path:
@@ -383,7 +450,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
 
 def check_languages(langs: list[str] | tuple[str, ...]) -> None:
     """Raises ValueError unless they are one name or two."""
-    if not all(isinstance(lang, str) and lang and not set(lang) & set("/\\ \t\n\0") for lang in langs):
+    if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
         raise ValueError(f"langs {list(langs)}: needs one language, or two different ones")
@@ -448,17 +515,25 @@ def take_first(sources: list[Source], first: int | None) -> list[Source]:
     return [source for source in sources if source.records]
 
 
-def parse_line(line: bytes) -> Record:
-    return Record.from_dict(parse_json(line))
+def parse_line(line: bytes, strict: bool = False) -> Record:
+    """strict: refuse what is said twice, which takes time."""
+    return Record.from_dict(parse_json(line, strict))
 
 
-def parse_json(data: bytes) -> Any:
+def parse_json(data: bytes, strict: bool = True) -> Any:
     try:
-        return json.loads(data.decode().removeprefix("\ufeff"))
+        return json.loads(data.decode().removeprefix(_BOM), object_pairs_hook=_once if strict else None)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error})") from None
+
+
+def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(fields)
+    if len(found) < len(fields):
+        raise ValueError(f"a field stands twice among {', '.join(name for name, _ in fields)}")
+    return found
 
 
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
@@ -475,6 +550,9 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
                 continue
             key = sample_key(member.name)
             extension = member.name[len(key) + 1 :]
+            kind = extension.rpartition(".")[2]
+            if kind != kind.lower() and kind.lower() in ("json", "txt"):
+                raise ValueError(f"member {member.name}: write its extension in lower case, .{kind.lower()}")
             if extension in seen:
                 raise ValueError(f"{member.name} stands twice in a row; give each sample a key of its own")
             seen.add(extension)
@@ -486,9 +564,9 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             elif extension == "links.txt":
                 links = text.decode().strip()
             elif extension == "txt" and langs and len(langs) == 1:
-                texts[langs[0]] = text.decode().rstrip("\n")
+                texts[langs[0]] = text.decode().removeprefix(_BOM).rstrip("\n")
             elif extension.endswith(".txt") and extension.count(".") == 1:
-                texts[extension.removesuffix(".txt")] = text.decode().rstrip("\n")
+                texts[extension.removesuffix(".txt")] = text.decode().removeprefix(_BOM).rstrip("\n")
     if fields is not None:
         return Record.from_dict({"key": key} | fields)
     if not texts:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from xscale.errors import UserError
+from xscale.errors import UserError, can_be_encoded
 
 _BLOCK = 1 << 15
 _FORMS = {
@@ -22,14 +22,25 @@ _FORMS = {
     b"PK\x03\x04": "is a zip archive; extract it first",
     b"7z\xbc\xaf": "is a 7z archive; extract it first",
     b"\x04\x22\x4d\x18": "is compressed by lz4; decompress it first: `lz4 -d`",
+    b"PAR1": 'is a Parquet table; make JSON lines of it: `python -c "import datasets; '
+    "datasets.Dataset.from_parquet('{path}').to_json('{path}.jsonl')\"`",
+    b"ARROW1": 'is an Arrow table; make JSON lines of it: `python -c "import datasets, pyarrow.ipc as i; '
+    "datasets.Dataset(i.open_file('{path}').read_all()).to_json('{path}.jsonl')\"`",
+    b"\xff\xff\xff\xff": 'is an Arrow table; make JSON lines of it: `python -c "import datasets; '
+    "datasets.Dataset.from_file('{path}').to_json('{path}.jsonl')\"`",
     b"\xff\xfe": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
     b"\xfe\xff": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
 }
 """First bytes of what is no plain text."""
 _OLD_MAC = 8
 """Carriage returns within a file's first line from which on they are its line ends."""
-_END = re.compile(r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])|(?<=[。！？])")
+_END = re.compile(
+    r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
+    r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
+)
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
+_INITIAL_LENGTH = 8
+"""Characters, more than a match of _INITIAL has: of a longer piece no more are looked at."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -43,6 +54,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
+    except IsADirectoryError:
+        _check_folder(path)
+        raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the "
@@ -61,7 +75,17 @@ def _check_form(path: Path, line: bytes) -> None:
     if form is None and line.rstrip(b"\r\n").count(b"\r") >= _OLD_MAC:
         form = "has the line ends of old Macs, \\r alone; convert it first: `tr '\\r' '\\n'`"
     if form:
-        raise UserError(f"{path} {form}")
+        raise UserError(f"{path} {form.format(path=path)}")
+
+
+def _check_folder(path: Path) -> None:
+    """Raises UserError for what `datasets` saved."""
+    for name, part in (("dataset_dict.json", "['train']"), ("state.json", "")):
+        if (path / name).exists() and ((path / "dataset_info.json").exists() or part):
+            raise UserError(
+                f'{path} is a folder that `save_to_disk` wrote; make JSON lines of it: `python -c "import datasets; '
+                f"datasets.load_from_disk('{path}'){part}.to_json('{path.name}.jsonl')\"`"
+            )
 
 
 def _plain(file: BinaryIO) -> Iterable[bytes]:
@@ -99,6 +123,7 @@ def files_of(paths: list[Path]) -> list[Path]:
     """Each path itself, or all files below it but hidden ones, sorted. Raises UserError."""
 
     def below(folder: Path) -> list[Path]:
+        _check_folder(folder)
         found = (path for path in folder.rglob("*") if not path.is_dir())
         return sorted(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 
@@ -108,6 +133,8 @@ def files_of(paths: list[Path]) -> list[Path]:
     for path in files:
         if path.exists() and not path.is_file() and path not in paths:  # a pipe would be waited for
             raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
+        if not can_be_encoded(str(path)):
+            raise UserError(f"{str(path)!a} is not UTF-8, and keys of records name their file; rename it")
     twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
     if twice:
         raise UserError(f"{twice[0]} is given twice; its lines would be too")
@@ -136,8 +163,11 @@ def split_sentences(line: str) -> list[str]:
     """A paragraph's sentences, by punctuation and the next word's capital. Errs towards leaving together."""
     pieces, start = [], 0
     for match in _END.finditer(line):
-        piece = line[start : match.end()].strip()
-        if piece and not _INITIAL.search(piece):
+        end = match.start() + len(match.group().rstrip())
+        if _INITIAL.search(line[max(start, end - _INITIAL_LENGTH) : end]):
+            continue
+        piece = line[start:end].strip()
+        if piece:
             pieces.append(piece)
             start = match.end()
     rest = line[start:].strip()

@@ -5,6 +5,7 @@ Shape letters: B sequences, N tokens of all of them behind one another, M masked
 
 import hashlib
 import os
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import numpy as np
 
 from xscale.data.words import TokenWords, stands_alone, token_words
 from xscale.errors import UserError
+from xscale.files import may_be_there
 
 
 class PairTemplate(NamedTuple):
@@ -58,19 +60,36 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
         )
 
 
+UNKNOWN = 0.002
+"""Share of unknown tokens in a language's text from which on one is warned."""
+
+
+def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
+    """What is said of the share of unknown tokens by language. path: the tokenizer."""
+    said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
+    much = [language for language, share in shares.items() if share > UNKNOWN]
+    return [f"unknown tokens: {said}"] * bool(shares) + [
+        f"warning: {shares[language]:.1%} of the tokens in {language} are unknown to tokenizer {path}: nothing can be "
+        f"learnt of them; train one on text in {language}, with a larger --vocab_size"
+        for language in much
+    ]
+
+
 class Tokenizer:
     """A Hugging Face fast tokenizer, reduced to what the data path needs."""
 
     def __init__(self, path: str | Path):
-        if Path(path).is_absolute() and not Path(path).exists():
+        if not may_be_there(path):
             raise UserError(
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers are the parallelism
+        os.environ["TOKENIZERS_PARALLELISM"] = (
+            "false"  # workers are the parallelism, and hang where they inherit threads
+        )
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path))
+            tokenizer = AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
             fast = tokenizer.is_fast
             special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
@@ -109,7 +128,11 @@ class Tokenizer:
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
+        normalizer = self.backend.normalizer
+        self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
+        self.special: dict[str, int | None] = special
+        """Ids by use, which tokenizer.json alone does not say."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -138,6 +161,11 @@ class Tokenizer:
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=len(spans))
             spans[flat == self._space] = 0  # before a text's first word it claims that word's first character
         return ids, token_words(texts, counts, spans)
+
+    def unknown(self, texts: list[list[int]]) -> float:
+        """Share of the tokens of texts that stand for what the vocabulary lacks."""
+        tokens = np.array([token for ids in texts for token in ids])
+        return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
         """By an example; [CLS] A [SEP] B [SEP] where the tokenizer has no template that begins and ends so."""

@@ -188,12 +188,22 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 def is_blank(text: str) -> bool:
     """Whether nothing of it can be seen, such as one that is a no-break space and a U+200B."""
-    return not any(table()[ord(c)] not in (Class.BREAK, Class.FORMAT, Class.JOINER) for c in text)
+    return not any(map(_is_seen, text))
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_seen(character: str) -> bool:
+    return table()[ord(character)] not in (Class.BREAK, Class.FORMAT, Class.JOINER)
 
 
 def stands_alone(text: str) -> bool:
     """Whether it begins with a character of a script that is written without spaces."""
-    return bool(text) and table()[ord(text[0])] in (Class.OWN, Class.OWN_PUNCTUATION)
+    return bool(text) and _is_own(text[0])
+
+
+@lru_cache(maxsize=1 << 12)
+def _is_own(character: str) -> bool:
+    return table()[ord(character)] in (Class.OWN, Class.OWN_PUNCTUATION)
 
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:

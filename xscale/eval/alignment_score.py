@@ -21,14 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.data.lexicon import Lexicon, load_lexicon
+from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import Exported
 
-SAMPLE, RUN = 100_000, 64
-"""Records from whose text the tokens of a language are counted, at most; where there are more, runs of so many that
-follow one another, spread evenly over all shards."""
 FEWEST = 20
 """Words below which a share of them says nothing."""
 _CHUNK = 1024
@@ -82,7 +80,8 @@ def evaluate(
     sources: whose text has the candidates. paths: all that the model was trained with. heldout: share of the words
     that were withheld from it.
     """
-    lexicons = [load_lexicon(path, model.tokenizer) for path in paths]
+    languages = {language for of_text in sources for language in of_text.langs}
+    lexicons = [load_lexicon(path, model.tokenizer, languages) for path in paths]
     of_pair = [lexicon for lexicon in lexicons if set(lexicon.langs) == set(source.langs)]
     if not of_pair:
         raise UserError(
@@ -91,10 +90,11 @@ def evaluate(
         )
     tokens = {language: tokens_of(language, sources, model.tokenizer) for language in source.langs}
     scores: dict[str, float] = {}
+    directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in of_pair}
     for name, gold in find_gold(of_pair, lexicons, heldout, tokens).items():
         found = zip(("", " trained"), gold.scores(model.encoder.embeddings), (gold.withheld, gold.trained), strict=True)
         for kind, score, pairs in found:
-            scores |= {} if score is None else {name.replace("-", "->") + kind: score}
+            scores |= {} if score is None else {directions[name] + kind: score}
             if score is None and len(pairs.queries):
                 few = f"{len(pairs.queries)} words of one token{kind or ' withheld'}, {FEWEST} would do"
                 print(f"alignment {name}: no score of {few}; another tokenizer may know more", file=sys.stderr)
@@ -130,24 +130,9 @@ def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
 
 
 def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """Distinct ids in the text of all sources that have the language: of all records up to SAMPLE."""
-    having = [source for source in sources if language in source.langs]
+    """Distinct ids in the text of all sources that have the language, or of what of it is read (data/sample.py)."""
     counted = np.zeros(tokenizer.vocab_size, dtype=bool)
-    ends = np.cumsum([source.records for source in having])
-    chosen = spread(int(ends[-1]) if having else 0)
-    for source, end in zip(having, ends, strict=True):
-        here = chosen[(chosen >= end - source.records) & (chosen < end)] - (end - source.records)
-        glance, side = source.glance(), source.langs.index(language)
-        for start in range(0, len(here), _CHUNK):
-            texts = [glance.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
-            for ids in tokenizer.encode(texts):
-                counted[ids] = True
+    for texts in texts_of(language, sources):
+        for ids in tokenizer.encode(texts):
+            counted[ids] = True
     return np.flatnonzero(counted & ~tokenizer.is_special)
-
-
-def spread(records: int) -> np.ndarray:
-    """All of them, or SAMPLE in runs, evenly."""
-    if records <= SAMPLE:
-        return np.arange(records)
-    runs = np.unique(np.linspace(0, records // RUN - 1, SAMPLE // RUN).round().astype(np.int64))
-    return (runs[:, None] * RUN + np.arange(RUN)).ravel()

@@ -41,7 +41,9 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
         [Example(langs, tuple(ids[2 * i : 2 * i + 2]), None, identities[i])] for i, (_, langs, _) in enumerate(records)
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
-    options = tlm.Options(language_embeddings=model.language_embeddings, reset_positions=model.reset_positions)
+    options = tlm.Options(
+        language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
+    )
     longest = positions(model.encoder.lm.config)
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     loss = correct = targets = dropped = 0.0

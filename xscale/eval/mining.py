@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from xscale.data.lexicon import cut_pair
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.model import Exported
@@ -170,10 +171,12 @@ def read_ids(path: Path) -> dict[str, str]:
 
 def languages_of(prefix: Path) -> tuple[str, str]:
     """("de", "en") of .../de-en.training."""
-    names = prefix.name.partition(".")[0].split("-")
-    if len(names) != 2 or not all(names) or names[0] == names[1]:
+    parts = prefix.name.partition(".")[0].split("-")
+    sides = ["-".join(side) for i in range(1, len(parts)) for side in (parts[:i], parts[i:])]
+    names = cut_pair("-".join(parts), [side for side in sides if find(prefix, side).exists()])
+    if names is None or names[0] == names[1]:
         raise UserError(f"--mining {prefix}: the name says no languages, as de-en.training does for de-en.training.de")
-    return names[0], names[1]
+    return names
 
 
 def find(prefix: Path, extension: str) -> Path:

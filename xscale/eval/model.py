@@ -46,6 +46,7 @@ class Exported:
         """Of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
+        """By number; number 0 is neutral."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
@@ -56,12 +57,8 @@ class Exported:
         return self.numbers_of(source.langs)
 
     def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
-        """Numbers of the languages that the model was trained with. Raises UserError where one is needed and absent."""
-        known = {language: number for number, language in enumerate(self.languages)}
-        absent = [language for language in languages if language not in known]
-        if absent and self.language_embeddings:
-            raise UserError(f"the model has language embeddings of {self.languages}, not of {', '.join(absent)}")
-        return known | dict.fromkeys(absent, 0)
+        """Numbers of the languages that the model was trained with; 0, the neutral one, of others."""
+        return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
 
 
 def tokenizer_of(path: Path, rows: int) -> Tokenizer:

@@ -31,7 +31,7 @@ def evaluate(model: Exported, source: Source, language: str, limit: int) -> dict
     identities = rng.hash64(rng.key("perplexity"), np.arange(len(ids)))
     samples = [[Example((language,), (ids[i],), None, identities[i])] for i in range(len(ids))]
     samples.sort(key=lambda sample: -len(sample[0].ids[0]))
-    options = mlm.MaskedOptions(language_embeddings=model.language_embeddings)
+    options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
     longest = positions(model.encoder.lm.config)
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source))
     loss = correct = targets = 0.0

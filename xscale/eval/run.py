@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.shards import find_sources
-from xscale.errors import UserError, of_machine
+from xscale.errors import UserError, check_arguments, of_machine
 from xscale.eval.model import Exported, write_json
 from xscale.eval.tasks import TASKS, Row, Scores, add_flags
 from xscale.plugins import load_plugins
@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
             raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
+        check_arguments(sys.argv[1:] if argv is None else argv)
+        if args.limit < 1:
+            raise UserError(f"--limit {args.limit} must be 1 or more")
         load_plugins(args.plugin)
         if args.out:
             check_out(args.out)

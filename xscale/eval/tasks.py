@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xscale.data.lexicon import find_lexicons, load_lexicon, pair_of
+from xscale.data.lexicon import cut_pair, find_lexicons, load_lexicon, pair_of
 from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, perplexity, retrieval
@@ -127,12 +127,13 @@ def plan_induction(args: Namespace, sources: list[Source]) -> list[Row]:
     paths = args.lexicons or dict.fromkeys(p for source in sources for p in find_lexicons(sources, source.directory))
     if not paths:
         raise UserError("task induction needs a dictionary: --lexicons PATH/en-de.txt, or lexicon/ beside --data")
+    languages = {language for source in sources for language in source.langs}
     by_pair: dict[str, list[Path]] = {}
     for path in paths:
-        by_pair.setdefault(pair_name("-".join(pair_of(path))), []).append(path)
+        by_pair.setdefault(pair_name(pair_of(path, languages)), []).append(path)
 
     def measure(of_pair: list[Path], model: Exported) -> dict[str, Scores]:
-        lexicons = {path: load_lexicon(path, model.tokenizer) for path in paths}
+        lexicons = {path: load_lexicon(path, model.tokenizer, languages) for path in paths}
         chosen, share = [lexicons[path] for path in of_pair], withheld_share(args, model)
         all_of_them = list(lexicons.values())
         return induction.evaluate(model, chosen, all_of_them, share, args.limit, args.layer, args.margin)
@@ -156,7 +157,7 @@ def plan_mining(args: Namespace, sources: list[Source]) -> list[Row]:
 
 
 def name_of(prefix: Path) -> str:
-    return pair_name("-".join(mining.languages_of(prefix)))
+    return pair_name(mining.languages_of(prefix))
 
 
 def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
@@ -167,11 +168,14 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
         raise UserError("task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS")
     rows = []
     for pair, *files in args.aer:
-        first, _, second = pair.partition("-")
-        if not (first and second and 1 <= len(files) <= 2):
-            raise UserError(f"--aer {' '.join([pair, *files])}: needs `en-es FILE.tsv`, or `en-fr TEXT LINKS`")
+        langs = cut_pair(pair, {language for source in sources for language in source.langs})
+        if langs is None or not 1 <= len(files) <= 2:
+            raise UserError(
+                f"--aer {' '.join([pair, *files])}: needs `en-es FILE.tsv`, or `en-fr TEXT LINKS`; a country in "
+                f"capitals: en-zh-CN"
+            )
         paths = [Path(file) for file in files]
-        rows.append(Row(pair_name(pair), paths[0], partial(measure, (first, second), paths)))
+        rows.append(Row(pair_name(langs), paths[0], partial(measure, langs, paths)))
     return rows
 
 

@@ -19,12 +19,17 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import rng
 from xscale.errors import UserError
+from xscale.files import may_be_there
 from xscale.models.encoder import Encoder
 from xscale.models.flat import first_position
 
 transformers_logging.disable_progress_bar()
 
 LOG = logging.getLogger("xscale")
+
+NEUTRAL = "neutral"
+"""What token type 0 is for in a list of a model's languages: for text in one that it does not know, or that nobody has
+named. Languages follow from 1 on."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -50,21 +55,22 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
 def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
     """Weights, fp32, and whether a masked-LM head is among them. named: what gave `init`, for errors; dropout: another
     one than the config's. Raises UserError."""
-    if Path(init).is_absolute() and not Path(init).exists():
+    if not may_be_there(init):
         raise UserError(f"{named} {init} does not exist")
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # what it says of weights that are missing is said here
     try:
-        config = AutoConfig.from_pretrained(init)
+        config = AutoConfig.from_pretrained(init, trust_remote_code=False)
         if dropout is not None:
             config.update(dropout_fields(config.model_type, dropout))
         lm, loaded = AutoModelForMaskedLM.from_pretrained(
-            init, config=config, dtype=torch.float32, output_loading_info=True
+            init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:  # of what the files hold
+        nowhere = "" if Path(init).exists() else f"there is no such folder in {Path.cwd()}, and of the hub: "
         raise UserError(
-            f"{named} {init} cannot be loaded ({' '.join(str(error).split())[:300]}). Give a Hugging Face directory "
-            f"with weights, a run of xscale, or a hub name on a machine that reaches the hub"
+            f"{named} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
+            f"directory with weights, a run of xscale, or a hub name on a machine that reaches the hub"
         ) from None
     finally:
         transformers_logging.set_verbosity(verbosity)
@@ -76,6 +82,7 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
             f"config.json describes another model than its weights are of"
         )
     run_fields(lm.config, f"{named} {init}")
+    settle_neutral(lm)
     infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
     if infinite:
         raise UserError(f"{named} {init}: not all weights of {infinite} are finite; take an earlier checkpoint of it")
@@ -95,18 +102,21 @@ def build_encoder(
     reset_positions: bool,
     seed: int,
     segments: bool = False,
+    neutral_trained: bool = True,
     attention_gain: float | None = None,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
     """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
 
-    languages: names in the order of their numbers. With `language_embeddings` the token-type table has a row for each,
-    and then for those that `init` had besides. These, `reset_positions` and `segments` are kept in the model's config
-    as `xscale`, for whoever feeds it later.
+    languages: names in the order of their numbers, which begin with 1. With `language_embeddings` the token-type table
+    has row 0, which is neutral, a row for each, and then rows for those that `init` had besides. These,
+    `reset_positions`, `segments` and `neutral_trained` (whether the run trains row 0) are kept in the model's config as
+    `xscale`, for whoever feeds it later.
     """
     trained = {
-        "languages": languages,
+        "languages": [NEUTRAL, *languages],
         "language_embeddings": language_embeddings,
+        "neutral_trained": neutral_trained,
         "reset_positions": reset_positions,
         "segments": segments,
     }
@@ -114,7 +124,7 @@ def build_encoder(
     if init is None:
         config = preset_config(preset, vocab_size, pad_id, max_length, dropout)
         if language_embeddings:
-            config.type_vocab_size = max(_token_types(config), len(languages))
+            config.type_vocab_size = max(_token_types(config), 1 + len(languages))
         config.xscale = trained
         fresh = AutoModelForMaskedLM.from_config(config)
         if attention_gain is not None:
@@ -130,7 +140,7 @@ def build_encoder(
     limit = positions(lm.config)
     if max_length > limit:
         raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
-    lm.config.xscale = trained | {"languages": _take_languages(lm, languages, language_embeddings)}
+    lm.config.xscale = trained | {"languages": [NEUTRAL, *_take_languages(lm, languages, language_embeddings)]}
     return Encoder(lm)
 
 
@@ -198,8 +208,8 @@ def trained_as(init: str | Path | None) -> dict[str, Any]:
 def run_fields(config: Any, named: str) -> dict[str, Any]:
     """What a run of xscale has written of itself into its model's config; named: where that is, for errors."""
     found = getattr(config, "xscale", None) or {}
-    kinds: dict[str, Any] = {"languages": list, "language_embeddings": bool, "segments": bool, "reset_positions": bool}
-    kinds |= {"lexicon_heldout": (int, float)}
+    kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
+    kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
     if not isinstance(found, dict) or any(
         not isinstance(value, kinds.get(name, object)) for name, value in found.items()
     ):
@@ -212,7 +222,7 @@ def run_fields(config: Any, named: str) -> dict[str, Any]:
 def _config_of(init: str | Path) -> Any:
     """None where the config cannot be read: whoever loads the weights says so."""
     try:
-        return AutoConfig.from_pretrained(init)
+        return AutoConfig.from_pretrained(init, trust_remote_code=False)
     except Exception:
         return None
 
@@ -227,39 +237,60 @@ def _token_types(config: Any) -> int:
     return rows
 
 
+def settle_neutral(lm: PreTrainedModel) -> None:
+    """Makes token type 0 of a model with language embeddings the mean of its languages, where its run has not trained
+    it. In a run from before there was a neutral row, languages are counted from 0: they move up by one."""
+    fields = getattr(lm.config, "xscale", None) or {}
+    names = fields.get("languages", [])
+    older = names[:1] != [NEUTRAL]
+    if not fields.get("language_embeddings") or (not older and fields.get("neutral_trained")):
+        return
+    names = [NEUTRAL, *names] if older else names
+    own = _type_table(lm)[0 if older else 1 :][: len(names) - 1]
+    lm.config.xscale = fields | {"languages": names}
+    _set_type_table(lm, torch.cat([own.mean(0, keepdim=True), own]))
+
+
+def _type_table(lm: PreTrainedModel) -> torch.Tensor:
+    embeddings: Any = lm.base_model.embeddings
+    return embeddings.token_type_embeddings.weight.detach()
+
+
+def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
+    embeddings: Any = lm.base_model.embeddings
+    embeddings.token_type_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+    lm.config.type_vocab_size = len(table)
+
+
 def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
     """Gives the languages of a run rows of the loaded model's token-type table, where they are `wanted`. Returns all
     languages that have one, in their order.
 
-    Those of the run that the model comes from keep theirs, by name; new ones start as their mean. Where that run had no
-    language embeddings, all start as row 0, which it gave to single sentences; of a model that is no run's, rows stay
-    and new ones start as row 0. Where they are not wanted any more, their mean stands in every row.
+    Those of the run that the model comes from keep theirs, by name. New ones start as row 0: the neutral one, or what
+    a model without language embeddings gives to single sentences. Where they are not wanted any more, it stands in
+    every row.
     """
     before = getattr(lm.config, "xscale", None) or {}
-    known: list[str] = before.get("languages", []) if before.get("language_embeddings") else []
+    known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
     if not known and not wanted:
         return languages
     names = [*languages, *(name for name in known if name not in languages)]
-    rows = max(_token_types(lm.config), len(names))
-    embeddings: Any = lm.base_model.embeddings
-    old = embeddings.token_type_embeddings.weight.detach()
-    table = (old[: len(known)].mean(0) if known else old[0]).repeat(rows, 1)
+    old = _type_table(lm)
+    table = old[0].repeat(max(_token_types(lm.config), 1 + len(names)), 1)
     if not wanted:
         LOG.warning(
             f"model.init has embeddings of {', '.join(known)}, and no stream of this run has language_embeddings: "
-            f"their mean takes the place of each"
+            f"the neutral one takes the place of each"
         )
     elif known:
-        for number, name in enumerate(known):
-            table[names.index(name)] = old[number]
+        for number, name in enumerate(known, start=1):
+            table[1 + names.index(name)] = old[number]
         new = [name for name in languages if name not in known]
         LOG.info(
-            f"language embeddings of model.init: {', '.join(known)}; new, as their mean: {', '.join(new) or 'none'}"
+            f"language embeddings of model.init: {', '.join(known)}; new, as the neutral one: "
+            f"{', '.join(new) or 'none'}"
         )
-    elif not before:
-        table[: len(old)] = old
-    embeddings.token_type_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-    lm.config.type_vocab_size = rows
+    _set_type_table(lm, table)
     return names if wanted else languages
 
 

@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xscale.data.row import Tokens
+from xscale.deepspeed_private import is_cut_up
 from xscale.models.attention import attention, dropout
+from xscale.ops.rotation import rotate
 
 FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
 """Model types whose position 0 is `pad_token_id + 1`."""
@@ -51,7 +53,7 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -
 def _qkv(own: Any, x: Tensor) -> Tensor:
     """[N, 3 * H] by one product where the weights are whole; partitioned ones (ZeRO-3) are gathered by module calls."""
     parts = own.query, own.key, own.value
-    if hasattr(own.query.weight, "ds_id"):
+    if is_cut_up(own.query.weight):
         return torch.cat([part(x) for part in parts], 1)
     return F.linear(x, torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
 
@@ -78,7 +80,7 @@ def _modernbert_layer(
 ) -> Tensor:
     own, mlp = layer.attn, layer.mlp
     heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0
-    qkv = _rotated(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
+    qkv = rotate(own.Wqkv(layer.attn_norm(x)), *rotation, heads)
     attended = attention(qkv, row.starts, row.lengths, row.longest, seed, number, heads, p, window)
     x = dropout(own.Wo(attended), _rate(own.out_drop), x)
     states, gate = mlp.Wi(layer.mlp_norm(x)).chunk(2, -1)
@@ -86,21 +88,13 @@ def _modernbert_layer(
 
 
 def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `_rotated` multiplies by [N, 3, 1, D]: values are not turned. Not from the model's own frequencies: a
-    model that was cast to 16 bits has rounded them."""
+    """Cosines and sines for ops/rotation.py [N, 1, 1, D]. Not from the model's own frequencies: a model that was cast
+    to 16 bits has rounded them."""
     D = c.hidden_size // c.num_attention_heads
     steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
     angles = positions_N[:, None].float() * (1 / c.rope_parameters[kind]["rope_theta"] ** steps)
     cos, sin = (turn.to(torch.promote_types(dtype, torch.float32)) for turn in (angles.cos(), angles.sin()))
-    one, zero = torch.ones_like(cos), torch.zeros_like(sin)
-    turned = torch.cat([cos] * 4 + [one] * 2, 1), torch.cat([-sin, sin] * 2 + [zero] * 2, 1)
-    return turned[0].unflatten(1, (3, 1, D)), turned[1].unflatten(1, (3, 1, D))
-
-
-def _rotated(qkv_NX: Tensor, cos: Tensor, sin: Tensor, heads: int) -> Tensor:
-    """Rotary position embeddings (Su et al. 2021), halves of a head's numbers being the pairs, in fp32 at least."""
-    x = qkv_NX.unflatten(1, (3, heads, -1)).to(cos.dtype)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).to(qkv_NX.dtype).flatten(1)
+    return torch.cat([cos, cos], 1)[:, None, None], torch.cat([-sin, sin], 1)[:, None, None]
 
 
 def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:

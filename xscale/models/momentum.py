@@ -4,6 +4,7 @@ Shape letters: B sequences, N vectors of a global batch, K places of the queue, 
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ class Queue:
         self.ring_KD = torch.zeros(size, width)
         self.born_K = torch.zeros(size, dtype=torch.int64)
         """Number of the optimizer step after which each vector came in; 0: before the first."""
-        self.records_K = torch.zeros(size, dtype=torch.int64)
-        """Whose each vector is; 0: unknown."""
+        self.texts_K2 = torch.zeros(size, 2, dtype=torch.int64)
+        """Of each vector its text and that text's translation, as numbers; 0: unknown."""
         self.next = self.filled = 0
 
     @property
@@ -88,15 +89,15 @@ class Queue:
         return self.ring_KD[: self.filled]
 
     @property
-    def records(self) -> Tensor:
-        """Of `keys` [filled]."""
-        return self.records_K[: self.filled]
+    def texts(self) -> Tensor:
+        """Of `keys` [filled, 2]."""
+        return self.texts_K2[: self.filled]
 
     def to(self, device: torch.device) -> None:
         self.ring_KD, self.born_K = self.ring_KD.to(device), self.born_K.to(device)
-        self.records_K = self.records_K.to(device)
+        self.texts_K2 = self.texts_K2.to(device)
 
-    def push(self, keys_ND: Tensor, step: int, records_N: Tensor | None = None) -> None:
+    def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
         """A vector that is not finite (fp16 overflow) comes in as zero: it would make every later loss NaN."""
         size = len(self.ring_KD)
         finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
@@ -104,7 +105,7 @@ class Queue:
         places = (self.next + torch.arange(len(keys_ND), device=keys_ND.device)) % size
         self.ring_KD[places] = keys_ND.to(self.ring_KD)
         self.born_K.index_fill_(0, places, step)
-        self.records_K[places] = 0 if records_N is None else records_N[-size:]
+        self.texts_K2[places] = 0 if texts_N2 is None else texts_N2[-size:]
         self.next = (self.next + len(keys_ND)) % size
         self.filled = min(self.filled + len(keys_ND), size)
 
@@ -113,14 +114,15 @@ class Queue:
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
-        whole = {"ring": self.ring_KD, "born": self.born_K, "records": self.records_K}
+        whole = {"ring": self.ring_KD, "born": self.born_K, "texts": self.texts_K2}
         return whole | {"next": self.next, "filled": self.filled}
 
     def load_state_dict(self, state: dict) -> None:
         self.ring_KD.copy_(state["ring"])
         self.born_K.copy_(state["born"])
-        if "records" in state:  # not in older checkpoints
-            self.records_K.copy_(state["records"])
+        self.texts_K2.zero_()
+        if "texts" in state:  # not in older checkpoints; there the queue forgets the others within K / N steps
+            self.texts_K2.copy_(state["texts"])
         self.next, self.filled = state["next"], state["filled"]
 
 
@@ -137,30 +139,30 @@ class GlobalBatch:
     def clear(self) -> None:
         self._parts.clear()
 
-    def add(self, vectors_BD: Tensor, numbers_B: Tensor, records_B: Tensor | None = None) -> None:
-        """numbers: the place of each vector's sample in the global batch. records: whose it is."""
-        records = torch.zeros_like(numbers_B) if records_B is None else records_B
-        self._parts.append((vectors_BD, torch.stack([numbers_B, records], 1)))
+    def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
+        """numbers: the place of each vector's sample in the global batch. texts: so Queue.texts_K2."""
+        self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
-    def take(self, counts: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Vectors [N, D] and whose they are [N]. All ranks call it together. The host does not wait for the device.
-        counts: vectors of each rank; None: ranks ask each other."""
-        vectors, numbers_N2 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
+    def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
+        """What was added, to all ranks, which call it together. Returns what waits for the others', and gives vectors
+        [N, D] and texts [N, 2]; a host does not wait for a GPU. counts: vectors of each rank; None: ranks ask."""
+        vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
         self._parts.clear()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            vectors, numbers_N2 = self._gather(vectors, numbers_N2, counts or self._counts(len(vectors)))
-        order = numbers_N2[:, 0].argsort()
-        return vectors[order], numbers_N2[order, 1]
-
-    def _gather(self, vectors: Tensor, numbers: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return lambda: _in_order(vectors, numbers_N3)
+        counts, width = counts or self._counts(len(vectors)), vectors.shape[1]
         assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
-        width = vectors.shape[1]
-        rows = torch.cat([vectors, numbers.view(vectors.dtype)], 1)  # bit by bit, so that one message takes both
+        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)  # bit by bit, so that one message takes both
         rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
         everyone = [torch.empty_like(rows) for _ in counts]
-        dist.all_gather(everyone, rows)
-        rows = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
-        return rows[:, :width], rows[:, width:].contiguous().view(torch.int64)
+        message = dist.all_gather(everyone, rows, async_op=True)
+
+        def arrived() -> tuple[Tensor, Tensor]:
+            message.wait()
+            whole = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
+            return _in_order(whole[:, :width], whole[:, width:].contiguous().view(torch.int64))
+
+        return arrived
 
     def _counts(self, mine: int) -> list[int]:
         """How many vectors each rank has; over gloo, since reading a device's number would wait for it."""
@@ -169,3 +171,8 @@ class GlobalBatch:
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
         dist.all_gather(counts, torch.tensor([mine]), group=self._group)
         return [int(n) for n in counts]
+
+
+def _in_order(vectors: Tensor, numbers_N3: Tensor) -> tuple[Tensor, Tensor]:
+    order = numbers_N3[:, 0].argsort()
+    return vectors[order], numbers_N3[order, 1:]

@@ -34,11 +34,11 @@ from xscale.objectives.base import Losses, Objective, Parts
 @dataclass(frozen=True, config=STRICT)
 class Options(mlm.MaskedOptions):
     alpha: NotNegative = 10.0
-    """Factor of L_ALIGN."""
+    """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
     """mean: a word of several tokens is the mean of their rows; single: entries with one are left out."""
     pairs_per_step: Count | None = None
-    """Entries of a step, drawn anew without replacement; null: all."""
+    """Dictionary entries of a step, drawn anew without replacement; null: all."""
 
 
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:

@@ -43,11 +43,11 @@ class Options:
     mask_prob: Fraction = 0.30
     """Fraction of the maskable tokens that is predicted."""
     bilingual_weight: NotNegative = 1.0
-    """lambda: the factor of L_bp."""
+    """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
     """Which sub-words of two linked words are linked: all with all, or the first with the first."""
     normalize: Literal["sum", "mean"] = "sum"
-    """What H* is of the linked states."""
+    """H* is the sum or the mean of the linked states."""
     shuffle_sides: bool = False
     """Swap the two sentences of a pair with probability 1/2."""
 

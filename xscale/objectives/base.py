@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from xscale.data.loader import Collate
-from xscale.data.row import Tokens
+from xscale.data.row import Index, Tokens
 from xscale.models.encoder import Encoder
 
 
@@ -46,9 +46,9 @@ class Losses:
 class Companion(Protocol):
     """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
 
-    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
         """What the loss gets as states["beside"], of the sequences that the piece has beside; once a row, without
-        gradient, where and in the type that the trained encoder computes in."""
+        gradient, where and in the type that the trained encoder computes in. index: what alignment_gather reads."""
 
     def update(self, applied: bool) -> None:
         """Called on all ranks after each optimizer step; `applied` is False where fp16 overflow skipped it."""
@@ -72,6 +72,9 @@ class Gathering(Companion, Protocol):
 
     counts: list[int] | None
     """How many states each rank reads in the step under way; None: the companion has to ask."""
+
+    def gather(self) -> None:
+        """Called on all ranks when all rows of the step are read, before the first loss."""
 
 
 @runtime_checkable
@@ -134,3 +137,5 @@ class Objective:
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, records that the stream draws from, steps of the run) -> what had better be otherwise."""
+    shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []
+    """(options, counts of some of the stream's pieces) -> what the data do not give."""

@@ -8,10 +8,10 @@ f(i, s) is the last hidden state of word i's last sub-word in s. The two sentenc
 is masked; without R all states could collapse into one.
 
 Decided: R runs over every sub-word of t, not over words' last ones; special tokens take part in neither sum. Both are
-divided by the number of sub-words of both sentences, so that lambda means the same however many links there are. All
-links count; the authors keep those that are one-to-one, which is left to whoever makes the links. Of a word that was
-cut its last remaining sub-word stands. Links of punctuation are left out: as they are many and alike, they would pull
-states of all sentences together.
+divided by the number of sub-words of both sentences, so that lambda means the same however many links there are. Only
+one-to-one links count, as the authors keep: those of two words that have no other. Of a word that was cut its last
+remaining sub-word stands. Links of punctuation are left out: as they are many and alike, they would pull states of all
+sentences together.
 """
 
 import copy
@@ -25,19 +25,21 @@ from torch import Tensor
 from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.piece import Beside, Context, Piece, Reads
-from xscale.data.row import Tokens
+from xscale.data.row import Index, Tokens
 from xscale.data.sequences import Example, join_segments
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
+from xscale.ops.alignment_gather import alignment_gather
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    anchor: str = "en"
-    """The language whose states stay near those of the initial encoder; one side of every pair."""
+    anchor: str | None = "en"
+    """The language whose states stay near those of the initial encoder; one side of every pair. null: each pair's first
+    language."""
     anchor_weight: NotNegative = 1.0
-    """lambda: the factor of R."""
+    """The factor lambda of R."""
 
 
 class Frozen:
@@ -49,12 +51,12 @@ class Frozen:
         """`initial` on the trained encoder's device, in its type."""
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
         """f0 at the anchors [T, H]."""
         ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
-        return self.running(tokens)[places_S]
+        return alignment_gather(self.running(tokens), *index)
 
     def update(self, applied: bool) -> None:
         pass
@@ -80,7 +82,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
     words = links.read_links(pairs, symbols=False)
     last = links.word_tokens(pairs, layout, sequences, words.first, "last")
-    first, second = links.token_links(words.links, last).T
+    first, second = links.token_links(one_to_one(words.links), last).T
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
     places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
     special = context.tokenizer.is_special[sequences.ids]
@@ -89,12 +91,20 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
         targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
-        beside=Beside(alone, places),
+        beside=Beside(alone, Reads(places)),
         too_long=too_long,
     )
 
 
-def _anchor_side(pair: Example, anchor: str) -> int:
+def one_to_one(links_K2: np.ndarray) -> np.ndarray:
+    """Those of two words that have no other link."""
+    alone = [np.bincount(ends_K)[ends_K] == 1 for ends_K in links_K2.T]
+    return links_K2[np.logical_and(*alone)]
+
+
+def _anchor_side(pair: Example, anchor: str | None) -> int:
+    if anchor is None:
+        return 0
     if anchor not in pair.langs:
         raise UserError(
             f"record {pair.key!r} is in {' and '.join(pair.langs)}, not in the anchor language {anchor!r}. Set the "

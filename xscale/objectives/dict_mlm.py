@@ -2,14 +2,18 @@
 
     L = - sum_{i in M} log p(y_i | x with M replaced)
 
-Of the positions M that MLM selects, `dict_share` look into the dictionaries. One whose token x_i has a translation t
-(one token; one of several is drawn) becomes, by `synonym`:
+Of the positions M that MLM selects, `dict_share` show or say a translation. A word x_i..x_j that is selected whole and
+has a translation t of as many tokens (one of several is drawn) becomes, by `synonym`:
 
-    input: x_i is shown as t, y_i = x_i (Tang et al.)     label: x_i is shown as [MASK], y_i = t (Chaudhary et al.)
+    input: it is shown as t, y = x (Tang et al.)     label: it is shown as [MASK], y = t (Chaudhary et al.)
 
-All others are as in MLM: so is, by decision, a token without a translation, since leaving it visible, as Tang et al.
-write, would let it copy itself; for the same reason a token is no translation of itself. The language conditioning
-layer is left out, as by Tang et al. A token is looked up by its id alone, as by both.
+By decision, words are selected as wholes, so that those of several tokens have translations too; all others are as in
+MLM: so is a word without a translation of as many tokens, since leaving it visible, as Tang et al. write, would let it
+copy itself; for the same reason no token of a translation stands in its own place. Of the words of a sequence that have
+a translation so many use it, by chance, that the share is met of all that is selected there, or all of them where they
+are fewer. The language conditioning layer is left out, as by Tang et al.
+
+Shape letters: N tokens, M selected ones, W selected words, B sequences.
 """
 
 from dataclasses import replace
@@ -31,12 +35,17 @@ from xscale.objectives.base import Objective
 
 @dataclass(frozen=True, config=STRICT)
 class Options(mlm.MaskedOptions):
+    whole_word: bool = True
+    """Choose words, then mask all their tokens. false: only words of which by chance all tokens are chosen use the
+    dictionary."""
     synonym: Literal["input", "label"] = "input"
-    """What the translation replaces: the token that the model sees, or the one that it predicts."""
+    """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the selected tokens that use the dictionary where it has them."""
+    """Share of the selected tokens that use the dictionary, as far as it has them."""
 
 
+MET = 0.9
+"""Of `dict_share`, below which a run warns."""
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
@@ -64,19 +73,53 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
 def translate(sequences: Sequences, targets: np.ndarray, options: Options, context: Context) -> np.ndarray:
     """A translation of each target token [M]; -1 where it does not use a dictionary, or has none."""
     tables = {n: synonyms(context.lexicons, language) for language, n in context.language_ids.items()}
-    if not any(len(table.tokens) for table in tables.values()):
+    if not any(tables.values()):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry of a single token on either side, so there is no "
-            f"synonym to show; use a larger dictionary or a tokenizer with a larger vocabulary"
+            f"streams.{context.stream}: data.lexicons has no entry of two different words of as many tokens, so there "
+            f"is no synonym to show; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
-    identities, places = sequences.identities[sequences.numbers[targets]], sequences.offsets[targets]
-    chance = rng.uniform(identities ^ _DRAW, places)
-    use = rng.uniform(identities ^ _USE, places) < options.dict_share
-    found = np.full(len(targets), -1)
-    for number, table in tables.items():
-        here = use & (sequences.languages[targets] == number)
-        found[here] = table.draw(sequences.ids[targets[here]], chance[here])
-    return found
+    ids, found = sequences.ids.tolist(), np.full(len(sequences.ids), -1)
+    firsts, sizes = whole_words(sequences, targets)
+    places = zip(firsts.tolist(), sizes.tolist(), sequences.languages[firsts].tolist(), strict=True)
+    words = [(first, tuple(ids[first : first + size]), language) for first, size, language in places]
+    known = np.array([word in tables[language] for _, word, language in words], dtype=bool)
+    numbers, sequence_count = sequences.numbers, len(sequences.lengths)
+    of_words = numbers[firsts]
+    there = np.bincount(of_words[known], weights=sizes[known], minlength=sequence_count)
+    wanted = options.dict_share * np.bincount(numbers[targets], minlength=sequence_count)
+    share_B = wanted / np.maximum(there, 1)
+    identities_W, offsets_W = sequences.identities[of_words], sequences.offsets[firsts]
+    use = known & (rng.uniform(identities_W ^ _USE, offsets_W) < share_B[of_words])
+    chance_W = rng.uniform(identities_W ^ _DRAW, offsets_W)
+    for i in np.flatnonzero(use).tolist():
+        first, word, language = words[i]
+        drawn = tables[language][word]
+        found[first : first + len(word)] = drawn[int(chance_W[i] * len(drawn))]
+    return found[targets]
+
+
+def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """First token and number of tokens of each word of which every token is a target [W]."""
+    if sequences.words is None:
+        assert not len(targets)
+        return targets, targets
+    words, numbers = sequences.words, sequences.numbers
+    goes_on = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
+    starts = np.concatenate([[True], ~goes_on])
+    word_of, firsts = np.cumsum(starts) - 1, np.flatnonzero(starts)
+    sizes, chosen = np.bincount(word_of), np.bincount(word_of[targets], minlength=len(firsts))
+    whole = (chosen == sizes) & (words[firsts] >= 0)
+    return firsts[whole], sizes[whole]
+
+
+def shortfall(options: Options, counts: dict[str, int]) -> list[str]:
+    shown = counts["translated"] / max(counts["mlm"], 1)
+    if shown >= MET * options.dict_share:
+        return []
+    return [
+        f"dict_share: {options.dict_share:g}, but only {shown:.2f} of the selected tokens are shown as a translation: "
+        f"other words have none of as many tokens; give larger dictionaries, or a larger vocabulary"
+    ]
 
 
 OBJECTIVE = Objective(
@@ -86,6 +129,7 @@ OBJECTIVE = Objective(
     loss=mlm.loss,
     terms=lambda options: {"mlm": 1.0},
     ratios={"dictionary_share": ("translated", "mlm")},
-    words=mlm.words,
+    words=lambda options: True,
     needs="lexicon",
+    shortfall=shortfall,
 )

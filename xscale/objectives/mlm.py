@@ -7,8 +7,9 @@ between them, as Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Ta
 puts one there. Another document is another sequence. Special tokens are never masked.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
@@ -28,6 +29,9 @@ class MaskedOptions:
     """Choose words, then mask all their tokens."""
     language_embeddings: bool = False
     """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
+    language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Share of the sequences that are shown with the neutral embedding, token type 0, in the place of their languages':
+    so the model reads text without token types, and in other languages."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> Piece:
@@ -48,6 +52,7 @@ def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Co
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
         types="languages" if options.language_embeddings else None,
+        neutral=options.language_dropout,
         samples=samples,
     )
 

@@ -1,6 +1,6 @@
 """PPA (Pan et al. 2021): contrast of whole sentences and TLM on the same pairs.
 
-    h = CLS hidden / ||CLS hidden||;   z = W2 ReLU(W1 h)                                            (2)
+    h = x / ||x||;   z = W2 ReLU(W1 h)        x: the state of [CLS], or the mean of the sentence's  (2)
     L_MoCo = -log exp(z_q . z_k+ / tau) / sum over {k+} and the queue of exp(z_q . z_k / tau)       (3)
     L = L_MoCo + L_TLM                                                                              (4)
 
@@ -10,22 +10,28 @@ reset positions and language embeddings.
 
 Decided, where the paper is silent: W1 and W2 have no biases, as (2) is written. z is L2-normalised as in MoCo
 (`normalize_z`). The queue is filled before the first step (`prefill`), is the same on every rank and holds keys of
-the global batch in global order; during an optimizer step it does not change, so rows do not matter. A key of the
-anchor's own pair, from an earlier epoch or the prefill, is no negative: it is left out of the sum (`own_keys`). The
-momentum update happens once per optimizer step, after it, and not after one that fp16 overflow skipped; keys of a
-skipped step go into the queue all the same, since the forward pass that made them was sound (those that are not
-finite as zeros). The key encoder runs with the query's dropout unless `momentum_eval`.
+the global batch in global order; during an optimizer step it does not change, so rows do not matter. A key is no
+negative where its pair has a text in common with the anchor's: the same pair in an earlier epoch or the prefill, the
+same sentence elsewhere, another translation of it. It is left out of the sum (`own_keys`). The momentum update happens
+once per optimizer step, after it, and not after one that fp16 overflow skipped; keys of a skipped step go into the
+queue all the same, since the forward pass that made them was sound (those that are not finite as zeros). The key
+encoder runs with the query's dropout unless `momentum_eval`.
 
 While the weights move fast, a pair's key is told from the queue's by being younger, and `contrastive_accuracy` is
-higher than among keys of one age; at the end of a `momentum_ramp` it is not. Random weights learn nothing else where
-z hardly depends on the sentence: from these, start with `model.attention_gain: 1.0`.
+higher than among keys of one age, those of the step alone: `contrastive_accuracy_step`. Random weights learn nothing
+else where z hardly depends on the sentence, and `sentence_cosine`, the mean of two different sentences' keys of the
+step, is near 1. So it is with [CLS]: from these, start with `pooling: mean`, or `model.attention_gain: 1.0` without
+dropout.
 
-Shape letters: B pairs, M masked tokens, S states, H hidden width, D width of z, K keys in the queue.
+Shape letters: B pairs of a row, N of the step, M masked tokens, S states, H hidden width, D width of z, K keys in the
+queue.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import torch
@@ -37,22 +43,26 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
-from xscale.data.row import Tokens
+from xscale.data.row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
+from xscale.ops.alignment_gather import alignment_gather
 
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
     temperature: PositiveFloat = 0.05
-    """tau."""
+    """The temperature tau of the contrast."""
+    pooling: Literal["cls", "mean"] = "cls"
+    """The sentence's vector: the state of [CLS] (the paper), or the mean over its tokens without special ones (footnote
+    1)."""
     queue_size: Count = 32000
-    """K, at least the stream's samples."""
+    """Size K of the queue, at least the stream's samples."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
-    """m of the key encoder."""
+    """Momentum m of the key encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
     """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill
     et al. 2020): a key encoder that must start fast ends slow; null: it stays."""
@@ -131,7 +141,7 @@ def advise(options: Options, records: int, steps: int) -> list[str]:
 def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
     """Samples are single pairs. The sequences of TLM, then those of the query view; the key view is read beside.
 
-    States: "masked" [M]; "query" [B], of the views' first tokens. `number` [B]: the pairs' places in the global batch.
+    States: "masked" [M]; "query" [B], a vector of each view. `number` [B]: the pairs' places in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
@@ -143,13 +153,13 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     return replace(
         piece,
         sequences=behind(words.sequences, query),
-        reads=words.reads | {"query": Reads(query.starts + len(words.sequences.ids))},
+        reads=words.reads | {"query": pooled(query, options, len(words.sequences.ids))},
         targets=words.targets | {"moco": len(pairs)},
         arrays={
             "number": np.array([pair.number for pair in pairs], dtype=np.int64),
-            "record": np.array([pair.record for pair in pairs], dtype=np.uint64).view(np.int64),
+            "texts": np.stack([text_numbers(query), text_numbers(key)], 1),
         },
-        beside=Beside(key, key.starts),
+        beside=Beside(key, pooled(key, options)),
     )
 
 
@@ -179,11 +189,26 @@ def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
+def pooled(views: Sequences, options: Options, before: int = 0) -> Reads:
+    """A vector of each, of which only the direction counts: a sum does as well as a mean. before: tokens of the piece
+    that stand before the views."""
+    if options.pooling == "cls":
+        return Reads(views.starts + before)
+    special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
+    return Reads(np.flatnonzero(~special) + before, views.lengths - 2)
+
+
+def text_numbers(views: Sequences) -> np.ndarray:
+    """A number of each, the same for the same tokens, int64 [B]."""
+    of_tokens = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
+    return np.add.reduceat(of_tokens, views.starts).view(np.int64) if len(views.starts) else views.starts
+
+
 # Model
 
 
 class Projection(nn.Module):
-    """z = W2 ReLU(W1 h) of h = CLS hidden / ||CLS hidden||."""
+    """z = W2 ReLU(W1 h) of h = x / ||x||."""
 
     def __init__(self, hidden: int, width: int, normalize: bool):
         super().__init__()
@@ -191,10 +216,10 @@ class Projection(nn.Module):
         self.w2 = nn.Linear(hidden, width, bias=False)
         self.normalize = normalize
 
-    def forward(self, cls_BH: Tensor) -> Tensor:
+    def forward(self, x_BH: Tensor) -> Tensor:
         """z [B, D], fp32 whatever the type of the hidden states and the weights."""
-        h_BH = F.normalize(_wide(cls_BH), dim=-1)
-        z_BD = _wide(self.w2(F.relu(self.w1(h_BH.to(cls_BH.dtype)))))
+        h_BH = F.normalize(_wide(x_BH), dim=-1)
+        z_BD = _wide(self.w2(F.relu(self.w1(h_BH.to(x_BH.dtype)))))
         return F.normalize(z_BD, dim=-1) if self.normalize else z_BD
 
 
@@ -214,17 +239,23 @@ class Moco:
         """Optimizer steps done, and those of the run, which the step's module says."""
         self.counts: list[int] | None = None
         """Keys of each rank in the step under way."""
+        self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
+        """Gives the keys of the step under way [N, D], and their texts [N, 2]."""
         self._batch = GlobalBatch()
 
     @torch.no_grad()
-    def read(self, trained: Encoder, tokens: Tokens, places_S: Tensor, arrays: dict[str, Tensor]) -> Tensor:
+    def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
         """z_k of the key view of each pair [B, D], which go into the queue after the optimizer step."""
-        self.queue.to(places_S.device)
+        self.queue.to(tokens.input_ids.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
-        z_BD = projection(key_encoder(tokens)[places_S])
+        z_BD = projection(alignment_gather(key_encoder(tokens), *index))
         if trained.training:
-            self._batch.add(z_BD, arrays["number"], arrays["record"])
+            self._batch.add(z_BD, arrays["number"], arrays["texts"])
         return z_BD
+
+    def gather(self) -> None:
+        if self._batch:
+            self.of_step = functools.cache(self._batch.send(self.counts))
 
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
@@ -234,20 +265,23 @@ class Moco:
         self.step += 1
 
     def _enqueue(self, step: int) -> None:
-        if self._batch:
-            keys_ND, records_N = self._batch.take(self.counts)
-            self.queue.push(keys_ND, step, records_N)
+        self.gather()
+        if self.of_step:
+            keys_ND, texts_N2 = self.of_step()
+            self.queue.push(keys_ND, step, texts_N2)
+        self.of_step = None
 
     def finish_prefill(self) -> int:
         self._enqueue(self.step)
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch, "the state is that between two steps"
+        assert not self._batch and not self.of_step, "the state is that between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch.clear()  # of a step that came to no end
+        self.of_step = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
         self.step = state["step"]
@@ -261,27 +295,53 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
     predictions = [] if words is None else [Prediction(options.word_term, words)]
     if not options.moco_weight:
         return Losses(predictions)
-    loss, metrics = contrast(parts, states, arrays["record"], options)
+    loss, metrics = contrast(parts, states, arrays["texts"], options)
     return Losses(predictions, {"moco": loss}, {name: (value, "moco") for name, value in metrics.items()})
 
 
 def contrast(
-    parts: Parts, states: dict[str, Tensor], records_B: Tensor, options: Options
+    parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: Options
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sums over pairs: L_MoCo; pairs whose translation is nearer than all negatives, mean age of the queue, and keys in
-    it that are of the pair itself."""
+    it that are the pair's own; and of the step's keys, where these are gathered."""
     moco: Moco = parts.companion
     zq_BD, zk_BD = parts.heads(states["query"]), states["beside"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
-    own_BK = (records_B[:, None] == moco.queue.records) & (records_B != 0)[:, None]
+    own_BK = share_text(texts_B2, moco.queue.texts)
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
     logits = torch.cat([positive_B1, negative_BK], dim=1) / options.temperature
     labels_B = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     total = F.cross_entropy(logits, labels_B, reduction="sum")
     with torch.no_grad():
-        right = (logits.argmax(-1) == labels_B).sum()
+        right = nearer(positive_B1, negative_BK).sum()
         age = moco.queue.age(moco.step + 1) * len(logits)
-    return total, {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
+        metrics = {"contrastive_accuracy": right, "queue_age": age, "own_keys": own_BK.sum()}
+        return total, metrics | (among_step(zq_BD, zk_BD, texts_B2, *moco.of_step()) if moco.of_step else {})
+
+
+TIE = 1e-6
+"""Of a product, what rounding may make of it: where all vectors are one, no translation is nearer than the others."""
+
+
+def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
+    """Which positives are above all negatives [B]."""
+    return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
+
+
+def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
+    """Which pairs have a text in common [B, K]."""
+    both = [a_B[:, None] == b_K for a_B in texts_B2.T for b_K in texts_K2.T]
+    return both[0] | both[1] | both[2] | both[3]
+
+
+def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs: those whose translation is nearer than every other sentence of the step; the mean cosine of the
+    key with those of the N - 1 other pairs, which takes only the sum of all."""
+    others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)
+    right = nearer((zq_BD * zk_BD).sum(-1, keepdim=True), others_BN).sum()
+    of_all_D = F.normalize(keys_ND, dim=-1).sum(0)
+    cosines_B = (F.normalize(zk_BD, dim=-1) @ of_all_D - 1) / max(len(keys_ND) - 1, 1)
+    return {"contrastive_accuracy_step": right, "sentence_cosine": cosines_B.sum()}
 
 
 def terms(options: Options) -> dict[str, float]:

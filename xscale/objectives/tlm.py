@@ -33,6 +33,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
         mask_prob=options.mask_prob,
         whole_word=options.whole_word,
         types=context.types(options.language_embeddings),
+        neutral=options.language_dropout,
         too_long=too_long,
     )
 

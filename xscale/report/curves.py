@@ -22,10 +22,11 @@ SECTIONS = {
         "accuracy",
         "bilingual_accuracy",
         "contrastive_accuracy",
+        "contrastive_accuracy_step",
         "dictionary_cosine",
         "bilingual_coverage",
     ),
-    "Queue of keys": ("queue_age", "own_keys"),
+    "Queue of keys": ("queue_age", "own_keys", "sentence_cosine"),
     "Optimizer, scale and skipped steps": ("lr", "grad_norm", "loss_scale", "skipped"),
     "Throughput": (
         *("tokens_per_s", "samples_per_s", "step_s", "data_wait_s", "mfu", "mem_gb"),

@@ -9,7 +9,7 @@ from xscale.report.draw import COLOURS, GLYPHS, IN_THE_DARK, Pictures
 from xscale.report.read import Run
 from xscale.report.tables import Cell, Table
 
-NAMES = "Names are those of <code>metrics.jsonl</code> (README, “A run's directory”)."
+NAMES = "Names are those of <code>metrics.jsonl</code> (docs/training.md, “Metrics”)."
 THINNED = (
     "Where a run has many steps, a point of a line is the mean of a range of steps, and the band around it goes from "
     "the least to the largest of them."

@@ -1,8 +1,9 @@
-"""What runs and evaluations left behind: a run's metrics.jsonl, evals.jsonl, config.yaml and status.json; JSON files
-of scores."""
+"""What runs and evaluations left behind: a run's metrics.jsonl, evals.jsonl, evals/step_N.json, config.yaml and
+status.json; JSON files of scores."""
 
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,14 +81,18 @@ def read_run(folder: Path, name: str, label: str) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
     config, status = folder / "config.yaml", folder / "status.json"
-    evals = list(json_lines(folder / "evals.jsonl"))
+    evals = [*json_lines(folder / "evals.jsonl"), *hook_scores(folder / "evals")]
     return Run(
         name,
         label,
         folder,
         curves((entry["step"], entry.items()) for entry in json_lines(path)),
         curves((entry["step"], flat(entry.get("results"))) for entry in evals),
-        [(entry["step"], task, str(why)) for entry in evals for task, why in mapping(entry.get("failed")).items()],
+        [
+            (entry["step"], text(task), text(why))
+            for entry in evals
+            for task, why in mapping(entry.get("failed")).items()
+        ],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
     )
@@ -101,6 +106,40 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} has no fields; it is no recipe: mend it, or remove it")
     return found
+
+
+def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
+    """What checkpoint.hook has written of each step, in the shape of a line of evals.jsonl; of a file that cannot be
+    read, why. Nobody vouches for these files: none ends a report."""
+    for path in sorted(folder.glob("step_*.json")):
+        name = re.fullmatch(r"step_(\d{1,15})\.json", path.name)
+        if name is None or not path.is_file():  # a pipe would be waited for
+            continue
+        entry: dict[str, Any] = {"step": int(name[1])}
+        try:
+            found = mapping(read_json(path))
+        except UserError as error:
+            yield entry | {"failed": {path.name: str(error)}}
+            continue
+        failed = {
+            f"{task} {row}": why
+            for task, rows in mapping(found.get("failed")).items()
+            for row, why in mapping(rows).items()
+        }
+        yield entry | {"results": found.get("results"), "failed": failed}
+
+
+def text(value: Any) -> str:
+    """What every file and console can show: a lone surrogate is no character."""
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def number(value: Any) -> float | None:
+    """As a float, None being null; a whole number of hundreds of digits is infinite."""
+    try:
+        return None if value is None else float(value)
+    except OverflowError:
+        return float("inf")
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -118,7 +157,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 entry = None
             if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
                 raise UserError(f"{path}, line {number}, is no JSON object with a step: {line[:60]!r}; remove the line")
@@ -132,12 +171,12 @@ def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any
         for name, value in numbers:
             if value is None or isinstance(value, int | float):
                 steps[name].append(step)
-                values[name].append(value)
+                values[name].append(number(value))
     return {name: curve(steps[name], of_name) for name, of_name in values.items() if name != "step"}
 
 
 def curve(steps: list[int], values: list[Any]) -> Curve:
-    """A job that measures beside the run may end later than the next one: steps are put in order."""
+    """Hooks may measure steps again, or in another order: steps are put in order."""
     order = np.argsort(steps, kind="stable")
     numbers = np.array(values, dtype=float)[order]
     return Curve(np.array(steps)[order], np.where(np.isfinite(numbers), numbers, np.nan))
@@ -147,7 +186,7 @@ def flat(results: Any) -> Iterator[tuple[tuple[str, str, str], Any]]:
     """((task, row, metric), number) of an evaluation's results."""
     for task, rows in mapping(results).items():
         for row, scores in mapping(rows).items():
-            yield from (((task, row, metric), n) for metric, n in mapping(scores).items())
+            yield from (((text(task), text(row), text(metric)), n) for metric, n in mapping(scores).items())
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
@@ -166,9 +205,11 @@ def read_scores(paths: list[Path]) -> list[Scores]:
         of_model = by_model[models[path]]
         for (task, row, metric), value in flat(scores["results"]):
             if isinstance(value, int | float):
-                of_model.results.setdefault(task, {}).setdefault(row, {})[metric] = value
+                of_model.results.setdefault(task, {}).setdefault(row, {})[metric] = number(value) or 0.0
         for task, rows in mapping(scores.get("failed")).items():
-            of_model.failed.setdefault(task, {}).update({row: str(why) for row, why in mapping(rows).items()})
+            of_model.failed.setdefault(text(task), {}).update(
+                {text(row): text(why) for row, why in mapping(rows).items()}
+            )
     return list(by_model.values())
 
 
@@ -177,7 +218,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); give files that evaluations wrote") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is no JSON ({error}); write it again, or leave it out") from None
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from xscale import files
+from xscale.deepspeed_private import KNOWN_TYPES, copy_script
 from xscale.errors import UserError
 from xscale.files import PARTIAL
 from xscale.ranks import Control
@@ -35,13 +36,6 @@ HF = "hf"
 COMPANIONS = "companions.pt"
 """Momentum encoders, queues and the like, by stream; the same on every rank, so one file."""
 NAME = re.compile(r"step_\d{8,}")
-KNOWN_TYPES = {
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-}
-"""What DeepSpeed's files hold besides tensors and plain values. Anything else could run code as it is loaded."""
 SPARE_BYTES = 1 << 28
 """Free disk space that must be left after a save."""
 
@@ -158,6 +152,19 @@ def foreign_types(path: Path) -> list[str]:
     return sorted(set(found) - KNOWN_TYPES)
 
 
+def refuse_foreign(written: list[Path]) -> None:
+    """Raises UserError for files that a resume would refuse: DeepSpeed may write other types one day."""
+    for path in written:
+        if foreign := foreign_types(path):
+            import deepspeed
+
+            raise UserError(
+                f"{path.name} holds {', '.join(foreign)}, which a resume would refuse: DeepSpeed "
+                f"{deepspeed.__version__} writes other types than xscale knows. Install the version that "
+                f"constraints.txt names"
+            )
+
+
 def read(path: Path) -> Checkpoint:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -259,6 +266,7 @@ class Saver:
             for write in more:
                 write(self.partial)
             names += [str(path.relative_to(self.partial)) for path in self.partial.glob(f"{HF}/*")] if more else []
+            refuse_foreign([self.partial / name for name in names if name.endswith(".pt")])
             self.sealed = {name: _seal(self.partial / name) for name in names}
         except Exception as error:
             self.problem = _cause(error)
@@ -266,7 +274,7 @@ class Saver:
 
     def _copy_scripts(self, partial: Path) -> None:
         """DeepSpeed's zero_to_fp32.py, beside the checkpoints."""
-        self.engine._copy_recovery_script(str(self.folder))
+        copy_script(self.engine, self.folder)
 
     def finish(self) -> tuple[str, float]:
         """Returns what went wrong ("": nothing), and the longest time that a rank has written.
@@ -275,7 +283,7 @@ class Saver:
         """
         if self.thread:
             self.thread.join()
-        if self.problem and not isinstance(self.problem, OSError):
+        if self.problem and not isinstance(self.problem, OSError | UserError):
             raise self.problem
         parts = self.control.gather((self.problem, self.sealed, self.seconds))
         problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
@@ -289,6 +297,8 @@ class Saver:
                 files.remove(self.partial)
         problem = self.control.gather(problem)[0]
         self.step, self.thread = None, None
+        if refused := next((part[0] for part in parts if isinstance(part[0], UserError)), None):
+            raise refused
         return problem, max(part[2] for part in parts)
 
     def _publish(self, sealed: dict[str, Any]) -> None:

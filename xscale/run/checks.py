@@ -1,18 +1,22 @@
 """Tokenizer, dictionaries and word links of a recipe: found, and checked before any weight exists."""
 
 import importlib.util
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from xscale.config import Recipe
-from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon
+from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import within
 from xscale.data.mixture import StreamSpec
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
+from xscale.files import may_be_there
 from xscale.objectives import OBJECTIVES
+from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
 
 LINKED_SAMPLE = 16
@@ -20,7 +24,7 @@ LINKED_SAMPLE = 16
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, control: Control | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """In the order of their names; and lines about those that are left out. Raises UserError where one that an
     objective reads, or the recipe names, is missing, malformed or the wrong way round."""
@@ -28,10 +32,17 @@ def load_lexicons(
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
     )
-    lexicons, left_out = [], []
+    lexicons, left_out, languages = [], [], {language for source in sources for language in source.langs}
+    forms: dict[str, Forms] = {}
+    if recipe.data.truecase and not tokenizer.lowercases:
+        spoken: set[str] = set()
+        for path in paths:
+            with suppress(UserError):  # it is said below
+                spoken |= {*pair_of(path, languages)}
+        forms = forms_of(spoken, sources, control or Control(alone=True))
     for path in paths:
         try:
-            lexicon = load_lexicon(path, tokenizer)
+            lexicon = load_lexicon(path, tokenizer, languages, forms)
             check_order(lexicon, path, sources)
             lexicons.append(lexicon)
         except UserError as error:
@@ -108,8 +119,8 @@ def find_tokenizer(recipe: Recipe, data: Path) -> str:
     if own:
         return str(own)
     if init and not Path(init).exists():
-        if Path(init).is_absolute():
-            raise UserError(f"model.init {init} does not exist")
+        if not may_be_there(init):
+            raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
         return init  # a hub name
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
@@ -135,7 +146,7 @@ def own_tokenizer(init: str) -> Path | None:
 def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
     """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
     own = own_tokenizer(init) if init else None
-    if own and Tokenizer(own).fingerprint != tokenizer.fingerprint:
+    if own and ((its := Tokenizer(own)).fingerprint, its.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
         )

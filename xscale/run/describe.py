@@ -5,9 +5,11 @@ from pathlib import Path
 
 import yaml
 
+from xscale.data.sample import texts_of
+from xscale.data.tokenizer import unknown_lines
 from xscale.ranks import Control, Process
 from xscale.run import folder
-from xscale.run.evals import check_tasks
+from xscale.run.evals import check_tasks, rehearse_best
 from xscale.run.forecast import forecast
 from xscale.run.job import Job, prepare
 from xscale.run.start import calibration, check_engine
@@ -15,18 +17,21 @@ from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
 from xscale.step.engine import check_module
 
+UNKNOWN_SAMPLE = 1024
+"""Records of each language in which a dry run looks for unknown tokens."""
+
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Resolve and check all that a start of train.py would, and print it. args: train.py's. Raises UserError."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     job = prepare(args.recipe, args.set, args.data)
-    check_tasks(job)
     folder.claim_out(args.out, job.identity(), args.resume)
     checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), Control())
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
     check_engine(checkpoint, config)
+    check_tasks(job, config.stage)
     print(*config.notes, *job.notes(), sep="\n")
     describe(job.calibrated(calibration(job, checkpoint, Control())), config, process, hardware.device, args.out)
     print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
@@ -41,21 +46,26 @@ def planned_hardware(ds_config: Path) -> Hardware:
 def describe(job: Job, config: EngineConfig, process: Process, device: str, out: Path) -> None:
     module = job.module()
     check_module(module, config.stage)
+    rehearse_best(job, module)
     parameters = sum(p.numel() for p in module.parameters())
     print(yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     for source in job.sources:
         print(
-            f"data: {source.name} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
+            f"data: {source.pair} ({source.kind}) {source.records:,} records, {len(source.shards)} shards, "
             f"{source.bytes / 1e6:,.1f} MB, {source.directory}"
         )
-    print(f"tokenizer: {job.tokenizer.hf.name_or_path}, {job.tokenizer.vocab_size:,} ids")
+    path, unknown = job.tokenizer.hf.name_or_path, {}
+    for language in job.languages:
+        texts = [text for some in texts_of(language, job.sources, UNKNOWN_SAMPLE) for text in some]
+        unknown[language] = job.tokenizer.unknown(job.tokenizer.encode(texts))
+    print(f"tokenizer: {path}, {job.tokenizer.vocab_size:,} ids", *unknown_lines(unknown, path), sep="\n")
     for spec in job.specs:
         print(
             f"stream {spec.name}: {spec.samples} samples a step from {job.records(spec):,} records of "
             f"{', '.join(dict.fromkeys(job.sources[s].pair for s in spec.sources))}"
         )
-    print(*(f"{line}\n" for line in job.dropped().values()), sep="", end="")
+    print(*(f"{line}\n" for line in [*job.dropped().values(), *job.shortfalls()]), sep="", end="")
     print(*(f"heads: {note}\n" for note in module.notes), sep="", end="")
     rows, shape = job.fit(process, device)
     print(

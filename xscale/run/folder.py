@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
+from xscale.data.lexicon import Lexicon
 from xscale.errors import UserError
 from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
@@ -34,11 +35,27 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    differences = compare(saved, identity) if saved else []
+    if saved:
+        check_languages(out, saved)
+    differences = changed(saved, identity) if saved else []
     if differences:
         raise UserError(
-            f"{out} belongs to another run; go on with what it was started with, or choose another --out:\n"
-            + "\n".join(f"  {line}" for line in differences)
+            f"{out} belongs to another run; go on with what it was started with (fields that were None may be newer "
+            f"than it: {STARTS} names its version of xscale), or choose another --out, to start from its weights with "
+            f"--set model.init={out}:\n" + "\n".join(f"  {line}" for line in differences)
+        )
+
+
+def check_languages(where: Path, saved: dict[str, Any]) -> None:
+    """Raises UserError for a run from before token type 0 was neutral, with another table of language embeddings."""
+    older = False
+    with suppress(AttributeError, KeyError):  # of what is no run's, `compare` says so
+        streams = saved["recipe"]["streams"].values()
+        older = any(stream.get("language_embeddings") and "language_dropout" not in stream for stream in streams)
+    if older:
+        raise UserError(
+            f"{where} has language embeddings from before there was a neutral one, and cannot be resumed; start a new "
+            f"run from it, --set model.init={where} with another --out, or export it as it is"
         )
 
 
@@ -52,6 +69,14 @@ def read_identity(out: Path) -> dict[str, Any] | None:
         with suppress(UserError):
             return checkpoints.read(path).identity
     return None
+
+
+def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
+    """Those whose spelling was changed, for evaluations of other processes. Rank 0 only."""
+    for lexicon in (lexicon for lexicon in lexicons if lexicon.changed):
+        path = out / "lexicon" / f"{lexicon.name}.{lexicon.fingerprint}.txt"
+        path.parent.mkdir(exist_ok=True)
+        files.write_text(path, "".join(f"{a}\t{b}\n" for a, b in lexicon.words))
 
 
 def is_idle(out: Path) -> bool:
@@ -94,6 +119,11 @@ def code_revision() -> dict[str, Any]:
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
+def changed(saved: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Lines for what of a run's identity is another one. Runs from before special tokens were noted may have any."""
+    return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
+
+
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
     """Lines `field: was X, is now Y` for every difference of two trees."""
     if isinstance(saved, dict) and isinstance(current, dict):
@@ -131,7 +161,9 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: C
             found = checkpoints.newest_valid(folder, control, LOG.warning)
         if found is None:
             raise UserError(f"--resume {resume}: no complete checkpoint there")
-    differences = compare(found.identity, identity) if found else []
+    if found:
+        check_languages(found.path, found.identity)
+    differences = changed(found.identity, identity) if found else []
     if found and differences:
         raise UserError(
             f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)

@@ -50,7 +50,7 @@ def draws(job: Job) -> Iterator[str]:
             source = job.sources[number]
             records = (epoch * source.records + position) / steps
             yield (
-                f"draws: {spec.name} {source.name} {share * spec.samples:,.1f} samples a step, {records:,.1f} records; "
+                f"draws: {spec.name} {source.pair} {share * spec.samples:,.1f} samples a step, {records:,.1f} records; "
                 f"{records * job.recipe.train.steps / source.records:,.2f} epochs in {job.recipe.train.steps:,} steps"
             )
 
@@ -84,7 +84,8 @@ def computed(job: Job, module: StepModule, world: int) -> Iterator[str]:
 
 
 def communicated(job: Job, module: StepModule, config: EngineConfig, world: int, rows: int) -> Iterator[str]:
-    found = cost.communication(module, job.recipe, config.resolved, config.precision, rows)
+    samples = {spec.name: spec.samples for spec in job.specs}
+    found = cost.communication(module, job.recipe, samples, config.resolved, config.precision, rows)
     parts = {name: cost.sent(kind, size, world) for name, (kind, size) in found.items()}
     told = ", ".join(f"{name} {size / 1e6:,.1f} by {found[name][0]}" for name, size in parts.items())
     yield f"communication: each rank sends about {sum(parts.values()) / 1e6:,.1f} MB a step: {told}"

@@ -113,6 +113,7 @@ class Job:
             "recipe": self.recipe.identity(),
             "data": data,
             "tokenizer": self.tokenizer.fingerprint,
+            "special_tokens": self.tokenizer.special,
             "lexicons": lexicons,
         }
 
@@ -155,6 +156,16 @@ class Job:
             if dropped > DROPPED
         }
 
+    def shortfalls(self) -> list[str]:
+        """Lines about what streams do not find in the data, as it was estimated."""
+        assert self.calibration is not None
+        found = {
+            name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
+            for name, stream in self.recipe.streams.items()
+            if (counts := self.calibration.of(name).counts)  # a checkpoint of an earlier version has none
+        }
+        return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
+
     def module(self) -> StepModule:
         """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
         kept: dict[str, KeptHeads] = {}
@@ -182,6 +193,7 @@ class Job:
             language_embeddings=self.any_stream("language_embeddings"),
             reset_positions=self.any_stream("reset_positions"),
             segments=self.segments,
+            neutral_trained=shows_neutral(self.recipe),
             seed=self.recipe.train.seed,
             load=load,
         )
@@ -216,7 +228,7 @@ class Job:
 
     def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
         recipe = self.recipe
-        language_ids = {language: number for number, language in enumerate(self.languages)}
+        language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
         data = recipe.data
         context = Context(
             self.tokenizer,
@@ -232,7 +244,9 @@ class Job:
             objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
             lexicons = self.dictionaries.get(name, ())
             names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
-            collates[spec.name] = StreamCollate(objective.collate, options, objective.words(options), lexicons, names)
+            of_objective = recipe.streams[name].objective, frozenset(objective.terms(options))
+            words = objective.words(options)
+            collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
 
     def plans(
@@ -243,13 +257,17 @@ class Job:
         steps: int,
         specs: list[StreamSpec] | None = None,
         fitted: tuple[int, Shape] | None = None,
+        control: Control | None = None,
     ) -> Plans:
-        """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on."""
+        """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
+        control, by which all ranks call it together, once on each node."""
         for source in self.sources:
             source.close()  # what was looked into so far
             source.swept = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
-        return loading.step_plans(mixture, self.recipe.data.workers, steps)
+        workers = loading.worker_count(self.recipe.data.workers, process, device)
+        node = loading.find_node(control) if control and self.recipe.data.workers != 0 else None
+        return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
         self,
@@ -265,7 +283,8 @@ class Job:
         fitted: least number of rows, and the shape that they are filled up to."""
         plans = plans or self.plans(process, device, state, steps, specs, fitted)
         dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
-        return loading.batches_of(plans, dataset, self.recipe.data.workers, process.rank)
+        workers = loading.worker_count(self.recipe.data.workers, process, device)
+        return loading.batches_of(plans, dataset, workers, process.rank)
 
 
 def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Control | None = None) -> Job:
@@ -282,7 +301,7 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(languages)
-    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0])
+    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], control)
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
@@ -355,6 +374,12 @@ def records_of(spec: StreamSpec, sources: list[Source]) -> int:
 def any_stream(recipe: Recipe, option: str) -> bool:
     """Whether any stream has this option on."""
     return any(getattr(stream.options, option, False) for stream in recipe.streams.values())
+
+
+def shows_neutral(recipe: Recipe) -> bool:
+    """Whether any sequence has token type 0: one whose stream has no language embeddings, or hides languages."""
+    options = [stream.options for stream in recipe.streams.values()]
+    return any(not getattr(o, "language_embeddings", False) or getattr(o, "language_dropout", 0) > 0 for o in options)
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:

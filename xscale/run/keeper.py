@@ -1,5 +1,4 @@
-"""What a run saves, and which of its checkpoints stay: the newest, the newest good one, the best, and such as a job
-has yet to read."""
+"""What a run saves, and which of its checkpoints stay: the newest, the newest good one, and the best."""
 
 import errno
 import time

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from xscale.data.loader import StepBatch
-from xscale.errors import NotFinite, UserError
+from xscale.deepspeed_private import leave_out_step
+from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import Gold
+from xscale.files import Lock
 from xscale.objectives import Gathering
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
@@ -25,15 +28,15 @@ from xscale.run.gold import gold_of
 from xscale.run.job import Job
 from xscale.run.keeper import Keeper
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
-from xscale.run.pace import Pace, Skips
-from xscale.run.status import STOPPED
+from xscale.run.pace import Alike, Pace, Skips
+from xscale.run.status import MACHINE, STOPPED, USER_ERROR, code_of, message_of
 from xscale.run.stop import StopRequest
-from xscale.run.validation import LAST_WAIT, Validation
+from xscale.run.validation import Validation
 from xscale.run.watch import Watch
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
-from xscale.step.zero import keeps_whole_weights, leave_out_step, whole_weight
+from xscale.step.zero import keeps_whole_weights, whole_weight
 
 NOT_FINITE = "not_finite.jsonl"
 """The records of every step that was not finite, a line for each rank."""
@@ -53,6 +56,8 @@ class Surroundings(NamedTuple):
     control: Control
     stop: StopRequest
     watch: Watch
+    locks: list[Lock]
+    """On `out`; of rank 0."""
 
 
 class Pending(NamedTuple):
@@ -77,24 +82,25 @@ class Trainer:
         """state: what the streams have consumed. checkpoint: that the engine was loaded from. condemned: steps that
         read their records and change nothing, since the run was not finite with them; 1 for the first."""
         self.job, self.recipe, self.state, self.condemned = job, job.recipe, state, condemned
-        self.config, self.engine, self.out, self.process, self.control, self.stop, self.watch = here
+        self.config, self.engine, self.out, self.process, self.control, self.stop, self.watch, locks = here
         self.step: int = state["step"]
         """Steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
         self.warned = set(job.dropped())
         self.pending: list[Pending] = []
-        self.pace = Pace(here.watch.names)
+        self.pace, self.alike = Pace(here.watch.names), Alike()
         companions = here.engine.module.companions.items()
         self.gathering = {stream: one for stream, one in companions if isinstance(one, Gathering)}
         self.flops = StepFlops(here.engine.module.encoder)
         self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
         tasks = find_tasks(job, here.engine, here.process, self.measured_words, here.watch.note)
-        self.validation = Validation(job, tasks, here.out, here.control, self.step, self.reporter)
+        measured = self.step if checkpoint else -1  # a start that was cut off has measured step 0, and saved nothing
+        self.validation = Validation(job, tasks, here.out, here.control, measured, self.reporter)
         folder, keep = here.out / "checkpoints", self.recipe.checkpoint.keep
         self.keeper = Keeper(here.engine, folder, here.control, here.watch, self.validation, keep, checkpoint)
         around = here.process, here.control, here.stop, here.watch, self.keeper
-        self.announcer = Announcer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around)
+        self.announcer = Announcer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around, locks)
         self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
         self.gold: dict[str, Gold] = {}
         """Of rank 0."""
@@ -107,6 +113,11 @@ class Trainer:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
         coming = self.announcer.next(batches)
+        if self.stop.late and not self.stop.moved and self.process.is_main:
+            LOG.warning(
+                f"train.time_limit: {recipe.train.time_limit:g} minutes were over before step {self.step + 1} began; "
+                f"this start makes a few steps, saves and stops: take a longer limit"
+            )
         while coming:
             self.watch.note(f"at the beginning of step {self.step + 1}")
             if coming.failed():
@@ -115,7 +126,7 @@ class Trainer:
                 return self.stop_early()
             agreed, batch = coming.agreed(), coming.batch
             check_targets(agreed, self.step + 1, recipe)
-            ahead = self.announcer.next(batches)
+            self.announcer.announce(batches, agreed.ahead)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.condemned:
                 self.leave_out(agreed)
@@ -124,7 +135,7 @@ class Trainer:
                 self.pending[-1].record.measured.update(self.keeper.times)
                 self.keeper.times.clear()
             self.trace_step(batch)
-            self.step, self.state = self.step + 1, batch.state
+            self.step, self.state, self.stop.moved = self.step + 1, batch.state, True
             self.count_dropped(agreed.too_long)
             if agreed.written == self.process.world and coming.saving == self.keeper.under_way:
                 self.keeper.settle()
@@ -133,13 +144,12 @@ class Trainer:
             if agreed.flush or last or due or measured:
                 self.flush()
             self.watch.stopping = last
-            if (due or measured) and ahead and ahead.stopped():
+            if (due or measured) and self.announcer.stops_next():
                 due = measured = False  # it stops now, and saves
             due |= measured and self.measure()
             if last or due:
                 self.save(must=last)
-            coming, started = ahead, time.monotonic()
-        self.finish_jobs()
+            coming, started = self.announcer.next(batches), time.monotonic()
         if self.too_long.total():
             long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
@@ -158,14 +168,21 @@ class Trainer:
 
     def end_all(self, error: Exception | None) -> NoReturn:
         """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
-        written first."""
-        self.flush()
-        self.keeper.settle()
-        told = self.control.gather(error and (isinstance(error, UserError), str(error)))
+        written first, unless another run has the directory."""
+        told = self.control.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
+        replaced = any(of_rank[2] for of_rank in told if of_rank)
+        if replaced:
+            for lines in (self.trace, self.validation.lines, *([self.reporter.metrics] if self.reporter else [])):
+                lines.drop()
+        else:
+            self.flush()
+            self.keeper.settle()
         if error:
             raise error
-        rank, (of_user, text) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
-        raise (UserError if of_user else RuntimeError)(f"rank {rank}: {text}")
+        rank, (code, text, _) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
+        if replaced:
+            raise Replaced(text)
+        raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def count_dropped(self, too_long: Counter[str]) -> None:
         """Of a step that is done. Warns once of each stream that drops more than a few per cent."""
@@ -241,12 +258,6 @@ class Trainer:
         self.watch.note(f"measuring step {self.step}")
         return self.validation.measure(self.step)
 
-    def finish_jobs(self) -> None:
-        limit = self.recipe.train.stall_limit
-        self.watch.note("waiting for the jobs of eval")
-        if self.process.is_main:
-            self.validation.finish(self.stop, LAST_WAIT if limit is None else min(LAST_WAIT, 30 * limit))
-
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
         self.announcer.last_flush = time.monotonic()
@@ -272,8 +283,8 @@ class Trainer:
             for entry in entries:
                 self.reporter.report(entry)
             self.reporter.flush()
-            self.validation.poll()
-            for line in self.pace.warnings():
+            self.validation.hook.look()
+            for line in [*self.pace.warnings(), *chain.from_iterable(map(self.alike.warnings, entries))]:
                 LOG.warning(line)
         for entry, pending in zip(entries, done, strict=True):
             self.check_finite(entry, pending)

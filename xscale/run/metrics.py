@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from xscale import files
 from xscale.config import Recipe
+from xscale.errors import printable
 from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
@@ -50,7 +51,7 @@ def start_logging(out: Path, rank: int) -> Path:
     handlers = [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")])
     for handler in handlers:
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
-        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", datefmt=date))
+        handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
     stacks = path.open("a")
     faulthandler.enable(stacks)  # of a crash
@@ -72,6 +73,13 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
     for name, value in tree.items():
         found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
     return found
+
+
+class _Printable(logging.Formatter):
+    """Names of files and records may hold characters that a terminal obeys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
@@ -161,9 +169,9 @@ class JsonLines:
         self.alarm.clear()
 
     def _begin_anew(self) -> None:
-        """Of a file that somebody has removed, whose lines nobody would see."""
+        """Of a file that somebody has removed, whose lines nobody would see. Its folder is not made again: it may be
+        another run's soon."""
         assert self.file
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         anew = self.path.open("ab", buffering=0)
         self.file.close()
         self.file, self.end = anew, self.path.stat().st_size
@@ -184,6 +192,10 @@ class JsonLines:
             raise
         self.end += len(data)
 
+    def drop(self) -> None:
+        """Nothing more is written, also not what waits."""
+        self.file = None
+
     def close(self) -> None:
         self.flush(to_disk=True)
         if self.file and self.lines:
@@ -198,11 +210,12 @@ def _finite(value: Any) -> Any:
 
 
 def _step_of(line: bytes) -> float:
-    """The line's step; infinity for a half-written one."""
+    """The line's step; infinity for a line that is half-written, or that no run has written."""
     try:
-        return json.loads(line)["step"] if line.endswith(b"\n") else float("inf")
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
-        return float("inf")
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        step = None
+    return step if isinstance(step, int | float) and not isinstance(step, bool) else math.inf
 
 
 @dataclass
@@ -309,19 +322,15 @@ class Tracker:
     """wandb, or what has its calls, as trackio. One that fails is left alone from then on."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        self.name, self.alarm, self.newest = name, Alarm(name), 0
+        self.name, self.alarm = name, Alarm(name)
         # The same run after a resume, by the directory.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
         self._call("init", project=project, name=out.name, config=fields, resume="allow")
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Of a step before the newest, which trackers refuse, as what it is: a number that came late."""
-        step = entry["step"]
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
-        late = step < self.newest
-        self.newest = max(step, self.newest)
-        self._call("log", numbers | {"eval/step": step} if late else numbers, step=self.newest)
+        self._call("log", numbers, step=entry["step"])
 
     def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
         if self.alarm.on:

@@ -1,7 +1,8 @@
-"""What is seen over many steps: ranks that are slow, and steps that fp16 skips."""
+"""What is seen over many steps: ranks that are slow, steps that fp16 skips, and vectors that do not differ."""
 
-from collections import deque
+from collections import Counter, deque
 from statistics import median_low
+from typing import Any
 
 SLOW = 1.5
 """Times the median of all ranks."""
@@ -10,6 +11,8 @@ SLOW_FLUSHES = 10
 SKIPS_OF, MOST_SKIPS = 200, 20
 """Of so many steps fp16 skips one or two as it tries larger scales."""
 LOW_SCALE = 1.0
+ALIKE, ALIKE_STEPS = 0.99, 20
+"""Mean cosine of different sentences from which on, in so many steps, a contrast finds nothing to tell them by."""
 
 
 class Pace:
@@ -58,3 +61,22 @@ class Skips:
             self.warned = True
             return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
         return None
+
+
+class Alike:
+    """Streams whose vectors hardly differ between sentences."""
+
+    def __init__(self) -> None:
+        self.steps = Counter[str]()
+
+    def warnings(self, entry: dict[str, Any]) -> list[str]:
+        """Of a step's metrics. Warns once of a stream."""
+        cosines = {name.partition("/")[2]: of for name, of in entry.items() if name.startswith("sentence_cosine/")}
+        self.steps.update(stream for stream, cosine in cosines.items() if cosine > ALIKE)
+        return [
+            f"streams.{stream}: vectors of different sentences hardly differ (mean cosine {cosine:.4f}, over {ALIKE} "
+            f"in {ALIKE_STEPS} steps), so it learns next to nothing. Random weights make one vector of all sentences' "
+            f"[CLS]: set streams.{stream}.pooling=mean, or model.attention_gain=1.0 and model.dropout=0.0"
+            for stream, cosine in cosines.items()
+            if cosine > ALIKE and self.steps[stream] == ALIKE_STEPS
+        ]

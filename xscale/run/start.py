@@ -14,6 +14,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.row import Shape
+from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.ranks import Control, Process
 from xscale.run import checkpoint as checkpoints
@@ -35,13 +36,13 @@ from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 def train_run(args: argparse.Namespace, process: Process, control: Control, status: Status) -> int:
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
     job = prepare(args.recipe, args.set, args.data, control)
-    check_tasks(job)
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
+    check_tasks(job, config.stage, control)
     check_same(args, job, config, control)
     ranks.set_deterministic(job.recipe.train.deterministic)
     stop = StopRequest(job.recipe.train.time_limit)
-    locks: list[Any] = []  # held until this returns
+    locks: list[files.Lock] = []  # of rank 0, held until this returns
     control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
     status.ours = True
     if not args.out.is_dir():
@@ -53,6 +54,9 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
     watch = Watch(process, names_of_ranks(control), log, status.cut_off, stop)
     watch.begin(job.recipe.train.stall_limit, job.recipe.train.stop_limit)
     with closing(watch):
+        for lock in locks:
+            if lock.problem:
+                LOG.warning(lock.problem)
         for note in [*config.notes, *job.notes()]:
             LOG.info(note)
         checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
@@ -66,14 +70,15 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
         job = job.calibrated(calibration(job, checkpoint, control))
         if process.is_main:
             write_config(args.out, job, config)
-            for line in job.dropped().values():
+            for line in [*job.dropped().values(), *job.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
         fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
         state = checkpoint.state if checkpoint else initial_state(job.specs)
         # The first may take seconds, while the engine is built.
-        plans = job.plans(process, hardware.device, state, job.recipe.train.steps - first, fitted=fitted)
+        left = job.recipe.train.steps - first
+        plans: Plans | None = job.plans(process, hardware.device, state, left, fitted=fitted, control=control)
         watch.note("building the engine")
         engine = make_engine(job, config, checkpoint, fitted, control)
         LOG.info(
@@ -84,7 +89,7 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
         )
         if not checkpoint:
             prefill(engine.module, job, process, engine.device)
-        surroundings = Surroundings(config, engine, args.out, process, control, stop, watch)
+        surroundings = Surroundings(config, engine, args.out, process, control, stop, watch, locks)
         code, step = train_on(job, surroundings, checkpoint, fitted, plans, status, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{step} of {job.recipe.train.steps} steps")
     return code
@@ -107,7 +112,9 @@ def train_on(
         trainer = Trainer(job, here, state, checkpoint, condemned, trace)
         status.step = partial(getattr, trainer, "step")
         left = job.recipe.train.steps - trainer.step
-        batches = job.batches(here.process, here.engine.device.type, state, left, fitted=fitted, plans=plans)
+        device = here.engine.device.type
+        plans = plans or job.plans(here.process, device, state, left, fitted=fitted, control=here.control)
+        batches = job.batches(here.process, device, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
                 if not checkpoint:
@@ -133,7 +140,7 @@ def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpo
     condemned.append(error.step)
     trainer.watch.note(f"loading {found.path}")
     checkpoints.load(trainer.engine, found, control)
-    engines.follow_schedule(trainer.engine)
+    follow_schedule(trainer.engine)
     tell(
         f"went back to step {found.step}; step {error.step} will read its records and change nothing "
         f"({len(condemned)} of {recipe.train.rollbacks} rollbacks)"
@@ -178,7 +185,7 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
+def take_folder(out: Path, job: Job, resume: str, status: Status) -> files.Lock:
     """Claim and lock the run's directory. Rank 0 only."""
     status.ours = False
     folder.claim_out(out, job.identity(), resume)
@@ -186,7 +193,7 @@ def take_folder(out: Path, job: Job, resume: str, status: Status) -> Any:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
-    lock = files.lock(out)
+    lock = files.Lock(out)
     status.running()
     return lock
 
@@ -211,6 +218,7 @@ def write_config(out: Path, job: Job, config: EngineConfig) -> None:
     files.write_text(out / "config.yaml", recipe)
     files.write_text(out / "ds_config.json", dump(config.resolved))
     files.write_text(out / folder.IDENTITY, dump(job.identity()))
+    folder.write_lexicons(out, job.lexicons + job.measured)
 
 
 def make_engine(
@@ -228,7 +236,7 @@ def make_engine(
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
         checkpoints.load(engine, checkpoint, control)
-        engines.follow_schedule(engine)
+        follow_schedule(engine)
         consumed = positions_report(checkpoint.state, job.specs, job.sources)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
     return engine

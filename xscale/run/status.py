@@ -5,6 +5,7 @@
 `status` is running, done, stopped or failed. One that says running while no process is was killed.
 """
 
+import errno
 import json
 import os
 import traceback
@@ -17,16 +18,18 @@ import torch
 import torch.distributed as dist
 
 from xscale import files
-from xscale.errors import OF_MACHINE, NotFinite, UserError
+from xscale.errors import OF_MACHINE, MachineError, NotFinite, Replaced, UserError
 from xscale.ranks import Process
 from xscale.run import folder
 from xscale.run.metrics import LOG, log_to_files
 
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
 """Exit codes. STOPPED: saved, and ended early; another start goes on."""
-OF_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport")
-NO_MEMORY = "can't allocate memory"
-"""What torch says of the CPU's, in a RuntimeError."""
+OF_LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
+NO_MEMORY = ("can't allocate memory", "out of memory")
+"""What torch says of the CPU's, and what CUDA and NCCL say, in errors of other classes."""
+OF_KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
+"""What torch says of a worker that somebody else has ended, and data/loader.py of its planner."""
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """Of exit codes; all others are failures."""
 
@@ -36,8 +39,9 @@ def code_of(error: Exception) -> int:
         return USER_ERROR
     if isinstance(error, NotFinite):
         return NOT_FINITE
-    of_machine = isinstance(error, OSError) and error.errno in OF_MACHINE
-    return MACHINE if of_machine or isinstance(error, dist.DistNetworkError) or lost_rank(error) else FAULT
+    of_machine = isinstance(error, MachineError) or (isinstance(error, OSError) and error.errno in OF_MACHINE)
+    of_machine |= isinstance(error, dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
+    return MACHINE if of_machine else FAULT
 
 
 def lost_rank(error: Exception) -> bool:
@@ -45,18 +49,33 @@ def lost_rank(error: Exception) -> bool:
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in OF_LOST_RANK)
 
 
+def killed(error: Exception) -> str:
+    """What is said of a process of the loader that was killed; "": nothing."""
+    said = (str(of) for of in (error, error.__cause__, error.__context__))
+    return next((text.splitlines()[0] for text in said if any(sign in text for sign in OF_KILLED)), "")
+
+
 def out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or NO_MEMORY in str(error)
+    if isinstance(error, UserError | MachineError | OSError):
+        return isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
 
 
 def message_of(error: Exception) -> str:
     """A line; of what users and the machine cause with the remedy."""
+    if isinstance(error, MachineError):  # it may tell what another rank has said, with the remedy
+        return str(error)
     code = code_of(error)
     if out_of_memory(error):
         said = (str(error) or type(error).__name__).splitlines()[0]
         return (
             f"out of memory ({said}); lower train.max_tokens, which a run may change from start to start, or take "
             f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
+        )
+    if said := killed(error):
+        return (
+            f"{said.rstrip('. ')}: the machine's memory may have run out (dmesg or the job's accounting tell of it); "
+            f"ask for more, or take fewer data.workers, and start again: the run goes on"
         )
     if lost_rank(error):
         first = str(error).splitlines()[0]
@@ -66,7 +85,9 @@ def message_of(error: Exception) -> str:
     if code == MACHINE:
         advice = "where another run has the port, give --master_port N to the launcher, or set MASTER_PORT"
         return f"the ranks cannot meet: {str(error).splitlines()[0]}; {advice}"
-    return str(error) if code != FAULT else f"{type(error).__name__}: {error}"
+    if code == FAULT:
+        return "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
+    return str(error)
 
 
 class Status:
@@ -107,7 +128,9 @@ class Status:
             yield
         except Exception as error:
             log_to_files(traceback.format_exc())
-            if self.ours or (self.ours is None and self.process.is_main and folder.is_idle(self.out)):
+            if isinstance(error, Replaced):
+                pass  # it is another run's now
+            elif self.ours or (self.ours is None and self.process.is_main and folder.is_idle(self.out)):
                 self.ended(code_of(error), message_of(error))
             raise
 

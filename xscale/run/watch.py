@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch.distributed as dist
 
 from xscale.ranks import Control, Process
@@ -85,30 +86,55 @@ class Watch:
         self.closed.set()
 
     def _look(self) -> None:
+        ticked = time.monotonic()
         store = self._within(self._join)
         pause = min(LOOK_SECONDS, self.limit / 8, self.stop_limit / 8)
-        warned, number, told = FIRST_WARNING_SECONDS, 0, math.inf
+        warned, number, told, marks = FIRST_WARNING_SECONDS, 0, math.inf, self.marks
         while True:
             number += 1
             if store:
-                beat = json.dumps(Beat(number, self.marks, self.doing))
+                beat = json.dumps(Beat(number, self.marks, self._doing()))
                 self._within(partial(store.set, self._key(self.process.rank), beat))
+            asked = time.monotonic()
             if self.closed.wait(pause):
                 return
-            told = min(told, time.monotonic() if self.stop else math.inf)
+            now = time.monotonic()
+            late = now - asked - pause + max(asked - ticked - (2 * ANSWER if store else 0.0), 0.0)
+            ticked = now
+            if late > pause:
+                self._wake(late, now)
+                told += late
+            told = min(told, now if self.stop else math.inf)
             if time.monotonic() - told >= self.stop_limit and not self.stopping:
                 why = f"{self.stop.why}, but no step has ended in {self.stop_limit:.0f} s, {self.doing}"
                 self._end(f"{why}; {self._listen(store)}", STOPPED)
             still = time.monotonic() - self.since
+            if self.marks != marks:
+                warned, marks = FIRST_WARNING_SECONDS, self.marks
             if still < min(self.limit / 2, warned):
-                warned = FIRST_WARNING_SECONDS
                 continue
             others = self._listen(store)
             if still >= self.limit:
-                self._end(f"no progress for {still:.0f} s, {self.doing}; {others}", STUCK)
+                self._end(f"no progress for {still:.0f} s, {self._doing()}; {others}", STUCK)
             if still >= warned and self.limit < math.inf and self.process.is_main:
-                LOG.warning(f"no progress for {still:.0f} s, {self.doing}; {others}")
+                LOG.warning(f"no progress for {still:.0f} s, {self._doing()}; {others}")
                 warned = 2 * still
+
+    def _wake(self, late: float, now: float) -> None:
+        """This process was suspended for so long, as by SIGSTOP, docker pause or SLURM, and could not move."""
+        self.since = min(self.since + late, now)
+        self.heard = {rank: (beat, at + late) for rank, (beat, at) in self.heard.items()}
+
+    def _doing(self) -> str:
+        """And which of the rank's processes, such as a loader, is stopped."""
+        if time.monotonic() - self.since < LOOK_SECONDS:
+            return self.doing
+        stopped = []
+        for child in psutil.Process().children():
+            with suppress(psutil.Error):  # it has ended meanwhile
+                if child.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    stopped.append(f"{child.name()} (process {child.pid}) is stopped")
+        return "; ".join([self.doing, *stopped])
 
     def _join(self) -> dist.Store | None:
         """A connection of the thread's own: the main thread's may be waiting for an answer."""

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
+from xscale.deepspeed_private import model_file, partition_files, saved_whole
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, load_pretrained
+from xscale.models.build import dropout_fields, load_pretrained, settle_neutral
 from xscale.models.heads import KeptHeads, load_heads
 from xscale.ranks import Control
 from xscale.run import checkpoint as checkpoints
@@ -23,13 +24,13 @@ HEADS = "heads."
 
 def full_weights(path: Path) -> dict[str, Tensor]:
     """fp32 weights of the whole module, from the ZeRO partitions where there are any."""
-    if list(path.glob("*zero_pp_rank_*_optim_states.pt")):
+    if partition_files(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         unread = io.StringIO()  # progress bars and remarks
         with contextlib.redirect_stdout(unread), contextlib.redirect_stderr(unread):
             return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
-    return torch.load(path / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    return saved_whole(torch.load(model_file(path), map_location="cpu", weights_only=False))[0]
 
 
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
@@ -46,10 +47,10 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     problem = checkpoints.verify(path, Control())
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
-    config = AutoConfig.from_pretrained(path / checkpoints.HF)
+    config = AutoConfig.from_pretrained(path / checkpoints.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
-    lm = AutoModelForMaskedLM.from_config(config)
+    lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
     trained = full_weights(path)
     weights = {name.removeprefix(PREFIX): w for name, w in trained.items() if name.startswith(PREFIX)}
     missing, unexpected = lm.load_state_dict(weights, strict=False)
@@ -57,6 +58,7 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
+    settle_neutral(lm)
     return lm, _heads(trained, checkpoints.read(path).identity["recipe"]["streams"])
 
 

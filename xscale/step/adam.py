@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from xscale.deepspeed_private import compile_operator
 from xscale.errors import UserError
 
 LOG = logging.getLogger("xscale")
@@ -30,8 +31,6 @@ def load_adam(builder: str) -> None:
     torch guards a build by a file that a killed process leaves behind, and all later ones wait on it for ever. So build
     in a directory that only xscale uses, under a lock that ends with its holder: a guard found there is nobody's.
     """
-    from deepspeed.ops import op_builder
-
     directory = operators_directory()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -42,7 +41,7 @@ def load_adam(builder: str) -> None:
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
             LOG.info(f"loading DeepSpeed's Adam; where it is not in {directory} yet, compiling it takes minutes")
-            getattr(op_builder, builder)().load(verbose=False)
+            compile_operator(builder)
     except Exception as error:
         raise UserError(
             "ds_config asks for DeepSpeed's own Adam, which takes a C++ compiler (on a GPU also nvcc) and could not be "

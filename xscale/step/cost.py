@@ -1,5 +1,6 @@
 """What a run costs: memory and communication by ZeRO stage, the size of a checkpoint, and model FLOPs."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -101,13 +102,14 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
 
 
 def communication(
-    module: StepModule, recipe: Recipe, ds_config: dict[str, Any], precision: str, rows: int
+    module: StepModule, recipe: Recipe, samples: Mapping[str, int], ds_config: dict[str, Any], precision: str, rows: int
 ) -> dict[str, tuple[str, float]]:
     """What a step's collectives are for -> (collective, bytes of the whole tensors). Small ones are left out.
 
     Each gradient is reduced once a step, whatever the rows (step/zero.py); stages 1 and 2 then gather the weights that
     each rank has updated. Stages 1 and 2 reduce their buckets whole, by all-reduce. Stage 3 gathers weights for each
     row, where forward and backward pass share them up to stage3_max_live_parameters (10^9); small ones once a step.
+    samples: of each stream's step.
     """
     n, stage, width = sum(p.numel() for p in module.parameters()), stage_of(ds_config), WIDTH[precision]
     reduced = WIDTH.get(ds_config.get("communication_data_type") or precision, width)
@@ -119,7 +121,7 @@ def communication(
         small = sum(p.numel() for p in module.parameters() if p.numel() <= least)
         found["weights"] = ("all_gather", float(width * (small + (n - small) * rows)))
     vectors = sum(
-        (stream.samples or 0) * (4 * stream.options.projection + 16)
+        samples[name] * (4 * stream.options.projection + 24)
         for name, stream in recipe.streams.items()
         if name in module.companions and hasattr(stream.options, "projection")
     )

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from xscale import deepspeed_private as private
+
 NUMBER = (int, float)
 _NULL = type(None)
 KEYS: dict[str, tuple[type, ...]] = {
@@ -43,6 +45,8 @@ OF_ZERO = {
     "zenflow": "a step of xscale is one update of all weights; leave it out",
 }
 """The same of zero_optimization."""
+MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections that need a package of that name."""
 KIND = {
     (dict,): "an object",
     (bool,): "true or false",
@@ -72,6 +76,12 @@ def check_names(config: dict[str, Any]) -> list[str]:
     if type(stage) is not int or not 0 <= stage <= 3:
         problems.append(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
     problems += [f"zero_optimization.{key}: {why}" for key, why in OF_ZERO.items() if key in zero]
+    problems += _check_zero(zero, stage)
+    problems += [
+        f"{key}: the package {package} is not installed; pip install {package}, or leave {key} out"
+        for key, package in MONITORS.items()
+        if config.get(key, {}).get("enabled") and not importlib.util.find_spec(package)
+    ]
     for name in ("fp16", "bf16"):
         enabled = config.get(name, {}).get("enabled", "auto")
         if enabled != "auto" and type(enabled) is not bool:
@@ -99,6 +109,21 @@ def _check_key(key: str, value: Any) -> str:
     return f"{key}: {value!r} is not {KIND[kinds]}"
 
 
+def _check_zero(zero: dict[str, Any], stage: Any) -> list[str]:
+    """What DeepSpeed takes for something else, or ignores, at this stage."""
+    problems = [
+        f"zero_optimization.{key}.device = nvme: no run of xscale has been tested with it, and below stage 3 DeepSpeed "
+        f"takes it for cpu; write cpu"
+        for key in ("offload_optimizer", "offload_param")
+        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme"
+    ]
+    return problems + [
+        f"zero_optimization.{key} = true does nothing at stage {stage}; take stage 3, or leave it out"
+        for key in zero
+        if key.startswith("zero_quantized_") and zero[key] is True and stage != 3
+    ]
+
+
 def _unknown(where: str, section: dict[str, Any], known: Iterable[str], of: str = "") -> list[str]:
     problems = []
     for name in sorted(set(section) - set(known)):
@@ -109,15 +134,16 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str], of: str 
 
 
 def _check_optimizer(section: dict[str, Any] | None) -> list[str]:
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
     if section is None:
         return []
+    own = private.optimizers()
     kind, params = section["type"], section.get("params", {})
-    if kind.lower() not in DEEPSPEED_OPTIMIZERS and not _is_class(torch.optim, kind, torch.optim.Optimizer):
-        return [f"optimizer.type: {kind} is none of {', '.join(DEEPSPEED_OPTIMIZERS)}, or of torch.optim"]
+    if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
+        return [f"optimizer.type: {kind} is none of {', '.join(own)}, or of torch.optim"]
     if kind.lower().startswith("mu") and kind.lower() != "muon" and not importlib.util.find_spec("mup"):
         return [f"optimizer.type: {kind} needs the package mup"]
+    if params.get("maximize"):
+        return ["optimizer.params.maximize: the run would make its loss larger; leave it out"]
     known = parameters(kind)
     if known is None:
         return []
@@ -143,12 +169,8 @@ def _mistyped(where: str, params: dict[str, Any], defaults: dict[str, Any]) -> l
 
 def parameters(kind: str) -> dict[str, Any] | None:
     """What an optimizer takes, and the defaults; None: that is not known before it is built."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import FusedLion
-
-    own: dict[str, list[Any]] = {"adagrad": [torch.optim.Adagrad], "lamb": [FusedLamb], "lion": [FusedLion]}
-    own["adam"] = own["adamw"] = [torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam]
+    own: dict[str, list[Any]] = {"adagrad": [torch.optim.Adagrad], **private.lamb_and_lion()}
+    own["adam"] = own["adamw"] = [torch.optim.AdamW, *private.adam_classes()]
     classes = own.get(kind.lower()) or ([getattr(torch.optim, kind)] if hasattr(torch.optim, kind) else [])
     found = {name: p.default for c in classes for name, p in inspect.signature(c).parameters.items()}
     if kind.lower() in ("adam", "adamw"):
@@ -157,14 +179,12 @@ def parameters(kind: str) -> dict[str, Any] | None:
 
 
 def _check_scheduler(section: dict[str, Any] | None) -> list[str]:
-    from deepspeed.runtime import lr_schedules
-
     if section is None:
         return []
     kind, params = section["type"], section.get("params", {})
     scheduler = schedule(kind)
     if scheduler is None:
-        known = ", ".join(lr_schedules.VALID_LR_SCHEDULES)
+        known = ", ".join(private.schedulers())
         return [f"scheduler.type: {kind} is none of {known}, or of torch.optim.lr_scheduler"]
     defaults = {name: p.default for name, p in inspect.signature(scheduler).parameters.items()}
     del defaults["optimizer"]
@@ -179,10 +199,8 @@ def _check_scheduler(section: dict[str, Any] | None) -> list[str]:
 
 def schedule(kind: str) -> Any:
     """The class of a scheduler, or None."""
-    from deepspeed.runtime import lr_schedules
-
-    if kind in lr_schedules.VALID_LR_SCHEDULES:
-        return getattr(lr_schedules, kind)
+    if kind in (own := private.schedulers()):
+        return own[kind]
     named = _is_class(torch.optim.lr_scheduler, kind, torch.optim.lr_scheduler.LRScheduler)
     return getattr(torch.optim.lr_scheduler, kind) if named else None
 
@@ -195,8 +213,7 @@ def _is_class(module: Any, name: str, base: type) -> bool:
 def rehearse(resolved: dict[str, Any]) -> list[str]:
     """What DeepSpeed says to the filled config, and three steps of optimizer and schedule on one weight: what else
     would end a start, or a later step, with a traceback."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
-
+    DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum = private.config_classes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     alone = {k: v for k, v in copy.deepcopy(resolved).items() if k != "train_batch_size"}
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})

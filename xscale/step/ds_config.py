@@ -5,6 +5,7 @@ the recipe's is an error.
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from xscale.step.ds_checks import check_names, parameters, rehearse
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
+_INSIDE, _BESIDE = (Path(__file__).parents[up] / "ds_configs" for up in (1, 2))
+SHIPPED = _INSIDE if _INSIDE.is_dir() else _BESIDE
+"""The ds_configs that come with xscale: inside it where a wheel is installed, beside it in a checkout."""
 _WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
 SCHEDULES = {
     "WarmupLR": _WARMUP,
@@ -69,11 +73,25 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
     return resolve_ds_config(read_ds_config(path), path, recipe, world, hardware)
 
 
+def find_ds_config(path: Path) -> Path:
+    """The path, or the shipped file of this name where there is none: zero2_cpu, zero2_cpu.json."""
+    shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
+    return shipped if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists() else path
+
+
 def read_ds_config(path: Path) -> dict[str, Any]:
+    """Of a path, or of a shipped one's name. Raises UserError."""
+    path = find_ds_config(path)
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
+        config = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=unique_keys,
+            parse_constant=finite,
+            parse_float=finite,
+        )
     except FileNotFoundError:
-        raise UserError(f"--ds_config {path} not found; shipped ones are in ds_configs/") from None
+        names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
+        raise UserError(f"--ds_config {path} not found; shipped ones are {names}") from None
     except OSError as error:
         raise UserError(f"--ds_config {path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
@@ -84,6 +102,13 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     if problems:
         raise UserError(f"--ds_config {path}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
+
+
+def finite(text: str) -> float:
+    """Raises ValueError for NaN, Infinity and what exceeds all numbers: no other number would be equal to it."""
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,7 +169,8 @@ def _own(problems: list[str], section: dict[str, Any], where: str, key: str, val
 
 def _fill_sizes(resolved: dict[str, Any], recipe: Recipe, world: int, problems: list[str]) -> None:
     """Nominal: what DeepSpeed counts is a step of one pass on each rank."""
-    samples = sum(stream.samples or 0 for stream in recipe.streams.values())
+    of_streams = [stream.samples for stream in recipe.streams.values()]
+    samples = sum(n or 0 for n in of_streams) if all(of_streams) else None  # those of `tokens` are not known here
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
         given = resolved.get(key, AUTO)

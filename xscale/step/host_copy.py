@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 
+from xscale import deepspeed_private as private
 
-class Taker(TorchCheckpointEngine):
+
+class Taker:
     """Takes what it is told to save. No exception of it may come between DeepSpeed's barriers: others wait there."""
 
     def __init__(self, copies: bool):
         """copies: copy tensors, since training goes on; else take them as they are."""
-        super().__init__()
         self.copies = copies
         self.taken: dict[str, Any] = {}
         """By the file's name."""
@@ -40,14 +40,9 @@ class Taker(TorchCheckpointEngine):
 
 def take(engine: Any, partial: Path, copies: bool) -> Taker:
     """The content of the files that this rank would write into `partial`. All ranks call it together."""
-    taker, kept = Taker(copies), engine.checkpoint_engine
-    engine.checkpoint_engine, engine._copy_recovery_script = taker, lambda folder: None
-    try:
-        client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
-        engine.save_checkpoint(str(partial.parent), tag=partial.name, client_state=client_state, save_latest=False)
-    finally:
-        engine.checkpoint_engine = kept
-        del engine._copy_recovery_script
+    taker = Taker(copies)
+    client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
+    private.save_by(engine, taker, partial.parent, partial.name, client_state)
     return taker
 
 

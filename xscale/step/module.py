@@ -5,6 +5,7 @@ One pass through the encoder, one gather of all states that losses read, one cal
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
 
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from torch.utils._pytree import tree_leaves
 from xscale import rng
 from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
+from xscale.errors import blaming
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, take_over
-from xscale.objectives import OBJECTIVES, Companion, Parts, Prediction, Scheduled
+from xscale.objectives import OBJECTIVES, Companion, Losses, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -58,12 +60,14 @@ class StepModule(nn.Module):
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
-            heads = objective.heads and objective.heads(encoder, options)
+            with self.blaming(name, "heads"):
+                heads = objective.heads and objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
                 note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
-            companion = objective.companion and objective.companion(encoder, heads, options)
+            with self.blaming(name, "companion"):
+                companion = objective.companion and objective.companion(encoder, heads, options)
             if companion is not None:
                 if isinstance(companion, Scheduled):
                     companion.steps = recipe.train.steps
@@ -73,6 +77,11 @@ class StepModule(nn.Module):
         if recipe.train.compile:
             encoder.compile_forward()
         self.train()  # from_pretrained leaves a model without dropout
+
+    def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
+        """Around a call of a function of the stream's objective."""
+        objective = next((name for name, of in OBJECTIVES.items() if of is self.streams[stream][0]), "?")
+        return blaming(f"streams.{stream}, objective {objective}: {function}")
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
@@ -86,8 +95,8 @@ class StepModule(nn.Module):
     def read_beside(self, inputs: Inputs) -> States:
         """What the companions make of a row."""
         return {
-            stream: {"beside": self.companions[stream].read(self.encoder, tokens, places_S, inputs.arrays[stream])}
-            for stream, (tokens, places_S) in inputs.beside.items()
+            stream: {"beside": self.companions[stream].read(self.encoder, tokens, index, inputs.arrays[stream])}
+            for stream, (tokens, index) in inputs.beside.items()
         }
 
     def read(self, row: Row, inputs: Inputs) -> States:
@@ -99,12 +108,14 @@ class StepModule(nn.Module):
 
     def vectors(self, row: Row, inputs: Inputs) -> dict[str, Tensor]:
         """What other rows of the step read of this one, by stream [n, D]."""
-        states = self.read(row, inputs)
-        return {
-            stream: objective.vectors(self.parts(stream), states[stream], inputs.arrays[stream], options)
-            for stream, (objective, options) in self.streams.items()
-            if objective.vectors
-        }
+        states, found = self.read(row, inputs), dict[str, Tensor]()
+        for stream, (objective, options) in self.streams.items():
+            if objective.vectors:
+                with self.blaming(stream, "vectors"):
+                    found[stream] = objective.vectors(
+                        self.parts(stream), states[stream], inputs.arrays[stream], options
+                    )
+        return found
 
     def forward(
         self, row: Row, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
@@ -123,16 +134,17 @@ class StepModule(nn.Module):
             if stream not in row.states:
                 continue
             named = states[stream] | more.get(stream, {})
-            if objective.vectors:
-                own_ND = objective.vectors(self.parts(stream), named, inputs.arrays[stream], options)
-                named["step"] = named["step"].index_copy(0, named["own"], own_ND)
-            losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
+            with self.blaming(stream, "loss"):
+                if objective.vectors:
+                    own_ND = objective.vectors(self.parts(stream), named, inputs.arrays[stream], options)
+                    named["step"] = named["step"].index_copy(0, named["own"], own_ND)
+                losses = objective.loss(self.parts(stream), named, inputs.arrays[stream], options)
+                check_losses(losses, stream, row, weights)
             predictions += [(stream, prediction) for prediction in losses.predictions]
             for term, value in losses.sums.items():
                 numbers[Reported("loss", stream, term)] = value.detach()
                 if weights[stream, term]:
                     loss = loss + weights[stream, term] * value
-            assert "loss" not in losses.metrics, f"streams.{stream}: a metric cannot be called loss"
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
         predicted, of_predictions, of_names = self.predict(row, predictions, inputs, weights_M, largest)
         told_apart = [Reported("loss", *name) for name in row.names]
@@ -162,3 +174,27 @@ class StepModule(nn.Module):
             found |= {Reported("loss", stream, p.term): loss_1, Reported(p.accuracy, stream, p.term): right_1}
         sums = losses_M.new_zeros(len(row.names) + 1).index_add_(0, inputs.names, losses_M)
         return loss, found, sums[:-1]
+
+
+def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
+    """Raises ValueError for what the step's loss could not be made of."""
+    if not isinstance(losses, Losses):
+        raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
+    labels = {term: n for (of, term), n in row.predictions.items() if of == stream}
+    predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
+    if list(predicted.items()) != list(labels.items()):
+        raise ValueError(f"predicts {predicted}, and the piece has labels {labels}: terms in this order, rows of each")
+    for term, value in losses.sums.items():
+        if (stream, term) not in weights:
+            raise ValueError(f"sums has {term!r}, none of the objective's terms")
+        if value.numel() != 1:
+            raise ValueError(
+                f"sums[{term!r}] has shape {list(value.shape)}; it is one number, the sum over the targets"
+            )
+    for name, (value, term) in losses.metrics.items():
+        if name == "loss":
+            raise ValueError("a metric cannot be called loss")
+        if (stream, term) not in row.targets:
+            raise ValueError(f"metric {name} is divided by {term!r}, which the piece's targets do not have")
+        if value.numel() != 1:
+            raise ValueError(f"metric {name} has shape {list(value.shape)}; it is one number, a sum over the targets")

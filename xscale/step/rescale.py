@@ -5,14 +5,16 @@ DeepSpeed's own way, its universal checkpoints, writes all of it once more by an
 no stage 0, and at stage 3 parts from the third step on (its groups of weights then count their steps together).
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
 """The key of a weight, beside the optimizer's own, such as exp_avg."""
@@ -28,79 +30,83 @@ class Place:
     """Numbers of it that each rank has from `start` on (stage 3); None: the parts of the ranks are one vector."""
 
 
+class Group(NamedTuple):
+    """What a rank has saved of a group of weights."""
+
+    flats: dict[str, Tensor]
+    """By key."""
+    steps: dict[str, Any]
+    """The optimizer's other numbers: of steps."""
+
+    @classmethod
+    def of(cls, weights: Tensor, state: dict[str, Any]) -> "Group":
+        keys = [key for key, value in state.items() if torch.is_tensor(value) and value.ndim]
+        flats = {WEIGHT: weights} | {key: state[key].flatten() for key in keys}
+        return cls(flats, {key: value for key, value in state.items() if key not in keys})
+
+
 class Saved:
-    """A checkpoint, by parameter. Files are mapped: what is not asked for is not read."""
+    """A checkpoint, by parameter. The file of a rank is opened where something of it is asked for, and mapped: what is
+    not asked for is not read."""
 
-    def __init__(self, path: Path, names: list[str]):
-        """names: the module's parameters, in their order."""
-        self.model = _load(next(path.glob("*mp_rank_00_model_states.pt")))
-        found = sorted(path.glob("*zero_pp_rank_*_optim_states.pt"), key=_rank_of)
-        self.ranks = [_load(file)["optimizer_state_dict"] for file in found]
-        self.flats: list[dict[str, list[Tensor]]] = []
-        """Of each group: by key, what the ranks have."""
-        self.steps: list[dict[str, Any]] = []
-        """Of each group, the optimizer's other numbers: of steps."""
+    def __init__(self, path: Path, names: list[str], at: float = 0.0):
+        """names: the module's parameters, in their order. at: about where among the ranks is what will be asked for,
+        0 to 1; one file there tells what all of them have alike."""
+        self.model = _load(private.model_file(path))
+        self.files = private.partition_files(path)
+        self.opened: dict[int, list[Group]] = {}
+        """Groups of these ranks."""
         self.places: dict[str, Place] = {}
-        if self.ranks:
-            self._partitioned()
+        if self.files:
+            # Not the last one: what fills the parts up to one length is left out of it.
+            self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
-            self._whole(names)
+            self.scaler, self.like = None, self._whole(names)
 
-    def _partitioned(self) -> None:
-        """Stages 1 to 3."""
-        stage_3 = "fp32_flat_groups" in self.ranks[0]
-        weights = "fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"
-        optimizer = "optimizer_state_dict" if stage_3 else "base_optimizer_state"
-        for group, shapes in enumerate(self.model["param_shapes"]):
-            states = [of_rank[optimizer]["state"].get(group, {}) for of_rank in self.ranks]
-            self._add([of_rank[weights][group] for of_rank in self.ranks], states)
+    def _partitioned(self, rank: int) -> tuple[Any, list[Group]]:
+        """Of stages 1 to 3 the places, the loss scaler and a rank's groups."""
+        start_of = self._open(rank)
+        for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0
             for name, shape in shapes.items():
-                share = -(-shape.numel() // len(self.ranks)) if stage_3 else None
+                share = -(-shape.numel() // len(self.files)) if each_cut else None
                 self.places[name] = Place(group, start, share)
                 start += share if share is not None else shape.numel()
+        return private.saved_scaler(start_of), self.opened[rank]
 
-    def _whole(self, names: list[str]) -> None:
+    def _open(self, rank: int) -> dict[str, Any]:
+        """What the file of a rank holds."""
+        found = _load(self.files[rank])
+        self.opened[rank] = [Group.of(*saved) for saved in private.saved_partition(found)]
+        return found
+
+    def _whole(self, names: list[str]) -> list[Group]:
         """Stage 0: the model's weights are all there is, and the optimizer numbers them by their groups."""
-        weights, states = self.model["module"], self.model["optimizer"]["state"]
+        weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
-        for group, name in enumerate(decayed_first):
-            self._add([weights[name].flatten()], [states.get(group, {})])
-            self.places[name] = Place(group, 0, None)
-
-    def _add(self, weights: list[Tensor], states: list[dict[str, Any]]) -> None:
-        """A group of parameters."""
-        keys = [key for key, value in states[0].items() if torch.is_tensor(value) and value.ndim]
-        self.flats.append({WEIGHT: weights} | {key: [of[key].flatten() for of in states] for key in keys})
-        self.steps.append({key: value for key, value in states[0].items() if key not in keys})
+        self.places = {name: Place(group, 0, None) for group, name in enumerate(decayed_first)}
+        groups = [Group.of(weights[name].flatten(), states.get(n, {})) for n, name in enumerate(decayed_first)]
+        self.opened[0] = groups
+        return groups
 
     def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Numbers start to stop of a flattened parameter."""
+        """Numbers start < stop of a flattened parameter."""
         place = self.places[name]
-        flats, begin = self.flats[place.group][key], place.start
-        if place.share is not None:
-            flats, begin = [flat.narrow(0, place.start, place.share) for flat in flats], 0
-        return _cut(flats, begin + start, begin + stop)
-
-
-def _cut(parts: list[Tensor], start: int, stop: int) -> Tensor:
-    """parts one behind another, from start to stop."""
-    found, begin = [], 0
-    for part in parts:
-        first, last = max(start - begin, 0), min(stop - begin, len(part))
-        if first < last:
-            found.append(part[first:last])
-        begin += len(part)
-    return torch.cat(found)
+        length, within = place.share, place.start
+        if length is None:
+            length, within = len(self.like[place.group].flats[WEIGHT]), 0
+            start, stop = start + place.start, stop + place.start
+        found = []
+        for rank in range(start // length, -(-stop // length)):
+            if rank not in self.opened:
+                self._open(rank)
+            first, last = max(start - rank * length, 0), min(stop - rank * length, length)
+            found.append(self.opened[rank][place.group].flats[key][within + first : within + last])
+        return torch.cat(found)
 
 
 def _load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
-
-
-def _rank_of(path: Path) -> int:
-    (rank,) = re.findall(r"zero_pp_rank_(\d+)_", path.name)
-    return int(rank)
 
 
 @dataclass(frozen=True)
@@ -115,83 +121,40 @@ class Share:
 
 def shares(engine: Any) -> Iterator[tuple[Tensor, list[Share]]]:
     """This rank's flat tensors, whose states the optimizer has, and what is in them."""
-    names, optimizer = {parameter: name for name, parameter in engine.module.named_parameters()}, engine.optimizer
-    stage = engine.zero_optimization_stage()
-    if stage == 0:
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    if engine.zero_optimization_stage() == 0:
         for parameter, name in names.items():
             yield parameter, [Share(name, 0, parameter.numel(), 0)]
-    elif stage == 3:
-        rank = engine.optimizer.dp_process_group.rank()
-        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            found, at = [], 0
-            for parameter in group:
-                share = parameter.partition_numel()
-                first, last = (min(share * (rank + more), parameter.ds_numel) for more in (0, 1))
-                found.append(Share(names[parameter], first, last, at))
-                at += share
-            yield flat, found
-    else:
-        bf16 = hasattr(optimizer, "bf16_groups")
-        groups = optimizer.bf16_groups if bf16 else optimizer.bit16_groups
-        flats = optimizer.fp32_groups_flat_partition if bf16 else optimizer.single_partition_of_fp32_groups
-        for group, flat in zip(groups, flats, strict=True):
-            mapped = [(names[parameter], parameter._hp_mapping) for parameter in group if parameter._hp_mapping]
-            yield flat, [_share(name, of.lp_fragment_address, of.hp_fragment_address) for name, of in mapped]
-
-
-def _share(name: str, of_parameter: Any, of_flat: Any) -> Share:
-    return Share(name, of_parameter.start, of_parameter.start + of_parameter.numel, of_flat.start)
+        return
+    for flat, fragments in private.partitions(engine):
+        yield flat, [Share(names[parameter], first, last, at) for parameter, first, last, at in fragments]
 
 
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
     """Weights, optimizer, loss scale, schedule and counters. All ranks call it together."""
-    saved, optimizer = Saved(path, [name for name, _ in engine.module.named_parameters()]), engine.optimizer
-    stage = engine.zero_optimization_stage()
-    base = optimizer.optimizer if stage else optimizer
+    names = [name for name, _ in engine.module.named_parameters()]
+    saved, base = Saved(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
     fused = any(group.get("fused") for group in base.param_groups)
-    if stage == 3:
-        optimizer.checkpoint_event_prologue()
+    private.before_flats_change(engine)
     for flat, of_flat in shares(engine):
         if not of_flat:
             continue
         group = saved.places[of_flat[0].name].group
         state: dict[str, Any] = {}
-        for key in saved.flats[group]:
+        for key in saved.like[group].flats:
             numbers = torch.zeros_like(flat)
             for share in (share for share in of_flat if share.first < share.last):
                 part = saved.take(share.name, key, share.first, share.last)
+                assert len(part) == share.last - share.first, (share, len(part))
                 numbers.view(-1)[share.at : share.at + len(part)].copy_(part)
             if key == WEIGHT:
                 flat.data.copy_(numbers)
             else:
                 state[key] = numbers
-        for key, value in saved.steps[group].items():
+        for key, value in saved.like[group].steps.items():
             state[key] = value.to(flat.device if fused else "cpu", copy=True) if torch.is_tensor(value) else value
         if state:
             base.state[flat] = state
-    _after(engine, saved)
-
-
-def _after(engine: Any, saved: Saved) -> None:
-    """What else the engine keeps: the weights that it computes with, the loss scale, the schedule, the counters."""
-    optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
-    if stage == 3:
-        for flat, part in zip(
-            optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups_flat, strict=True
-        ):
-            part.data.copy_(flat.data)
-        for part, group in zip(optimizer.fp16_partitioned_groups_flat, optimizer.fp16_partitioned_groups, strict=True):
-            for parameter, numbers in zip(group, optimizer.unflatten(part, group), strict=True):
-                parameter.data = numbers.data
-        if optimizer.persistent_parameters:
-            optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
-        optimizer.checkpoint_event_epilogue()
-    elif stage:
-        optimizer._hp_optimizer_states_linked = False
-        optimizer.update_lp_params()
-    if engine.fp16_enabled():
-        optimizer.loss_scaler = saved.ranks[0]["loss_scaler"]
-    engine.lr_scheduler.load_state_dict(saved.model["lr_scheduler"])
-    for counter in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, counter, saved.model[counter])
+    private.take_over_flats(engine)
+    private.take_over_counters(engine, saved.model, saved.scaler)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from xscale import rng
 from xscale.config import Recipe
 from xscale.data.row import Inputs, Row
-from xscale.objectives import OBJECTIVES
+from xscale.objectives import OBJECTIVES, Gathering
 from xscale.step.module import Reported, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
 
@@ -196,11 +196,14 @@ def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
-    """Give the rows of objectives that compare samples of the whole step its vectors, of all ranks.
+    """Give the rows of objectives that compare samples of the whole step its vectors, of all ranks; and companions.
 
     All of them are kept without gradient; in a row's forward pass its own take their place (module.py). The sum of the
     rows' gradients is then that of the whole step at once (as in GradCache, Gao et al. 2021).
     """
+    for companion in module.companions.values():
+        if isinstance(companion, Gathering):
+            companion.gather()
     if not any(objective.vectors for objective, _ in module.streams.values()):
         return
     found = [row_pass.vectors(module) for row_pass in passes]
@@ -228,14 +231,21 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
     return torch.cat(parts), sum(counts[: dist.get_rank()])
 
 
+def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
+    """What divides a term."""
+    objective = recipe.streams[stream].objective
+    counted = OBJECTIVES[objective].divisors.get(term, term)
+    if (stream, counted) not in totals:
+        there = ", ".join(name for of, name in totals if of == stream)
+        raise ValueError(f"streams.{stream}, objective {objective}: collate's targets have {there}, and not {counted}")
+    return max(totals[stream, counted], 1)
+
+
 def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) -> Weights:
     return {
-        (name, term): recipe.stream_weight(name, step)
-        * factor
-        / max(totals[name, objective.divisors.get(term, term)], 1)
+        (name, term): recipe.stream_weight(name, step) * factor / targets_of(totals, name, recipe, term)
         for name, stream in recipe.streams.items()
-        for objective in (OBJECTIVES[stream.objective],)
-        for term, factor in objective.terms(stream.options).items()
+        for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
     }
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xscale import deepspeed_private as private
 from xscale.errors import NotFinite, UserError
 
 # What a stage refuses
@@ -102,11 +103,11 @@ def one_reduction(engine: Any) -> Iterator[None]:
         except BaseException:
             # coalesce_grad_reduction reduces on the way out of an exception too. Without gradients there is nothing
             # to reduce: no collective waits for ranks that are elsewhere, and the exception is what is seen.
-            for weight in engine.module.parameters():
-                weight.grad = weight.grad_accum = None  # the second where DeepSpeed accumulates in fp32
+            private.drop_gradients(engine.module)
             raise
     if when_told:
         engine.allreduce_gradients()
+    private.join_reduced(engine)
 
 
 def take_step(engine: Any) -> bool:
@@ -117,32 +118,24 @@ def take_step(engine: Any) -> bool:
     """
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
-        norm = engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
+        private.note_norm(engine, norm)
         if not norm.isfinite():  # the same on every rank: it is of the reduced gradient
-            leave_out_step(engine)
+            private.leave_out_step(engine)
             return False
     skipped = engine.skipped_steps
     try:
         engine.step()
     except Exception as error:
-        if "loss scale already at minimum" not in str(error):
+        if not private.no_smaller_scale(error):
             raise
         raise NotFinite(str(error)) from None
     return engine.skipped_steps == skipped
 
 
-def leave_out_step(engine: Any) -> None:
-    """Count a step as DeepSpeed counts one that it skips."""
-    engine.zero_grad()
-    engine.global_steps += 1
-    engine.skipped_steps += 1
-
-
 def reduces_when_told(engine: Any) -> bool:
     """Stage 0, and what DeepSpeed takes for stage 1 in bf16 with gradients accumulated in fp32."""
-    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-
-    return engine.zero_optimization_stage() == 0 or isinstance(engine.optimizer, BF16_Optimizer)
+    return engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
 
 
 def zeros_for_missing(engine: Any) -> None:
@@ -152,24 +145,15 @@ def zeros_for_missing(engine: Any) -> None:
     uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer neither counts nor clips
     gradients of weights that this very rank has not used.
     """
-    optimizer = engine.optimizer
-    # Where gradients are accumulated in fp32, backward_epilogue has moved them into an attribute of another name.
-    gradient = getattr(optimizer, "get_gradient_for_reduction", lambda weight: weight.grad)
-    missing = [p for p in engine.module.parameters() if p.requires_grad and gradient(p) is None]
-    if not missing:
-        return
-    accumulates = engine.zero_optimization_stage() in (1, 2)
-    if accumulates:
-        optimizer.backward_prologue()  # BF16_Optimizer's clears the last pass's gradients, which it has taken
-    for weight in missing:
-        set_zeros(weight)
-    if accumulates:
-        optimizer.backward_epilogue()
+    if missing := private.without_gradient(engine):
+        with private.gradients_by_hand(engine):
+            for weight in missing:
+                set_zeros(weight)
 
 
 def set_zeros(weight: nn.Parameter) -> None:
     """weight.grad = zeros, also where stage 3 has left an empty tensor of the weight, which autograd would compare."""
     data = weight.data
-    weight.data = torch.zeros(getattr(weight, "ds_shape", weight.shape), dtype=data.dtype, device=data.device)
+    weight.data = torch.zeros(private.whole_shape(weight), dtype=data.dtype, device=data.device)
     weight.grad = torch.zeros_like(weight.data)
     weight.data = data

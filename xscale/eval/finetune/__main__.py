@@ -4,14 +4,14 @@ python -m xscale.eval.finetune --model HF_DIR --task ner --train en=train-en.tsv
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
 
 Also on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., torchrun --nproc_per_node N -m ... A
-command that was killed goes on where it was when it is started again.
+command that was killed repeats no run (a training text and a seed) that was done when it is started again.
 
 Exit codes: 0 done, 2 user error, 3 a loss is not finite, 4 the machine (disk, file system), else a fault of ours.
 """
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,9 @@ from typing import Any
 from xscale import files, ranks
 from xscale.errors import NotFinite, UserError, of_machine, run_command
 from xscale.eval.finetune import pairs, qa, tags
-from xscale.eval.finetune.loop import Rows, Settings, Tuner
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
-from xscale.eval.finetune.task import Data, Task
+from xscale.eval.finetune.task import Data, Encoding, Task
+from xscale.eval.finetune.tuning import Padded, Settings, Tuner, quiet
 from xscale.eval.model import Exported, write_json
 from xscale.models.build import positions
 from xscale.plugins import load_plugins
@@ -36,8 +36,6 @@ TASKS: dict[str, Task] = {
     "xquad": qa.XQUAD,
     "mlqa": qa.MLQA,
 }
-ENGINE = {"zero_optimization": {"stage": 2, "allgather_bucket_size": 20_000_000, "reduce_bucket_size": 20_000_000}}
-"""Without --ds_config: AdamW in fp32."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,13 +56,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="of each training file only the first N examples")
     add("--test_limit", type=int, metavar="N", help="of each test file only the first N examples")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
-    add("--epochs", type=int, default=Settings.epochs, help=f"default: {Settings.epochs}")
-    add("--lr", type=float, default=Settings.lr, help=f"peak learning rate (default: {Settings.lr:g})")
-    add("--batch", type=int, default=Settings.batch, help=f"sequences of a step (default: {Settings.batch})")
-    add("--max_length", type=int, help="tokens of a sequence (default: 384 for questions, else 128)")
-    add("--ds_config", type=Path, help="DeepSpeed JSON of ZeRO stage 0 to 2 (default: stage 2 in fp32)")
+    add("--epochs", type=int, help="default: 2 for pairs and questions, 10 for tags")
+    add("--lr", type=float, help="peak learning rate (default: 5e-5 for pairs, 3e-5 for questions, 2e-5 for tags)")
+    add("--batch", type=int, default=32, help="sequences of a step, over all ranks (default: 32)")
+    add("--warmup", type=float, default=0.1, help="steps; below 1, a share of them (default: 0.1; Pan et al.: 1000)")
+    add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
+    add("--ds_config", type=Path, help="DeepSpeed JSON (default: torch's AdamW in fp32)")
     add("--out", type=Path, required=True, help="JSON file to write")
-    add("--work", type=Path, help="folder of checkpoints and predictions (default: --out with .runs in place of .json)")
+    add("--work", type=Path, help="folder of finished runs (default: --out with .runs in place of .json)")
+    add("--keep", type=Path, metavar="DIR", help="folder to write tuned models to, each as DIR/LANG.seed_N")
     add("--predictions", type=Path, metavar="DIR", help="folder to write predictions to, as XTREME's evaluate.py reads")
     add("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -91,9 +91,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises UserError."""
-    for name in ("limit", "test_limit", "epochs", "batch", "lr", "max_length"):
+    for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
         value = getattr(args, name)
-        if value is not None and not 0 < value < float("inf"):
+        if value is not None and not (0 < value < float("inf") or (name == "warmup" and value == 0)):
             raise UserError(f"--{name} {value} must be positive")
     if args.max_length is not None and args.max_length < 16:
         raise UserError(f"--max_length {args.max_length} must be at least 16")
@@ -103,12 +103,12 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--train LANG=FILE is needed, or --translated")
     if args.out.is_dir():
         raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'scores.json'}")
-    for module in ("sklearn", "seqeval"):
+    for module in ("sklearn", "seqeval", "accelerate"):
         try:
             __import__(module)
         except ImportError:
             raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
-    folders = [args.work or args.out.with_suffix(".runs"), *filter(None, [args.predictions])]
+    folders = [args.work or args.out.with_suffix(".runs"), *filter(None, [args.predictions, args.keep])]
     for path in (args.out, *(folder / "predictions.json" for folder in folders)):
         files.check_writable(path)
 
@@ -146,10 +146,9 @@ def measure(args: argparse.Namespace, process: Process) -> None:
     control = Control()
     model = Exported(args.model)
     tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
-    weights = "".join(files.sha256_file(path) for path in sorted(args.model.iterdir()) if path.is_file())
-    work, locks = args.work or args.out.with_suffix(".runs"), list[Any]()
-    control.from_main(lambda: locks.append(take_work(work)))
-    runs = Runs(tuner, tests, work, weights)
+    locks: list[Any] = []
+    control.from_main(lambda: locks.append(take_work(tuner.work)))
+    runs = Runs(tuner, tests, Encoding(model.tokenizer, tuner.settings.max_length, []), args.keep)
     scores = Scores(task, tests)
     for training in plan:
         found = runs.predictions(training, args.seeds)
@@ -160,31 +159,38 @@ def measure(args: argparse.Namespace, process: Process) -> None:
             print(f"{args.task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
         for language, summary in scores.summary.items():
             if "delta" in summary:
-                print(f"{args.task} {language}: supervised - zero-shot {summary['delta']:.4g}")
+                deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
+                print(f"{args.task} {language}: supervised - zero-shot {summary['delta']:.4g}{deviation}")
         for data in hidden:
             count = sum(example.gold is None for example in data.examples)
             print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
     control.barrier()
 
 
-def take_work(work: Path) -> Any:
-    """A lock on the folder: checkpoints of two commands at once would take each other's place. Rank 0 only."""
+def take_work(work: Path) -> files.Lock:
+    """A lock on the folder, so that two commands do not make the same runs. Rank 0 only."""
     files.check_writable(work / files.LOCK)
-    return files.lock(work)
+    lock = files.Lock(work)
+    if lock.problem:
+        print(f"warning: {lock.problem}", file=sys.stderr)
+    return lock
 
 
 def make_tuner(args: argparse.Namespace, model: Exported, task: Task, control: Control, languages: list[str]) -> Tuner:
-    settings = Settings(args.epochs, args.lr, args.batch, args.max_length or task.max_length)
-    longest = min(settings.max_length, positions(model.encoder.lm.config))
-    ds_config = read_ds_config(args.ds_config) if args.ds_config else ENGINE
-    rows = Rows(model, model.numbers_of(languages), longest)
+    quiet()
+    if args.batch % control.size:
+        raise UserError(f"--batch {args.batch} is not a multiple of the {control.size} ranks")
+    longest = min(args.max_length or task.max_length, positions(model.encoder.lm.config))
+    settings = Settings(args.epochs or task.epochs, args.lr or task.lr, args.batch, longest, args.warmup)
+    batches = Padded(model, model.numbers_of(languages), task.answers)
 
     def tell(line: str) -> None:
         if control.is_main:
             print(line, flush=True)
 
-    path = args.ds_config or Path("(none)")
-    return Tuner(model, task, replace(settings, max_length=longest), ds_config, path, rows, control, tell)
+    ds_config = read_ds_config(args.ds_config) if args.ds_config else None
+    work = args.work or args.out.with_suffix(".runs")
+    return Tuner(args.model, work, task, settings, ds_config, batches, control, tell)
 
 
 def publish(

@@ -1,7 +1,7 @@
 """Sentence pairs by fine-tuning: natural language inference (XNLI) and paraphrases (PAWS-X).
 
-A label from the state of [CLS] of `[CLS] a [SEP] b [SEP]`. Files: a line `a<TAB>b<TAB>label` (XTREME's; without labels
-two columns), or with a header whose names say the columns (MultiNLI's, XNLI's own, PAWS-X's); local data sets.
+A label of `[CLS] a [SEP] b [SEP]`. Files: a line `a<TAB>b<TAB>label` (XTREME's; without labels two columns), or with a
+header whose names say the columns (MultiNLI's, XNLI's own, PAWS-X's); local data sets.
 """
 
 from collections.abc import Iterator
@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from xscale.data import sequences
 from xscale.data.sequences import fit_pairs
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Example, Feature, Task, class_loss, numbers
+from xscale.eval.finetune.task import Encoding, Example, Feature, Task, numbers
 
 FIRST, SECOND = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
 LABEL, LANGUAGE = ("label", "gold_label"), ("language",)
@@ -105,7 +107,15 @@ def _encode(examples: list[Example], first: int, encoding: Encoding) -> Iterator
     fitted, _ = fit_pairs(whole, encoding.longest, "truncate", tokenizer.pair.special)
     for number, (example, pair) in enumerate(zip(examples, fitted, strict=True), start=first):
         sides = tuple(np.array(side, dtype=np.int32) for side in pair.ids)
-        yield Feature(number, example.langs, sides, CLS, numbers(encoding.labels, example.gold, 1), targets=1)
+        yield Feature(number, example.langs, sides, CLS, numbers(encoding.labels, example.gold, 1))
+
+
+def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+    return {"labels": torch.tensor([int(feature.labels[0]) for feature in features])}
+
+
+def read_logits(outputs: np.ndarray, number: int, feature: Feature) -> np.ndarray:
+    return outputs[number][None]
 
 
 def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:
@@ -139,4 +149,19 @@ def write(examples: list[Example], predictions: list[str]) -> str:
 
 
 def task(xtreme: str) -> Task:
-    return Task(read, labels, encode, class_loss, predict, score, xtreme, write, switch=switch)
+    head = "AutoModelForSequenceClassification"
+    return Task(
+        read,
+        labels,
+        encode,
+        head,
+        answers,
+        read_logits,
+        predict,
+        score,
+        xtreme,
+        write,
+        epochs=2,
+        lr=5e-5,
+        switch=switch,
+    )

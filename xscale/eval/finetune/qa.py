@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
@@ -23,8 +21,8 @@ from xscale.eval.finetune import squad
 from xscale.eval.finetune.tables import column, is_table, read_rows
 from xscale.eval.finetune.task import Encoding, Example, Feature, Task
 
-QUESTION, OVERLAP, ANSWER = 64, 128, 30
-"""Tokens: of a question and of an answer at most, and that two sequences of a context share; as in BERT's."""
+QUESTION, STRIDE, ANSWER = 64, 128, 30
+"""Tokens: of a question at most, from one sequence of a context to the next, of an answer at most; as in BERT's."""
 
 
 def read(path: Path, language: str) -> list[Example]:
@@ -127,13 +125,13 @@ def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
             places = np.concatenate([[0], before + np.arange(end - start)])
             sides = np.array(question, dtype=np.int32), ids[start:end]
             answer = _answer(example, spans[start:end])
-            features.append(Feature(i, example.langs, sides, places, answer, targets=1, spans=spans[start:end]))
+            features.append(Feature(i, example.langs, sides, places, answer, spans=spans[start:end]))
     return features
 
 
 def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
     """First token and end of the sequences that a context goes through."""
-    step = room - min(OVERLAP, room // 2)
+    step = min(STRIDE, max(room // 2, 1))
     start = 0
     while start + room < tokens:
         yield start, start + room
@@ -152,12 +150,13 @@ def _answer(example: Example, spans: np.ndarray) -> np.ndarray:
     return np.array([inside[0] + 1, inside[-1] + 1], dtype=np.int64)
 
 
-def loss(logits_S2: Tensor, labels_2F: Tensor, counts: list[int]) -> Tensor:
-    """The mean of both cross-entropies, each over the places of one sequence, summed over sequences."""
-    if not counts:
-        return logits_S2.sum()
-    padded_FL2 = pad_sequence(list(logits_S2.split(counts)), batch_first=True, padding_value=-torch.inf)
-    return F.cross_entropy(padded_FL2, labels_2F.view(-1, 2), reduction="sum") / 2
+def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+    first, last = (torch.tensor([int(f.places[f.labels[side]]) for f in features]) for side in (0, 1))
+    return {"start_positions": first, "end_positions": last}
+
+
+def read_logits(outputs: tuple[np.ndarray, np.ndarray], number: int, feature: Feature) -> np.ndarray:
+    return np.stack([side[number, feature.places] for side in outputs[:2]], axis=1)
 
 
 def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:
@@ -213,11 +212,15 @@ _task = partial(
     read=read,
     labels=labels,
     encode=encode,
-    loss=loss,
+    head="AutoModelForQuestionAnswering",
+    answers=answers,
+    read_logits=read_logits,
     predict=predict,
     write=write,
     suffix=".json",
-    max_length=384,
+    max_length=386,
+    epochs=2,
+    lr=3e-5,
     switch=switch,
     classes=False,
 )

@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 from xscale import files
 from xscale.errors import UserError
-from xscale.eval.finetune.loop import Tuner, remove_checkpoints
 from xscale.eval.finetune.task import Data, Encoding, Example, Feature, Task, check_labels, most_frequent
+from xscale.eval.finetune.tuning import Tuner
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
 SHORT = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
 """Of a language's summary."""
+
+
+def complete(kept: Path, encoding: Encoding) -> None:
+    """Makes of what the Trainer saved a folder to publish: with the tokenizer, without its pickled arguments."""
+    encoding.tokenizer.hf.save_pretrained(kept)
+    (kept / "training_args.bin").unlink(missing_ok=True)
+    files.as_by_anyone(kept)
 
 
 class Training(NamedTuple):
@@ -118,66 +125,67 @@ Found = dict[str, list[list[Any]]]
 
 
 class Runs:
-    """What every run predicts: made now, or found in `work` where it was made before."""
+    """What every run predicts: made now, or found in the tuner's `work` where it was made before."""
 
-    def __init__(self, tuner: Tuner, tests: dict[str, Data], work: Path, weights: str):
-        """weights: a hash of the model's files. Tests are tokenised here, once for all runs."""
-        self.tuner, self.tests, self.work = tuner, tests, work
-        encoding = self.encoding([])
+    def __init__(self, tuner: Tuner, tests: dict[str, Data], encoding: Encoding, keep: Path | None):
+        """encoding: without labels. keep: a folder for tuned models. Tests are tokenised here, once for all runs."""
+        self.tuner, self.tests, self.encoding, self.keep = tuner, tests, encoding, keep
         self.features = {
             language: tuner.task.encode([example._replace(gold=None) for example in data.examples], encoding)
             for language, data in tests.items()
         }
-        self.identity = [weights, tuner.task.xtreme, asdict(tuner.settings), tuner.ds_config]
-
-    def encoding(self, labels: list[str]) -> Encoding:
-        return Encoding(self.tuner.model.tokenizer, self.tuner.rows.longest, labels)
+        weights = [files.sha256_file(path) for path in sorted(tuner.path.iterdir()) if path.is_file()]
+        self.identity = [weights, tuner.task.xtreme, asdict(tuner.settings), tuner.ds_config, tuner.control.size]
 
     def predictions(self, training: Training, seeds: list[int]) -> Found:
         tuner, control = self.tuner, self.tuner.control
-        encoding = self.encoding(tuner.task.labels(training.data.examples))
+        encoding = self.encoding._replace(labels=tuner.task.labels(training.data.examples))
         units: list[list[Feature]] = []
         found: Found = {language: [] for language in training.tests}
         for seed in seeds:
-            folder = self.folder(training, seed)
-            path = folder / "predictions.json"
-            text = control.from_main(partial(read_text, path))
+            name = f"{training.name.replace(',', '').replace(' ', '_')}.seed_{seed}"
+            path = tuner.work / f"{tuner.task.xtreme}.{name}.{self.digest(training, seed)}.json"
+            kept = self.keep / name if self.keep else None
+            text = control.from_main(partial(read_sealed, path)) if kept is None or kept.is_dir() else ""
             if text:
                 tuner.tell(f"{training.name}, seed {seed}: is done, {path} has it")
             else:
                 units = units or units_of(tuner.task, training, encoding)
-                engine = tuner.fit(units, len(encoding.labels), seed, folder, f"{training.name}, seed {seed}")
-                text = json.dumps({language: self.predict(engine, language, encoding) for language in training.tests})
-                control.from_main(partial(finish, path, text))
+                trainer = tuner.fit(units, encoding.labels, seed, f"{training.name}, seed {seed}")
+                text = json.dumps({language: self.predict(trainer, language, encoding) for language in training.tests})
+                if kept:
+                    trainer.save_model(str(kept))
+                    control.from_main(partial(complete, kept, encoding))
+                control.from_main(partial(write_sealed, path, text))
             for language, of_seed in json.loads(text).items():
                 found[language].append(of_seed)
         return found
 
-    def predict(self, engine: Any, language: str, encoding: Encoding) -> list[Any]:
+    def predict(self, trainer: Any, language: str, encoding: Encoding) -> list[Any]:
         features = self.features[language]
-        logits = self.tuner.predict(engine, features)
+        logits = self.tuner.predict(trainer, features)
         return self.tuner.task.predict(self.tests[language].examples, features, logits, encoding.labels)
 
-    def folder(self, training: Training, seed: int) -> Path:
-        """Named by a hash of all that decides what is in it."""
+    def digest(self, training: Training, seed: int) -> str:
+        """A hash of all that decides what a run predicts."""
         digest = hashlib.sha256(repr([*self.identity, seed]).encode())
         for example in [e for group in training.groups for e in group]:
             digest.update(repr(example).encode())
         for language in training.tests:
             digest.update(repr([example.texts for example in self.tests[language].examples]).encode())
-        name = training.name.replace(",", "").replace(" ", "_")
-        return self.work / f"{self.tuner.task.xtreme}.{name}.seed_{seed}.{digest.hexdigest()[:12]}"
+        return digest.hexdigest()[:12]
 
 
-def read_text(path: Path) -> str:
-    """ "" where there is no file."""
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+def read_sealed(path: Path) -> str:
+    """The text that `write_sealed` wrote; "" where there is none, or another."""
+    if not path.exists():
+        return ""
+    digest, _, text = path.read_text(encoding="utf-8", errors="replace").partition("\n")
+    return text if digest == hashlib.sha256(text.encode()).hexdigest() else ""
 
 
-def finish(path: Path, predictions: str) -> None:
-    """The predictions take the place of the checkpoints that they come from."""
-    files.write_text(path, predictions)
-    remove_checkpoints(path.parent)
+def write_sealed(path: Path, text: str) -> None:
+    files.write_text(path, f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
@@ -214,8 +222,10 @@ class Scores:
         metric, short = next(iter(self.seeds[row])), SHORT[training.tests[language]]
         summary = self.summary.setdefault(language, {})
         summary |= spread(short, self.seeds[row][metric])
-        if "zs" in summary and "sup" in summary:
-            summary["delta"] = summary["sup"] - summary["zs"]
+        both = [self.seeds.get(f"{language} {mode}") for mode in (SUPERVISED, ZERO_SHOT)]
+        if both[0] and both[1]:
+            paired = zip(both[0][metric], both[1][metric], strict=True)
+            summary |= spread("delta", [supervised - zero_shot for supervised, zero_shot in paired])
         if self.task.classes and "majority" not in summary:
             examples = self.tests[language].examples
             constant = most_frequent(training.data.examples, examples)

@@ -5,17 +5,20 @@ between words, so that every word has a prediction. Also local data sets with co
 """
 
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Example, Feature, Task, class_loss, numbers
+from xscale.eval.finetune.task import IGNORED, Encoding, Example, Feature, Task, numbers
 
 UPOS = [
     "ADJ",
@@ -179,7 +182,7 @@ def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
             lengths = [len(tokens) for tokens in of_words[start:end]]
             places = 1 + np.cumsum(lengths) - lengths
             ids = np.array([token for tokens in of_words[start:end] for token in tokens], dtype=np.int32)
-            features.append(Feature(i, example.langs, (ids,), places, labels[start:end], targets=end - start))
+            features.append(Feature(i, example.langs, (ids,), places, labels[start:end]))
     return features
 
 
@@ -202,6 +205,18 @@ def windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
     yield start, len(lengths)
 
 
+def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+    """A word's label stands at its first token."""
+    labels_BL = torch.full((len(features), length), IGNORED)
+    for row, feature in zip(labels_BL, features, strict=True):
+        row[torch.from_numpy(feature.places)] = torch.from_numpy(feature.labels)
+    return {"labels": labels_BL}
+
+
+def read_logits(outputs: np.ndarray, number: int, feature: Feature) -> np.ndarray:
+    return outputs[number, feature.places]
+
+
 def predict(
     examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]
 ) -> list[list[str]]:
@@ -212,14 +227,21 @@ def predict(
 
 
 def score_pos(examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """Of words: accuracy, and F1 averaged over the tags that occur."""
+    """Accuracy of words, which equals the F1 of all words together; F1 averaged over the tags that occur; and seqeval's
+    F1 as XTREME's evaluate.py reports it, where words of one tag that follow one another count as one."""
+    import seqeval.metrics
     from sklearn.metrics import accuracy_score, f1_score
 
     gold = [tag for example in examples for tag in example.gold or ()]
     predicted = [tag for tags in predictions for tag in tags]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a part of speech is no entity's tag
+        sentences = [list(example.gold or ()) for example in examples]
+        entities = seqeval.metrics.f1_score(sentences, predictions, zero_division=0)
     return {
         "accuracy": float(accuracy_score(gold, predicted)),
         "macro_f1": float(f1_score(gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0)),
+        "xtreme_f1": float(entities),
     }
 
 
@@ -236,6 +258,14 @@ def write(examples: list[Example], predictions: list[list[str]]) -> str:
     return "".join("".join(tag + "\n" for tag in tags) + "\n" for tags in predictions)
 
 
-_task = partial(Task, encode=encode, loss=class_loss, predict=predict, write=write)
+_task = partial(
+    Task,
+    encode=encode,
+    head="AutoModelForTokenClassification",
+    answers=answers,
+    read_logits=read_logits,
+    predict=predict,
+    write=write,
+)
 POS = _task(read=read_pos, labels=upos_labels, score=score_pos, xtreme="udpos")
 NER = _task(read=read_ner, labels=bio_labels, score=score_ner, xtreme="panx")

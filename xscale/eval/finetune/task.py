@@ -1,6 +1,6 @@
-"""What a task is to the one loop: examples of its files, what is read of a sequence, a loss, predictions, scores.
+"""What a task is to fine-tuning: examples of its files, sequences, a model's head, predictions, scores.
 
-Shape letters: S states that are read, C outputs of the head, T labels.
+Shape letters: S states that are read of a sequence, C outputs of the head, B sequences, L tokens of the longest one.
 """
 
 from collections import Counter
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch.nn.functional as F
 from torch import Tensor
 
 from xscale.data.tokenizer import Tokenizer
@@ -55,11 +54,9 @@ class Feature(NamedTuple):
     ids: tuple[np.ndarray, ...]
     """int32 token ids of one text, or of two."""
     places: np.ndarray
-    """Of the tokens whose states are read, in the sequence with its special tokens [S]."""
+    """The tokens whose states are read, in the sequence with its special tokens [S]."""
     labels: np.ndarray
-    """What the head is to say [T]."""
-    targets: int
-    """What a mean loss counts it as."""
+    """The right answers: a label of each place, or the numbers of the places where an answer begins and ends."""
     spans: np.ndarray | None = None
     """First character and end of what each place but the first stands for in the context [S - 1, 2]."""
 
@@ -85,8 +82,12 @@ class Task:
     """What the head has an output for, of training text."""
     encode: Callable[[list[Example], Encoding], list[Feature]]
     """In the order of the examples."""
-    loss: Callable[[Tensor, Tensor, list[int]], Tensor]
-    """Of what the head says [S, C], labels [T] and the states of each feature: the sum over all targets."""
+    head: str
+    """The transformers class that has the task's head, such as AutoModelForTokenClassification."""
+    answers: Callable[[list[Feature], int], dict[str, Tensor]]
+    """The labels of B sequences padded to L tokens, under the names that the class's forward pass takes."""
+    read_logits: Callable[[Any, int, Feature], np.ndarray]
+    """What the head says of a feature [S, C], from the class's outputs and the feature's number in them."""
     predict: Callable[[list[Example], list[Feature], list[np.ndarray], list[str]], list[Any]]
     """Of each example, from what the head says of each feature [S, C]."""
     score: Callable[[list[Example], list[Any], str], dict[str, float]]
@@ -97,14 +98,12 @@ class Task:
     """Predictions as XTREME's files have them."""
     suffix: str = ".tsv"
     max_length: int = 128
+    epochs: int = 10
+    lr: float = 2e-5
     switch: Callable[[Example, Example], list[Example]] | None = None
     """Of an example and its translation, both with one side in the other language."""
     classes: bool = True
     """Whether an answer is one of a few labels, so that there is a most frequent one."""
-
-
-def class_loss(logits_SC: Tensor, labels_S: Tensor, counts: list[int]) -> Tensor:
-    return F.cross_entropy(logits_SC, labels_S, reduction="sum", ignore_index=IGNORED)
 
 
 def most_frequent(train: list[Example], test: list[Example]) -> list[Any]:

@@ -1,0 +1,99 @@
+"""What a text file looks like where it holds no plain text: told by its first lines, and refused with a command."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from xscale.errors import UserError
+
+HEAD_LINES = 500
+"""Of each side of pairs."""
+SHARE = 0.8
+"""A file has another format where so many of its first lines have it; of real text at most 6 % were seen."""
+SAME_SHARE, FEWEST = 0.9, 20
+"""Two sides are one text where so many of their first lines, of at least so many pairs, are equal."""
+_CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
+_XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
+
+
+def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:
+    """Raises UserError where a file's first lines are of a table, XML or JSON. side, lang: of the text that is sought.
+    json_lines: JSON is read, or the user says that these lines are text."""
+    lines = [line.strip(" \r\n") for line in head if line and not line.isspace()]
+    if not lines:
+        return
+    cat = f"{_CAT.get(path.suffix, 'cat')} {quote(str(path))}"
+    out = quote(f"{path.name.partition('.')[0]}.{lang or side + 1}.txt")
+    columns, times = Counter(line.count("\t") + 1 for line in lines).most_common(1)[0]
+    if columns > 1 and times >= SHARE * len(lines):
+        raise UserError(
+            f"{path} looks like a table: {times} of its first {len(lines)} lines have {columns} columns; take out the "
+            f"one that you need: `{cat} | cut -f{min(side + 1, columns)} > {out}`"
+        )
+    if lines[0].lower().startswith(_XML_HEADS) or sum(map(_is_tag, lines)) >= SHARE * len(lines):
+        if not any("<tmx" in line or "<tuv" in line for line in lines):
+            raise UserError(f"{path} looks like XML or HTML; take its text out, a sentence a line")
+        of_language = f"any(k[-4:] == 'lang' and x.lower().startswith('{lang.lower()}') for k, x in v.items())"
+        raise UserError(
+            f'{path} looks like a TMX; take each language out: `{cat} | python -c "import sys, xml.etree.ElementTree '
+            f"as E; [print(*''.join(v.find('seg').itertext()).split()) for v in E.parse(sys.stdin.buffer).iter('tuv') "
+            f'if {of_language}]" > {out}`'
+        )
+    if json_lines:
+        return
+    if lines[0] in ("[", "{") or lines[0].startswith("[{"):
+        raise UserError(
+            f"{path} looks like JSON of several lines; write an object a line, as `jq -c` does"
+            + ("" if lang else ", or name the form of the files by --documents")
+        )
+    objects = [fields for fields in map(object_of, lines) if fields is not None]
+    if len(objects) >= SHARE * len(lines):
+        program = quote(_place(objects[0], side, lang) + ' | gsub("\\n"; " ")')
+        raise UserError(
+            f"{path} looks like JSON, an object a line; take out the text that you need: `{cat} | jq -r {program} "
+            f"> {out}`"
+        )
+
+
+def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
+    """Raises UserError where the target is the source."""
+    pairs = [(a.strip(), b.strip()) for a, b in zip(*heads, strict=False) if a.strip() and b.strip()]
+    same = sum(a == b for a, b in pairs)
+    if src.resolve() == tgt.resolve() and not src.is_fifo():
+        raise UserError(f"--src and --tgt are the same file, {src}; give the translation for one of them")
+    if len(pairs) >= FEWEST and same >= SAME_SHARE * len(pairs):
+        raise UserError(
+            f"{tgt} looks like a copy of {src}: {same} of the first {len(pairs)} pairs have the same text on both "
+            f"sides; give the translation for one of them"
+        )
+
+
+def _place(fields: Any, side: int, lang: str) -> str:
+    """For jq: where a text of this language, or else of this side, stands in an object."""
+    place = ""
+    while isinstance(fields, dict) and fields:
+        texts = [name for name, value in fields.items() if isinstance(value, str)] or [*fields]
+        objects = [name for name, value in fields.items() if isinstance(value, dict)]
+        name = lang if lang in fields else objects[0] if objects else texts[min(side, len(texts) - 1)]
+        place, fields = f"{place or '.'}[{json.dumps(name, ensure_ascii=False)}]", fields[name]
+    return place or "."
+
+
+def _is_tag(line: str) -> bool:
+    """But for those of WikiExtractor, between which plain text stands."""
+    return (
+        line[0] == "<"
+        and (line[1:2].isalpha() or line[1:2] in ("/", "!", "?"))
+        and not line.startswith(("<doc ", "</doc>"))
+    )
+
+
+def object_of(line: str) -> dict[str, Any] | None:
+    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):  # more than 4,300 digits are a ValueError
+        return None
+    return fields if isinstance(fields, dict) else None

@@ -1,0 +1,11 @@
+#!/bin/sh
+# Export a checkpoint and measure it: for a recipe's checkpoint.hook, or by hand.
+#     slurm/evaluate_checkpoint.sh CHECKPOINT OUT.json [flags of xscale.eval.run]
+#     slurm/evaluate_checkpoint.sh runs/xlm scores.json --task retrieval --data heldout
+set -e
+checkpoint=$1 out=$2
+shift 2
+model=${out%.json}.model
+trap 'rm -rf "$model"' EXIT
+python -m xscale.export "$checkpoint" "$model"
+python -m xscale.eval.run --model "$model" --out "$out" "$@"

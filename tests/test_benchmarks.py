@@ -1,0 +1,49 @@
+"""The benchmarks that only a GPU or a reader runs, at toy size, so that they cannot rot."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import launch
+
+
+def run(*command: str, **env: str) -> str:
+    whole = launch.environment() | {"PYTHONPATH": str(launch.ROOT)} | env
+    done = subprocess.run(command, cwd=launch.ROOT, env=whole, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_stock_loop_has_the_same_loss() -> None:
+    """The stock loop against which steps are measured computes the same objectives: benchmarks/step.py --check."""
+    recipes = ["mlm", "tlm", "alignlm", "ppa", "align_mlm"]  # whole words of dict_mlm are not in the stock loop
+    words = ["--check", "--recipes", *recipes, "--preset", "tiny", "--stock_micro_batch", "4"]
+    found = run(sys.executable, "benchmarks/step.py", *words)
+    losses = re.findall(r"^ +(\w+), (\w+) +(\S+) +(\S+) +\S+$", found, re.MULTILINE)
+    assert {stream for _, stream, *_ in losses} == {*recipes}
+    assert all(float(ours) == pytest.approx(float(theirs), rel=1e-5) for *_, ours, theirs in losses)
+
+
+@pytest.mark.slow
+def test_gpu_sh_at_toy_size(tmp_path: Path) -> None:
+    """The parts with goals run, and the end says of each whether it is met; the others take minutes on two cores."""
+    parts = ["rows", "modern"]
+    found = run("bash", "benchmarks/gpu.sh", "--cpu", OUT=str(tmp_path), PARTS=" ".join(parts))
+    assert {path.stem for path in tmp_path.iterdir()} == set(parts)
+    end = found.partition("=== modern: exit code 0")[2]
+    goals = re.findall(r"^GOAL (.+?): (?:not measured|(?:met|MISSED): \S+)", end, re.MULTILINE)
+    expected = ["modern-small, 216,000 tokens/s", "mixed within 10 % of tlm, tokens/s"]
+    assert goals == [*expected, "tiny, MFU of 40 % in rows of 16,384"]
+
+
+def test_gpu_sh_asks_for_parts() -> None:
+    """All of them take more than a call's 8 minutes."""
+    env = launch.environment() | {"PARTS": ""}
+    done = subprocess.run(["bash", "benchmarks/gpu.sh"], cwd=launch.ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    for parts in ("check rows", "modern train", "head gather step"):
+        assert f'"{parts}"' in done.stderr

@@ -1,0 +1,230 @@
+"""What xscale/deepspeed_private.py needs of DeepSpeed, name by name: an update that changes one fails here."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch import nn
+
+from xscale import deepspeed_private as private
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = {
+    *("deepspeed", "deepspeed.accelerator.get_accelerator"),
+    "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+}
+"""What a file of xscale may import of DeepSpeed: what its documentation shows."""
+PRIVATE = re.compile(
+    r"ds_(id|shape|numel)|_hp_mapping|grad_accum|averaged_gradients|\w*fp(16|32)\w*_groups\w*|_copy_recovery_script|"
+    r"checkpoint_engine|backward_(pro|epi)logue|_global_grad_norm|get_gradient_for_reduction|last_batch_iteration"
+)
+"""Attributes that no other file may name."""
+
+
+def source(thing: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+
+
+def attributes(thing: Any) -> set[str]:
+    """Names after a dot in its source, and its methods."""
+    return {n.attr for n in ast.walk(source(thing)) if isinstance(n, ast.Attribute)} | set(dir(thing))
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_no_other_file_uses_a_private_part() -> None:
+    found = []
+    for path in sorted((ROOT / "xscale").rglob("*.py")):
+        if path.name == "deepspeed_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [(path.name, name) for name in names if name.startswith("deepspeed") and name not in PUBLIC]
+            if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+                found.append((path.name, node.attr))
+            if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("deepspeed.ops"):
+                found.append((path.name, ast.unparse(node)))
+    assert found == []
+
+
+ENGINE = {
+    *("optimizer", "lr_scheduler", "checkpoint_engine", "global_steps", "global_samples", "skipped_steps", "module"),
+    *("_global_grad_norm", "get_global_grad_norm", "zero_grad", "zero_optimization_stage", "fp16_enabled", "step"),
+    *("no_sync", "coalesce_grad_reduction", "allreduce_gradients", "backward", "_copy_recovery_script"),
+}
+STAGE_1_AND_2 = {
+    *("averaged_gradients", "params_in_partition", "flatten", "cpu_offload", "check_overflow", "loss_scaler"),
+    *("bit16_groups", "single_partition_of_fp32_groups", "_hp_optimizer_states_linked", "update_lp_params"),
+    *("backward_prologue", "backward_epilogue", "get_gradient_for_reduction", "grad_accum"),
+}
+BF16 = {
+    *("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "_hp_optimizer_states_linked"),
+    *("backward_prologue", "backward_epilogue", "grad_acc_dtype"),
+}
+STAGE_3 = {
+    *("fp16_groups", "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups"),
+    *("persistent_parameters", "unflatten", "checkpoint_event_prologue", "checkpoint_event_epilogue", "loss_scaler"),
+    *("dp_process_group", "ds_numel", "partition_numel"),
+}
+
+
+@pytest.mark.parametrize(
+    ("thing", "names"),
+    [
+        (DeepSpeedEngine, ENGINE),
+        (DeepSpeedZeroOptimizer, STAGE_1_AND_2),
+        (BF16_Optimizer, BF16),
+        (DeepSpeedZeroOptimizer_Stage3, STAGE_3),
+        (partition_parameters.Init, {"ds_id", "ds_shape", "ds_numel", "partition_numel", "partition"}),
+    ],
+    ids=lambda thing: getattr(thing, "__name__", ""),
+)
+def test_attributes(thing: Any, names: set[str]) -> None:
+    assert names - attributes(thing) == set()
+
+
+def test_signatures() -> None:
+    save = parameters(DeepSpeedEngine.save_checkpoint)
+    assert {"save_dir", "tag", "client_state", "save_latest"} <= set(save)
+    assert parameters(DeepSpeedEngine._copy_recovery_script) == ["self", "save_path"]
+    assert parameters(DeepSpeedZeroOptimizer.get_gradient_for_reduction) == ["self", "param"]
+    assert parameters(DeepSpeedZeroOptimizer.check_overflow) == ["self", "partition_gradients"]
+    assert parameters(TorchCheckpointEngine.save)[1:3] == ["state_dict", "path"]
+    assert parameters(TorchCheckpointEngine.makedirs)[1:] == ["path", "exist_ok"]
+    for optimizer in (DeepSpeedZeroOptimizer, BF16_Optimizer):
+        for name in ("backward_prologue", "backward_epilogue"):
+            inspect.signature(getattr(optimizer, name)).bind(None)
+
+
+def test_what_the_update_looks_at() -> None:
+    """`join_reduced` and `look_at_norm_alone`: an update is skipped for a norm that is not finite, it is of all tensors
+    of averaged_gradients as far as there are weights, and a list with a flat_partition is not flattened again."""
+    step = inspect.getsource(DeepSpeedZeroOptimizer.step)
+    looks = [
+        step.index(name) for name in ("self.overflow = False", "self.check_overflow(", "self.scaled_global_norm()")
+    ]
+    assert looks == sorted(looks) and "is_invalid_grad_norm(scaled_global_grad_norm)" in step
+    assert "self._get_preflattened_grad_partition(i)" in step and "flat_grad_partition is None" in step
+    assert '"flat_partition"' in inspect.getsource(DeepSpeedZeroOptimizer._get_preflattened_grad_partition)
+    norm = inspect.getsource(DeepSpeedZeroOptimizer.scaled_global_norm)
+    assert "get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in norm
+    assert "zip(param_gradients, params)" in inspect.getsource(DeepSpeedZeroOptimizer.get_grad_norm_direct)
+    assert inspect.signature(DeepSpeedZeroOptimizer.__init__).parameters["check_grad_overflow"].default is True
+
+
+def test_no_loss_scale_is_left() -> None:
+    scaler = DynamicLossScaler(init_scale=1, scale_window=1, min_scale=1, delayed_shift=1, consecutive_hysteresis=False)
+    with pytest.raises(Exception, match="scale") as caught:
+        scaler.update_scale(True)
+    assert private.no_smaller_scale(caught.value) and not private.no_smaller_scale(ValueError("another"))
+
+
+def test_the_shared_memory_operator_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(vars(deepspeed.ops), "__compatible_ops__", None)
+    monkeypatch.setattr(deepspeed.ops, "_probe_compatible_ops", lambda: pytest.fail("is probed"))
+    private.leave_out_shared_memory_op()
+    assert deepspeed.ops.__compatible_ops__ == {}
+
+
+def test_muon_is_where_it_is_looked_for() -> None:
+    assert importlib.util.find_spec("deepspeed.runtime.zero.muon.original_muon")
+    assert callable(importlib.import_module("deepspeed.runtime.compiler").compile)
+
+
+def test_config() -> None:
+    read, error, dtype = private.config_classes()
+    assert issubclass(error, Exception) and dtype("bf16").value == torch.bfloat16
+    assert read({"train_batch_size": 1, "gradient_clipping": 0.5}).gradient_clipping == 0.5
+    assert {"adam", "adamw", "muon"} <= set(private.optimizers())
+    assert {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"} <= set(private.schedulers())
+    for kind in (*private.adam_classes(), *(one for (one,) in private.lamb_and_lion().values())):
+        assert "lr" in parameters(kind)
+    for builder in ("CPUAdamBuilder", "FusedAdamBuilder"):
+        assert "verbose" in parameters(getattr(importlib.import_module("deepspeed.ops.op_builder"), builder).load)
+
+
+def test_a_schedule_is_followed() -> None:
+    """Its step takes the number of a step, and last_batch_iteration is where it stands."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = lr_schedules.WarmupDecayLR(optimizer, 20, 0.0, 1.0, 10, "linear")
+    for _ in range(6):
+        schedule.step()
+    before = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] = 7.0
+    private.follow_schedule(type("Engine", (), {"lr_scheduler": schedule}))
+    assert optimizer.param_groups[0]["lr"] == before > 0 and schedule.last_batch_iteration == 5
+
+
+def test_files_and_their_types(tmp_path: Path) -> None:
+    names = "".join(inspect.getsource(getattr(DeepSpeedEngine, name)) for name in ("_get_ckpt_name", *_NAMES))
+    assert '"mp_rank_" + mp_rank_str + "_model_states.pt"' in names and "zero_pp_rank_{dp_rank}" in names
+    assert "_mp_rank_{mp_rank:02d}_optim_states.pt" in names
+    for rank in (10, 9, 0):
+        (tmp_path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    (tmp_path / "mp_rank_00_model_states.pt").touch()
+    assert private.model_file(tmp_path).name == "mp_rank_00_model_states.pt"
+    assert [int(path.name.split("_")[4]) for path in private.partition_files(tmp_path)] == [0, 9, 10]
+    for name in private.KNOWN_TYPES:
+        module, _, kind = name.rpartition(".")
+        assert isinstance(getattr(importlib.import_module(module), kind), type), name
+    private.pickle_stage_plainly()
+    torch.save(ZeroStageEnum.gradients, tmp_path / "stage")
+    held = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "stage")
+    assert set(held) == {"deepspeed.runtime.zero.config.ZeroStageEnum"} <= private.KNOWN_TYPES
+
+
+_NAMES = ("_get_zero_ckpt_name", "_get_rank_zero_ckpt_name", "_get_zero_ckpt_prefix")
+
+
+def test_keys_of_files() -> None:
+    strings = {
+        kind: {n.value for n in ast.walk(source(kind)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+        for kind in (DeepSpeedEngine, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    }
+    counters = {"module", "optimizer", "lr_scheduler", "global_steps", "global_samples", "skipped_steps"}
+    assert counters <= strings[DeepSpeedEngine] | _keywords(DeepSpeedEngine)
+    constants = importlib.import_module("deepspeed.checkpoint.constants")
+    named = {name: getattr(constants, name) for name in dir(constants) if name.isupper()}
+    for key in ("param_shapes", "optimizer_state_dict", "base_optimizer_state", "single_partition_of_fp32_groups"):
+        assert key in named.values(), key
+    assert "fp32_flat_groups" in {*named.values(), *strings[DeepSpeedZeroOptimizer_Stage3]}
+    assert "loss_scaler" in {*named.values(), *strings[DeepSpeedZeroOptimizer]}
+
+
+def _keywords(kind: Any) -> set[str]:
+    """Of calls, such as dict(module=...)."""
+    return {n.arg for n in ast.walk(source(kind)) if isinstance(n, ast.keyword) and n.arg}
+
+
+def test_fragments() -> None:
+    assert {"lp_fragment_address", "hp_fragment_address"} <= set(tensor_fragment.__annotations__)
+    assert list(fragment_address.__annotations__) == ["numel", "start"]
+
+
+def test_versions_that_are_allowed() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert '"deepspeed>=0.19,<0.20"' in text and deepspeed.__version__.startswith("0.19.")

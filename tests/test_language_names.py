@@ -1,0 +1,123 @@
+"""Languages as corpora name them (BCP 47): zh-CN, pt-BR, zh-Hans. A pair of them is joined by "-" too."""
+
+import shutil
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from data_tools import lexicon as lexicons
+from data_tools import write_shards
+from data_tools.ranks import Ranks
+from xscale.data.lexicon import cut_pair, pair_of
+from xscale.data.mixture import source_weights
+from xscale.data.shards import find_sources
+from xscale.errors import UserError
+from xscale.eval import mining
+from xscale.ranks import Process
+from xscale.run.job import prepare
+
+PAIRS = {("en", "zh-CN"): 200, ("zh-CN", "pt-BR"): 100, ("en", "zh-Hans"): 60}
+
+
+@pytest.fixture(scope="module")
+def data(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo corpus's sentences under other names, and its dictionary."""
+    folder = tmp_path_factory.mktemp("names")
+    source = next(source for source in find_sources([demo]) if source.kind == "pair")
+    texts = [source.read(0, record).texts for record in range(200)]
+    for side in (0, 1):
+        (folder / f"{side}.txt").write_text("".join(f"{pair[side]}\n" for pair in texts), encoding="utf-8")
+    for langs, records in PAIRS.items():
+        for side in (0, 1):
+            (folder / f"some.{side}").write_text("".join(f"{pair[side]}\n" for pair in texts[:records]))
+        files = ["--src", folder / "some.0", "--tgt", folder / "some.1", "--langs", *langs]
+        write_shards.main(Ranks(), [*map(str, ["pairs", *files, "--out", folder / "data" / "+".join(langs)])])
+    for language, text in (("en", "0.txt"), ("zh-CN", "1.txt")):
+        files = ["--text", folder / text, "--lang", language, "--out", folder / "data" / language]
+        write_shards.main(Ranks(), [*map(str, ["mono", *files])])
+    shutil.copytree(demo / "tokenizer", folder / "data" / "tokenizer")
+    (folder / "data" / "lexicon").mkdir()
+    shutil.copy(demo / "lexicon" / "en-xx.txt", folder / "data" / "lexicon" / "en-zh-CN.txt")
+    return folder / "data"
+
+
+def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
+    sets = ["data.workers=0", "streams.tlm.samples=36", "streams.mlm.samples=8", "train.max_tokens=512"]
+    languages = "[zh-CN-en, zh-CN-pt-BR, en-zh-Hans]"  # either way round
+    job = prepare("xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data])
+    job = job.calibrated()
+    names = {spec.name: sorted(job.sources[s].name for s in spec.sources) for spec in job.specs}
+    assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hans", "zh-CN-pt-BR"]}
+    tlm = next(spec for spec in job.specs if spec.name == "tlm")
+    weights = dict(zip(tlm.sources, source_weights([job.sources[s] for s in tlm.sources], 0.7), strict=True))
+    total = sum(n**0.7 for n in PAIRS.values())
+    assert {job.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
+        {langs: n**0.7 / total for langs, n in PAIRS.items()}
+    )
+    state = {"step": 0, "positions": {spec.name: [[0, 0]] * len(spec.sources) for spec in job.specs}}
+    drawn = Counter[str]()
+    for batch in islice(job.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
+        for (_, what, name), number in batch.counts().items():
+            drawn[name] += number if what == "drawn" else 0
+        of_pairs = {name for stream, what, name in batch.counts() if what == "drawn"}
+        assert of_pairs == {"en-zh-CN", "pt-BR-zh-CN", "en-zh-Hans"}
+        targets = Counter[str]()
+        for (stream, what, _), number in batch.counts().items():
+            targets[stream] += number if what == "mlm" else 0
+        assert targets["tlm"] == batch.targets()["tlm", "mlm"] and targets["mlm"] == batch.targets()["mlm", "mlm"]
+    assert drawn.total() == 5 * 36 and drawn["en-zh-CN"] > drawn["pt-BR-zh-CN"] > drawn["en-zh-Hans"] > 0
+
+
+def test_dictionaries_of_such_languages(data: Path) -> None:
+    job = prepare("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
+    assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in job.lexicons] == [(("en", "zh-CN"), True)]
+    with pytest.raises(UserError, match=r"no pair data for en-zh; --data has en-zh-CN, en-zh-Hans, pt-BR-zh-CN"):
+        prepare("tlm", ["streams.tlm.languages=[en-zh]"], [data])
+
+
+@pytest.mark.parametrize(
+    ("name", "languages", "found"),
+    [
+        ("en-zh-CN", (), ("en", "zh-CN")),
+        ("pt-BR-en", (), ("pt-BR", "en")),
+        ("zh-Hans-zh-Hant", (), ("zh-Hans", "zh-Hant")),
+        ("zh-Hans-CN-es-419", (), ("zh-Hans-CN", "es-419")),
+        ("zh_Hant-en", (), ("zh_Hant", "en")),
+        ("en-pt-br", (), None),
+        ("en-pt-br", ("en", "pt-br", "pt"), ("en", "pt-br")),
+        ("en-zh-yue", ("en", "zh-yue"), ("en", "zh-yue")),
+        ("en-zh", ("en", "zh-CN"), ("en", "zh")),
+        ("a-b-c", ("a", "b-c", "a-b", "c"), None),
+        ("en", ("en",), None),
+    ],
+)
+def test_a_joined_name_is_cut_where_languages_meet(name: str, languages: tuple[str, ...], found: object) -> None:
+    assert cut_pair(name, languages) == found
+    if found is None:
+        with pytest.raises(UserError, match=rf"{name}\.txt: .*en-de\.txt.*en-zh-CN\.txt"):
+            pair_of(Path(f"{name}.txt"), languages)
+
+
+def test_files_beside_a_prefix_say_its_languages(tmp_path: Path) -> None:
+    prefix = tmp_path / "en-pt-br.test"
+    for side in ("en", "pt-br.xz"):
+        prefix.with_name(f"{prefix.name}.{side}").touch()
+    assert mining.languages_of(prefix) == ("en", "pt-br")
+    assert mining.languages_of(tmp_path / "zh-CN-en.test") == ("zh-CN", "en")
+
+
+def test_a_dictionary_is_filtered(data: Path, tmp_path: Path) -> None:
+    lexicons.main(Ranks(), [*map(str, ["--dict", data / "lexicon/en-zh-CN.txt", "--out", tmp_path / "zh-CN-en.txt"])])
+    before, after = (
+        set(f.read_text().splitlines()) for f in (data / "lexicon/en-zh-CN.txt", tmp_path / "zh-CN-en.txt")
+    )
+    assert {tuple(reversed(line.split())) for line in after} == {tuple(line.split()) for line in before}
+
+
+@pytest.mark.parametrize("name", ["zh CN", "-en", "en-", "a--b", "zh/CN", ""])
+def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("a b\n")
+    with pytest.raises(UserError, match=rf"language '{name}'.*zh-Hant"):
+        write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "text"), f"--lang={name}", "--out", "x"])

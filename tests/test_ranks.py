@@ -1,0 +1,61 @@
+"""What a rank of many needs to meet the others."""
+
+import multiprocessing
+import os
+import resource
+from pathlib import Path
+
+import deepspeed  # noqa: F401  once, before ranks are forked
+import pytest
+import torch
+
+from tests import launch
+from xscale import ranks
+from xscale.ranks import Control
+
+RANKS = 10
+
+
+def sockets() -> int:
+    links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())
+
+
+def meet(rank: int, found: "multiprocessing.Queue[tuple[int, list[int], bool]]") -> None:
+    """Of a rank that may have few files open."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    few = len(os.listdir("/proc/self/fd")) + 8
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    before = sockets()
+    ranks.start(ranks.find_process())
+    started = sockets()
+    control = Control()
+    sums = control.sum([rank, 1])
+    assert control.gather(rank) == [*range(RANKS)]
+    found.put((sockets() - started, sums, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and started > before))
+    control.barrier()
+    found.close()
+    found.join_thread()
+    os._exit(0)
+
+
+def test_a_rank_connects_with_few_others_whatever_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it raises the soft limit of open files before that."""
+    monkeypatch.setenv("MASTER_PORT", str(launch.free_port()))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}.items():
+        monkeypatch.setenv(name, str(value))
+    context = multiprocessing.get_context("fork")
+    found = context.Queue()
+    children = [context.Process(target=meet, args=(rank, found)) for rank in range(RANKS)]
+    for child in children:
+        child.start()
+    try:
+        told = [found.get(timeout=60) for _ in children]
+    finally:
+        for child in children:
+            child.join(timeout=5)
+            child.kill()
+    assert all(sums == [sum(range(RANKS)), RANKS] and raised for _, sums, raised in told)
+    assert max(opened for opened, _, _ in told) <= 4, told

@@ -1,0 +1,88 @@
+"""What each rank of a rescaled resume opens and takes, from files laid out as DeepSpeed's; whole runs are in
+test_training.py's test_rescale."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from xscale.step import rescale
+
+GROUPS = [{"table": (41, 8), "dense": (16, 16)}, {"norm": (33,), "bias": (16,)}]
+KEYS = {rescale.WEIGHT: 0, "exp_avg": 1000, "exp_avg_sq": 2000}
+
+
+def numbers(group: int, name: str, key: str) -> Tensor:
+    """Of a whole weight: no two are alike, and none is 0, which fills up."""
+    size = torch.Size(GROUPS[group][name]).numel()
+    return 1 + torch.arange(size, dtype=torch.float64) + 10_000 * [*GROUPS[group]].index(name) + KEYS[key] + 1e6 * group
+
+
+def parts_of(group: int, key: str, ranks: int, stage: int) -> list[Tensor]:
+    """A group's flat tensor of each rank: of one vector, filled up to even parts, or of each weight (stage 3)."""
+    weights = [numbers(group, name, key) for name in GROUPS[group]]
+    if stage < 3:
+        flat = torch.cat(weights)
+        return [*torch.nn.functional.pad(flat, (0, -len(flat) % (2 * ranks))).chunk(ranks)]
+    cut = [[*torch.nn.functional.pad(weight, (0, -len(weight) % ranks)).chunk(ranks)] for weight in weights]
+    return [torch.cat([weight[rank] for weight in cut]) for rank in range(ranks)]
+
+
+def write_checkpoint(out: Path, ranks: int, stage: int) -> None:
+    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in GROUPS]
+    torch.save({"param_shapes": shapes}, out / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        flats = {key: [parts_of(group, key, ranks, stage)[rank] for group in range(len(GROUPS))] for key in KEYS}
+        weights = flats.pop(rescale.WEIGHT)
+        if stage < 3 and rank == ranks - 1:  # DeepSpeed leaves out what fills up the weights, not Adam's numbers
+            real = [sum(shape.numel() for shape in group.values()) for group in shapes]
+            weights = [flat[: n - rank * len(flat)] for flat, n in zip(weights, real, strict=True)]
+        states = {group: {"step": torch.tensor(7.0)} | {k: flats[k][group] for k in flats} for group in (0, 1)}
+        inner = {"state": states}
+        held: dict[str, Any] = {"loss_scaler": f"of rank {rank}"}
+        held |= {"single_partition_of_fp32_groups": weights, "base_optimizer_state": inner} if stage < 3 else {}
+        held |= {"fp32_flat_groups": weights, "optimizer_state_dict": inner} if stage == 3 else {}
+        torch.save({"optimizer_state_dict": held}, out / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def wanted(rank: int, ranks: int, stage: int) -> list[tuple[int, str, int, int]]:
+    """(group, weight, first, last) of all that a new rank has: found number by number."""
+    found = []
+    for group, shapes in enumerate(GROUPS):
+        of_rank = set(parts_of(group, rescale.WEIGHT, ranks, stage)[rank].tolist())
+        for name in shapes:
+            has = [i for i, x in enumerate(numbers(group, name, rescale.WEIGHT).tolist()) if x in of_rank]
+            found += [(group, name, has[0], has[-1] + 1)] if has else []
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("old", [1, 2, 4])
+def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that hold its numbers, and no more than one besides; numbers are those of the whole weights."""
+    write_checkpoint(tmp_path, old, stage)
+    names = [name for group in GROUPS for name in group]
+    opened: list[int] = []
+    load = rescale._load
+
+    def counting(path: Path) -> Any:
+        opened.extend([int(path.name.split("_")[3])] if path.name.startswith("zero") else [])
+        return load(path)
+
+    monkeypatch.setattr(rescale, "_load", counting)
+    for new in (1, 2, 4, 8):
+        for rank in range(new):
+            opened.clear()
+            saved = rescale.Saved(tmp_path, names, rank / new)
+            needed = set()
+            for group, name, first, last in wanted(rank, new, stage):
+                for key in KEYS:
+                    whole = numbers(group, name, key)[first:last]
+                    assert torch.equal(saved.take(name, key, first, last), whole), (new, rank, name, key)
+                    of_old = [set(part.tolist()) for part in parts_of(group, key, old, stage)]
+                    needed |= {n for n, part in enumerate(of_old) if part & set(whole.tolist())}
+            assert needed <= set(opened) and len(opened) == len(set(opened)), (new, rank)
+            assert set(opened) - needed <= {max(old - 2, 0)}, (new, rank, needed, opened)
+            assert [group.steps["step"].item() for group in saved.like] == [7.0, 7.0]

@@ -1,0 +1,42 @@
+"""The programs that pip installs: xscale-train, -eval, -report and -export are `python -m xscale.train` and so on, and
+`xscale-data TOOL ...` is a tool that makes or reads shards.
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from xscale.errors import TOOLS
+
+
+def train() -> None:
+    _run("xscale.train")
+
+
+def evaluate() -> None:
+    _run("xscale.eval.run")
+
+
+def report() -> None:
+    _run("xscale.report")
+
+
+def export() -> None:
+    _run("xscale.export")
+
+
+def data() -> None:
+    root = Path(__file__).parent if TOOLS.startswith("xscale.") else Path(__file__).parents[1]
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "data_tools").glob("*.py"))}
+    tools = [name for name, text in texts.items() if '\nif __name__ == "__main__"' in text]
+    asked = sys.argv[1:2]
+    if asked and asked[0] in tools:
+        del sys.argv[1]
+        _run(f"{TOOLS}.{asked[0]}")
+    print(f"usage: xscale-data TOOL ..., with `--help` what it takes. Tools: {', '.join(tools)}", file=sys.stderr)
+    sys.exit(0 if asked in (["-h"], ["--help"]) else 2)
+
+
+def _run(module: str) -> None:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.exit(0)

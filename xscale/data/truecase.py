@@ -1,0 +1,73 @@
+"""Words as the text spells them: dictionaries are lower-case, the tokens of a cased tokenizer are not.
+
+A word (data/words.py) takes the commonest of the spellings that differ in case alone, wherever in a sentence they
+stand: `hund` becomes `Hund` where the text has that most often. Counted are at most SAMPLE records of a language
+(data/sample.py), so that a start is bounded whatever the corpus, needs nothing that shards of others lack, and is a
+function of the data alone; of 330,000 sentences of Wikipedia these know 94 % of the entries that all of them know.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from xscale.data.sample import texts_of
+from xscale.data.shards import Source
+from xscale.data.words import split
+from xscale.errors import UserError
+from xscale.ranks import Control
+
+COUNTING = 16
+"""Ranks that count, at most: each sends what it found to all."""
+
+Forms = Mapping[str, str]
+"""A word in lower case -> its commonest spelling."""
+
+
+def count_words(texts: Iterable[list[str]]) -> Counter[str]:
+    return Counter(word for some in texts for words, _ in split(some) for word in words)
+
+
+def commonest(counts: Mapping[str, int]) -> Forms:
+    """Of equally common ones the last in the order of code points, which is rather the one in lower case."""
+    best: dict[str, tuple[int, str]] = {}
+    for word, times in counts.items():
+        key = word.lower()
+        best[key] = max(best.get(key, (0, "")), (times, word))
+    return {key: word for key, (_, word) in best.items()}
+
+
+def forms_of(languages: Iterable[str], sources: list[Source], control: Control) -> dict[str, Forms]:
+    """Of each language, the same on all ranks. Raises UserError, on all."""
+    found: dict[str, Counter[str]] = {}
+    parts, problem = min(control.size, COUNTING), ""
+    if control.rank < parts:
+        try:
+            for language in sorted(languages):
+                found[language] = count_words(texts_of(language, sources, part=control.rank, parts=parts))
+        except UserError as error:
+            problem = str(error)
+    totals: dict[str, Counter[str]] = {language: Counter() for language in languages}
+    for rank in range(parts):
+        counts, wrong = control.broadcast((found, problem), rank)
+        if wrong:
+            raise UserError(wrong)
+        for language in counts:
+            totals[language].update(counts[language])
+    return {language: commonest(counts) for language, counts in totals.items()}
+
+
+def respelled(texts: list[str], forms: Forms) -> list[str]:
+    """The texts with each word in its commonest spelling; one that was not seen stays."""
+    spelled = [forms.get(text.lower(), "") for text in texts]  # of those that are one word
+    others = [i for i, word in enumerate(spelled) if not word]
+    for i, (words, _) in zip(others, split([texts[i] for i in others]), strict=True):
+        spelled[i] = _replaced(texts[i], words, [forms.get(word.lower(), word) for word in words])
+    return spelled
+
+
+def _replaced(text: str, words: list[str], by: list[str]) -> str:
+    parts, end = [], 0
+    for word, new in zip(words, by, strict=True):
+        start = text.index(word, end)
+        parts += [text[end:start], new]
+        end = start + len(word)
+    return "".join([*parts, text[end:]])

@@ -1,0 +1,49 @@
+"""What sentence-transformers reads beside a model, so that it makes the vectors that retrieval.py makes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from xscale.data.tokenizer import Tokenizer
+
+POOLING = "1_Pooling"
+
+
+def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
+    """Of which states a run trains sentences' vectors: of PPA's contrast, or the mean where nothing does. streams: of
+    a recipe, as a checkpoint has them."""
+    contrasts = [s for s in streams.values() if s["objective"] == "ppa" and s.get("moco_weight", 1.0)]
+    return contrasts[0].get("pooling", "cls") if contrasts else "mean"
+
+
+def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
+    """pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which weights of 0 leave out. config: the
+    model's; longest: tokens of a sentence. The tokenizer is in the folder."""
+    parts: dict[str, tuple[str, dict[str, Any] | None]] = {"": ("Transformer", None)}
+    if pooling == "mean":
+        parts["0_WordWeights"] = ("WordWeights", _weights(Tokenizer(folder), config.vocab_size))
+    modes = {f"pooling_mode_{name}": pooling in name for name in ("cls_token", "mean_tokens")}
+    parts[POOLING] = ("Pooling", {"word_embedding_dimension": config.hidden_size} | modes)
+    parts["2_Normalize"] = ("Normalize", {})
+    modules = []
+    for number, (path, (kind, fields)) in enumerate(parts.items()):
+        modules.append(
+            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        )
+        if fields is not None:
+            (folder / path).mkdir()
+            _write(folder / path / "config.json", fields)
+    _write(folder / "modules.json", modules)
+    _write(folder / "sentence_bert_config.json", {"max_seq_length": longest, "do_lower_case": False})
+
+
+def _weights(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+    """Of every id of the embeddings."""
+    of_id = {number: token for token, number in tokenizer.hf.get_vocab().items()}
+    left_out = {of_id[number]: 0.0 for number in (tokenizer.cls_id, tokenizer.sep_id)}
+    vocab = [of_id.get(number, "") for number in range(rows)]
+    return {"vocab": vocab, "word_weights": left_out, "unknown_word_weight": 1.0}
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,74 @@
+"""Rotary position embeddings (Su et al. 2021) of the queries and keys of a row; values are not touched.
+
+Shape letters: N tokens of a row, A heads, D width of a head, X = 3 * A * D (queries, keys, values).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rotate(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
+    """`x * cos + x.roll(D // 2, -1) * sin` of each head of queries and keys, computed in the type of cos and sin, fp32
+    at least: halves of a head's numbers are the pairs, and the first half of sin is negative.
+
+    Takes qkv over: the product that made it does not need it again, and a GPU turns it where it is, by one kernel.
+    """
+    if torch.compiler.is_compiling():  # which makes one kernel of it all
+        turned = _turned(_queries_and_keys(qkv_NX, heads), cos_N11D, sin_N11D)
+        return torch.cat([turned.to(qkv_NX.dtype).flatten(1), qkv_NX[:, 2 * qkv_NX.shape[1] // 3 :]], 1)
+    return _Rotation.apply(qkv_NX, cos_N11D, sin_N11D, heads)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
+        ctx.mark_dirty(qkv_NX)
+        ctx.save_for_backward(cos_N11D, sin_N11D)
+        ctx.heads = heads
+        if kernel := _kernel(qkv_NX):
+            kernel.turn(qkv_NX, qkv_NX, cos_N11D, sin_N11D, heads)
+        else:
+            x = _queries_and_keys(qkv_NX, heads)
+            turned = _turned(x, cos_N11D, sin_N11D, out=x if x.dtype == cos_N11D.dtype else None)
+            if turned is not x:
+                x.copy_(turned)
+        return qkv_NX
+
+    @staticmethod
+    def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
+        """Turned back."""
+        (cos_N11D, sin_N11D), heads = ctx.saved_tensors, ctx.heads
+        if kernel := _kernel(grad_NX):
+            grad_NX = grad_NX.contiguous()
+            back_NX = torch.empty_like(grad_NX)
+            kernel.turn(grad_NX, back_NX, cos_N11D, sin_N11D, heads, back=True)
+        else:
+            back_NX = grad_NX.clone(memory_format=torch.contiguous_format)
+            x = _queries_and_keys(back_NX, heads)
+            wide = x.to(cos_N11D.dtype)
+            rolled = (wide * sin_N11D).roll(x.shape[-1] // 2, -1)
+            turned = torch.addcmul(rolled, wide, cos_N11D, out=x if wide is x else None)
+            if turned is not x:
+                x.copy_(turned)
+        return back_NX, None, None, None
+
+
+def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
+    """[N, 2, A, D]"""
+    return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
+
+
+def _turned(x: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, out: Tensor | None = None) -> Tensor:
+    x = x.to(cos_N11D.dtype)
+    return torch.addcmul(x * cos_N11D, x.roll(x.shape[-1] // 2, -1), sin_N11D, out=out)
+
+
+def _kernel(qkv_NX: Tensor) -> Any:
+    """The module of the CUDA kernel, where it runs: Triton comes with CUDA builds of torch."""
+    if not qkv_NX.is_cuda:
+        return None
+    from xscale.ops import rotation_triton
+
+    return rotation_triton

@@ -1,0 +1,57 @@
+"""The rotation's GPU kernel, for both directions. Imported where there is a GPU: Triton is no requirement."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def turn(qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, back: bool = False) -> None:
+    """out = queries and keys turned, and the values where out is another tensor than qkv. One launch."""
+    assert qkv_NX.is_contiguous() and out_NX.is_contiguous() and cos_N11D.is_contiguous() and sin_N11D.is_contiguous()
+    half = cos_N11D.shape[-1] // 2
+    parts = 2 if out_NX.data_ptr() == qkv_NX.data_ptr() else 3
+    if len(qkv_NX):
+        with torch.cuda.device_of(qkv_NX):
+            turn_heads[(len(qkv_NX), parts)](qkv_NX, out_NX, cos_N11D, sin_N11D, BACK=back, **launch(heads, half))
+
+
+def launch(heads: int, half: int) -> dict[str, int]:
+    """A program takes a token's queries, or keys, or values; a lane 8 numbers of either half at a time."""
+    room, wide = triton.next_power_of_2(heads), triton.next_power_of_2(half)
+    warps = min(max(room * wide // 256, 1), 8)
+    return {"HEADS": heads, "HALF": half, "ROOM": room, "WIDE": wide, "num_warps": warps}
+
+
+@triton.jit
+def turn_heads(
+    qkv,
+    out,
+    cos,
+    sin,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    ROOM: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    head = tl.arange(0, ROOM)[:, None]
+    lane = tl.arange(0, WIDE)[None, :]
+    live = (head < HEADS) & (lane < HALF)
+    first = (token * 3 + part) * (HEADS * 2 * HALF) + head * (2 * HALF) + lane
+    a = tl.load(qkv + first, mask=live, other=0)
+    b = tl.load(qkv + first + HALF, mask=live, other=0)
+    if part < 2:
+        place = token * (2 * HALF) + HALF + lane  # of the second half, where the sine is positive
+        c = tl.load(cos + place, mask=lane < HALF, other=0)
+        s = tl.load(sin + place, mask=lane < HALF, other=0)
+        if BACK:
+            s = -s
+        x = a.to(c.dtype)
+        y = b.to(c.dtype)
+        a = (x * c - y * s).to(a.dtype)
+        b = (y * c + x * s).to(b.dtype)
+    tl.store(out + first, a, mask=live)
+    tl.store(out + first + HALF, b, mask=live)
