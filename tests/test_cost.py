@@ -12,14 +12,14 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
-from xscale.data.row import Row, Tokens, Work
+from xscale.data.packed_row import PackedRow, Tokens, Work
 from xscale.models.attention import attention_blocks, attention_blocks_backward
 from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
@@ -192,17 +192,17 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=IN_PLACE | ATTENTION)
 
 
-def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
-    job = prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
-    (batch,) = job.batches(Process(0, 1, 0, 1), "cpu", initial_state(job.specs), 1)
-    return StepModule(job.encoder(), job.recipe), batch.rows[0]
+def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, PackedRow]:
+    run_spec = resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+    (batch,) = run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 1)
+    return StepModule(run_spec.encoder(), run_spec.recipe), batch.rows[0]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mini"])
 def test_flops_by_term(preset: str) -> None:
     """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
-    work = Work(tokens=512, squares=8 * 64**2, predictions=30, beside_tokens=128, beside_squares=2 * 64**2)
+    work = Work(tokens=512, squares=8 * 64**2, predictions=30, auxiliary_tokens=128, auxiliary_squares=2 * 64**2)
     found = cost.StepFlops(encoder).flops(work)
     with counter() as counted:
         encoder(row_of(8, 64)).sum().backward()
@@ -215,7 +215,7 @@ def test_flops_by_term(preset: str) -> None:
     assert counted.get_total_flops() == found["head"]
     with counter() as counted, torch.no_grad():
         encoder(row_of(2, 64))
-    assert counted.get_total_flops() == pytest.approx(found["beside"])
+    assert counted.get_total_flops() == pytest.approx(found["auxiliary"])
 
 
 def test_flops_of_local_attention() -> None:
@@ -240,6 +240,6 @@ def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
     with counter() as counted:
         RowPass(module, row, torch.device("cpu"), (0,))(module, weights)[0].backward()
     found = cost.StepFlops(module.encoder).flops(row.work)
-    assert set(found) == {"encoder", "attention", "head", "beside"}
+    assert set(found) == {"encoder", "attention", "head", "auxiliary"}
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
     assert sum(found.values()) <= counted.get_total_flops() * 1.001

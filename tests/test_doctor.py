@@ -10,7 +10,7 @@ import pytest
 
 from xscale import doctor
 from xscale.run import slurm
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 
 CONFIG = """\
 Configuration data as of 2026-01-31T12:00:00
@@ -182,7 +182,7 @@ def test_a_disk_that_has_no_room_for_checkpoints(
 ) -> None:
     """One that has none for a single one ends a run at its first save; one that lacks some, later."""
     words = ["--recipe", "tlm", "--data", str(demo), "--out", str(tmp_path)]
-    size = 14 * sum(p.numel() for p in prepare("tlm", [], [demo]).module().parameters())
+    size = 14 * sum(p.numel() for p in resolve_run("tlm", [], [demo]).module().parameters())
     for free, kind, code in ((2.5 * size, "warning", 0), (0.5 * size, "error", 2)):
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(total=1e12, free=free))
         assert doctor.main(words) == code

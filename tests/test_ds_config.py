@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from xscale.checkpoint.store import Checkpoint
 from xscale.config import RECIPES, Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.run.checkpoint import Checkpoint
 from xscale.run.start import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 

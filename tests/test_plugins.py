@@ -16,7 +16,7 @@ from xscale import conformance
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 from xscale.run.status import FAULT, code_of, message_of
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
@@ -104,8 +104,10 @@ def test_what_a_plugin_does_wrong_bears_its_name(
     load_plugins(["broken"])
     try:
         with pytest.raises(Exception, match=told) as caught:
-            job = prepare(str(package / "ranking.yaml"), ["model.dropout=0.0", "data.workers=0"], [demo]).calibrated()
-            conformance.take_step(job.module(), job, conformance.rows_of(job, 1, 1 << 30))
+            run_spec = resolve_run(
+                str(package / "ranking.yaml"), ["model.dropout=0.0", "data.workers=0"], [demo]
+            ).calibrated()
+            conformance.take_step(run_spec.module(), run_spec, conformance.rows_of(run_spec, 1, 1 << 30))
         why = message_of(caught.value)
         assert "streams.ranking, objective ranking: " in why and function in why
         assert code_of(caught.value) == FAULT

@@ -212,12 +212,12 @@ def pickle_stage_plainly() -> None:
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
 
 
-def save_by(engine: Any, taker: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+def save_by(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
     """engine.save_checkpoint, whose files `taker` takes: it has makedirs(path, exist_ok) and save(state_dict, path)."""
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     class Engine(TorchCheckpointEngine):
-        makedirs, save = staticmethod(taker.makedirs), staticmethod(taker.save)
+        makedirs, save = staticmethod(snapshot_engine.makedirs), staticmethod(snapshot_engine.save)
 
     kept = engine.checkpoint_engine
     engine.checkpoint_engine, engine._copy_recovery_script = Engine(), lambda folder: None

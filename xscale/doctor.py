@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
+from xscale.checkpoint.store import complete_steps
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.checkpoint import complete_steps
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.slurm import advice
 from xscale.step import cost
 from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
@@ -214,14 +214,14 @@ def network(process: Process) -> Lines:
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     ranks.TIMEOUT = timedelta(seconds=SECONDS)
     device = within(lambda: ranks.start(process))
-    control = Control()
+    host_group = HostGroup()
     told = f"{version('torch')} {version('deepspeed')} {platform.python_version()}"
-    hosts = within(lambda: control.gather((platform.node(), str(device), told)))
+    hosts = within(lambda: host_group.gather((platform.node(), str(device), told)))
     yield f"{process.world} ranks on {len({host for host, *_ in hosts})} host(s), {dist.get_backend()}"
     different = sorted({(of, host) for host, _, of in hosts})
     if len({of for of, _ in different}) > 1:
         yield f"error: hosts have other versions of torch, deepspeed or Python: {different}; take one environment"
-    seconds = within(lambda: timed(lambda: control.sum([0]), 10))
+    seconds = within(lambda: timed(lambda: host_group.sum([0]), 10))
     yield f"a control message of all ranks: {1e3 * seconds:.2f} ms"
     full = torch.zeros(PROBE_BYTES // 4, device=device)
     part = full[: len(full) // process.world]
@@ -253,7 +253,7 @@ def timed(call: Callable[[], Any], times: int) -> float:
 # The run
 
 
-def data(job: Job) -> Lines:
+def data(job: RunSpec) -> Lines:
     for source in job.sources:
         yield (
             f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
@@ -263,7 +263,7 @@ def data(job: Job) -> Lines:
     yield f"tokenizer: {job.tokenizer.vocab_size:,} ids, fingerprint {mark[:12]}, {name}"
 
 
-def ds_configs(job: Job, module: StepModule, world: int, hardware: Hardware) -> Lines:
+def ds_configs(job: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
     """Which of them this recipe can be trained with here."""
     good: list[str] = []
     not_here: dict[str, list[str]] = {}
@@ -285,7 +285,7 @@ def ds_configs(job: Job, module: StepModule, world: int, hardware: Hardware) -> 
         yield "error: no shipped ds_config runs with this recipe here; the lines above say why"
 
 
-def memory(job: Job, module: StepModule, hardware: Hardware) -> Lines:
+def memory(job: RunSpec, module: StepModule, hardware: Hardware) -> Lines:
     precision = next((name for name in ("bf16", "fp16") if getattr(hardware, name)), "fp32")
     if hardware.device == "cpu":
         precision = "fp32"
@@ -303,7 +303,7 @@ def memory(job: Job, module: StepModule, hardware: Hardware) -> Lines:
         yield f"  ZeRO {stage}: " + "".join(f"{size:8.2f}" for size in sizes)
 
 
-def room(job: Job, module: StepModule, out: Path) -> Lines:
+def room(job: RunSpec, module: StepModule, out: Path) -> Lines:
     """Of --out, for the checkpoints that stay and the one that is being written."""
     whole, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     place, keep = files.nearest_folder(out), job.recipe.checkpoint.keep
@@ -345,7 +345,7 @@ def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, C
     yield "limits", limits
     yield "out", lambda: file_system(args.out)
     yield "slurm", advice
-    job: list[Job] = []
+    job: list[RunSpec] = []
     module: list[StepModule] = []
 
     def read() -> Lines:
@@ -353,7 +353,7 @@ def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, C
             yield "none: give --data to look at shards, memory and ds_configs"
             return
         load_plugins(args.plugin)
-        job.append(within(lambda: prepare(args.recipe, args.set, args.data)))
+        job.append(within(lambda: resolve_run(args.recipe, args.set, args.data)))
         folder.claim_out(args.out, job[0].identity(), "auto")
         yield from data(job[0])
         module.append(job[0].module())

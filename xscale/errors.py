@@ -73,7 +73,7 @@ def blaming(what: str) -> Iterator[None]:
         raise
 
 
-def of_machine(error: OSError) -> int:
+def is_environment_error(error: OSError) -> int:
     """Of a command: says what a file system answers, and returns exit code 4; raises what is a fault of ours."""
     if error.errno not in OF_MACHINE:
         raise error

@@ -26,7 +26,7 @@ FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
 """Of side_by_side."""
 
 
-def side_by_side(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
+def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
     """`map` as a list, of looks at files: in threads where the first FIRST take FAR_SECONDS each, as they do across a
     network. On a disk of this machine threads would take longer."""
     begun = time.perf_counter()

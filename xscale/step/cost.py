@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from xscale.config import Recipe
-from xscale.data.row import Work
+from xscale.data.packed_row import Work
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.step.module import StepModule
@@ -70,8 +70,8 @@ def memory(
         if device == "cpu":  # pages never touched take no memory
             bucket = min(bucket, n)
         kept["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
-    if module.companions:  # the momentum encoder has a copy in the weights' type
-        kept["momentum encoder, queue"] = module.companion_bytes() * (1 if width == 4 else 1.5)
+    if module.auxiliary_states:  # the momentum encoder has a copy in the weights' type
+        kept["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     backward = {
         "activations": activations(module.encoder, recipe, width, device, row_tokens),
         "vocabulary head": vocabulary_head(module.encoder, width, device),
@@ -97,7 +97,7 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
     weights = WIDTH[precision] * n
     optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 fp32 weights are the model's own
     shared = optimizer + (weights if stage >= 3 else 0)
-    alone = module.companion_bytes() + (0 if stage >= 3 else weights)
+    alone = module.auxiliary_bytes() + (0 if stage >= 3 else weights)
     return alone + shared, alone + shared / (world if stage >= 1 else 1)
 
 
@@ -123,7 +123,7 @@ def communication(
     vectors = sum(
         samples[name] * (4 * stream.options.projection + 24)
         for name, stream in recipe.streams.items()
-        if name in module.companions and hasattr(stream.options, "projection")
+        if name in module.auxiliary_states and hasattr(stream.options, "projection")
     )
     if vectors:
         found["keys"] = ("all_gather", float(vectors))
@@ -190,12 +190,14 @@ class StepFlops:
 
     def flops(self, work: Work) -> dict[str, float]:
         attention = self.attention(work.tokens, work.squares)
-        beside = self.per_token * work.beside_tokens + self.attention(work.beside_tokens, work.beside_squares)
+        auxiliary = self.per_token * work.auxiliary_tokens + self.attention(
+            work.auxiliary_tokens, work.auxiliary_squares
+        )
         return {
             "encoder": self.per_token * work.tokens,
             "attention": attention,
             "head": self.per_prediction * work.predictions,
-            "beside": beside / 3,
+            "auxiliary": auxiliary / 3,
         }
 
     def attention(self, tokens: int, squares: int) -> float:

@@ -210,7 +210,7 @@ def _is_class(module: Any, name: str, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base) and found is not base
 
 
-def rehearse(resolved: dict[str, Any]) -> list[str]:
+def validate_by_building(resolved: dict[str, Any]) -> list[str]:
     """What DeepSpeed says to the filled config, and three steps of optimizer and schedule on one weight: what else
     would end a start, or a later step, with a traceback."""
     DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum = private.config_classes()

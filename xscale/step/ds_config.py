@@ -12,7 +12,7 @@ from typing import Any
 
 from xscale.config import Recipe
 from xscale.errors import UserError
-from xscale.step.ds_checks import check_names, parameters, rehearse
+from xscale.step.ds_checks import check_names, parameters, validate_by_building
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
@@ -147,7 +147,7 @@ def resolve_ds_config(
         raise UserError(f"ds_config {path}: {problem}")
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    for problem in rehearse(resolved):
+    for problem in validate_by_building(resolved):
         raise UserError(f"ds_config {path}: {problem}")
     node = zero.get("zero_hpz_partition_size", 1)
     if stage_of(resolved) == 3 and world % min(node, world):

@@ -9,7 +9,7 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import check_companions, gather_for_every_pass, stage_of
+from xscale.step.zero import check_auxiliary_states, gather_for_every_pass, stage_of
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
@@ -38,4 +38,4 @@ def check_module(module: nn.Module, stage: int) -> None:
     """Raises UserError where ZeRO's stage cannot train it."""
     if isinstance(module, StepModule):
         comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
-        check_companions(stage, [*module.companions, *comparing])
+        check_auxiliary_states(stage, [*module.auxiliary_states, *comparing])

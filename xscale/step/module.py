@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.row import Inputs, Row
+from xscale.data.packed_row import Inputs, PackedRow
 from xscale.errors import blaming
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, take_over
-from xscale.objectives import OBJECTIVES, Companion, Losses, Parts, Prediction, Scheduled
+from xscale.objectives import OBJECTIVES, AuxiliaryState, Losses, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
@@ -50,7 +50,7 @@ class StepModule(nn.Module):
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
         self.heads = nn.ModuleDict()
-        self.companions: dict[str, Companion] = {}
+        self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """Not modules: DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
         self.reported: list[Reported] = []
@@ -67,11 +67,11 @@ class StepModule(nn.Module):
                 note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
             with self.blaming(name, "companion"):
-                companion = objective.companion and objective.companion(encoder, heads, options)
-            if companion is not None:
-                if isinstance(companion, Scheduled):
-                    companion.steps = recipe.train.steps
-                self.companions[name] = companion
+                auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
+            if auxiliary_state is not None:
+                if isinstance(auxiliary_state, Scheduled):
+                    auxiliary_state.steps = recipe.train.steps
+                self.auxiliary_states[name] = auxiliary_state
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
         if recipe.train.compile:
@@ -85,28 +85,30 @@ class StepModule(nn.Module):
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
-        return Parts(self.encoder, heads, self.companions.get(stream))
+        return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
-    def companion_bytes(self) -> int:
+    def auxiliary_bytes(self) -> int:
         """Size of the companions' tensors."""
-        leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
+        leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def read_beside(self, inputs: Inputs) -> States:
+    def read_auxiliary(self, inputs: Inputs) -> States:
         """What the companions make of a row."""
         return {
-            stream: {"beside": self.companions[stream].read(self.encoder, tokens, index, inputs.arrays[stream])}
-            for stream, (tokens, index) in inputs.beside.items()
+            stream: {
+                "auxiliary": self.auxiliary_states[stream].read(self.encoder, tokens, index, inputs.arrays[stream])
+            }
+            for stream, (tokens, index) in inputs.auxiliary.items()
         }
 
-    def read(self, row: Row, inputs: Inputs) -> States:
+    def read(self, row: PackedRow, inputs: Inputs) -> States:
         """The states that losses read [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
         sizes = [n for reads in row.states.values() for n in reads.values()]
         states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
         return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
 
-    def vectors(self, row: Row, inputs: Inputs) -> dict[str, Tensor]:
+    def vectors(self, row: PackedRow, inputs: Inputs) -> dict[str, Tensor]:
         """What other rows of the step read of this one, by stream [n, D]."""
         states, found = self.read(row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
@@ -118,7 +120,7 @@ class StepModule(nn.Module):
         return found
 
     def forward(
-        self, row: Row, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
+        self, row: PackedRow, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
     ) -> tuple[Tensor, Tensor]:
         """The row's loss, and the numbers that `reported` names [K], without gradient.
 
@@ -154,7 +156,7 @@ class StepModule(nn.Module):
 
     def predict(
         self,
-        row: Row,
+        row: PackedRow,
         predictions: list[tuple[str, Prediction]],
         inputs: Inputs,
         weights_M: Tensor,
@@ -176,7 +178,7 @@ class StepModule(nn.Module):
         return loss, found, sums[:-1]
 
 
-def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
+def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
     """Raises ValueError for what the step's loss could not be made of."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.row import Inputs, Row
+from xscale.data.packed_row import Inputs, PackedRow
 from xscale.objectives import OBJECTIVES, Gathering
 from xscale.step.module import Reported, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
@@ -74,12 +74,12 @@ class StepSums:
 class RowPass:
     """A row on the device, ready for forward passes, each with the same dropout."""
 
-    def __init__(self, module: StepModule, row: Row, device: torch.device, seed: tuple[str | int, ...]):
+    def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
         """seed: of all that is drawn for the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
         torch.manual_seed(rng.torch_seed("beside", *seed))
-        self.more = module.read_beside(self.inputs)
+        self.more = module.read_auxiliary(self.inputs)
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
         """What other rows of the step read of this one, by stream [n, D]; as the forward pass will make it."""
@@ -99,7 +99,7 @@ class RowPass:
 def optimizer_step(
     engine: Any,
     recipe: Recipe,
-    rows: list[Row],
+    rows: list[PackedRow],
     totals: dict[tuple[str, str], int],
     *,
     step: int,
@@ -136,15 +136,15 @@ def optimizer_step(
             engine.backward(loss)
         own_s = stop()
     applied = take_step(engine)
-    for companion in engine.module.companions.values():
-        companion.update(applied=applied)
+    for auxiliary_state in engine.module.auxiliary_states.values():
+        auxiliary_state.update(applied=applied)
     assert values_K is not None
     return StepSums(engine.module.reported, values_K, own_s), norms
 
 
 @torch.no_grad()
 def measure_rows(
-    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
+    engine: Any, recipe: Recipe, rows: list[PackedRow], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> StepSums:
     """This rank's sums of rows that nothing is learnt from: no dropout, no smoothing. Nothing of the training changes.
     recipe: the rows' streams; all ranks have as many rows. note: called before each."""
@@ -201,9 +201,9 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
     All of them are kept without gradient; in a row's forward pass its own take their place (module.py). The sum of the
     rows' gradients is then that of the whole step at once (as in GradCache, Gao et al. 2021).
     """
-    for companion in module.companions.values():
-        if isinstance(companion, Gathering):
-            companion.gather()
+    for auxiliary_state in module.auxiliary_states.values():
+        if isinstance(auxiliary_state, Gathering):
+            auxiliary_state.gather()
     if not any(objective.vectors for objective, _ in module.streams.values()):
         return
     found = [row_pass.vectors(module) for row_pass in passes]
@@ -269,7 +269,7 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
     """The arrays as tensors on the device, but for Tokens.lengths, which the host reads."""
-    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.beside.values()))}
+    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.auxiliary.values()))}
     leaves, spec = tree_flatten(inputs)
     moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
     moved = copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device)
@@ -286,8 +286,8 @@ def by_one_buffer(arrays: list[np.ndarray], device: torch.device) -> Iterator[Te
     """Each begins at a multiple of 16 bytes."""
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for piece, array in zip(buffer.split(sizes), arrays, strict=True):
-        piece.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    for stream_batch, array in zip(buffer.split(sizes), arrays, strict=True):
+        stream_batch.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
     moved = buffer.to(device, non_blocking=True).split(sizes)
-    for piece, array in zip(moved, arrays, strict=True):
-        yield piece[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+    for stream_batch, array in zip(moved, arrays, strict=True):
+        yield stream_batch[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)

@@ -44,9 +44,9 @@ def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
     return None
 
 
-def check_companions(stage: int, companions: Iterable[str]) -> None:
+def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
     """Raises UserError at stage 3 for streams that read whole weights outside of the engine's own pass."""
-    for stream in companions if stage >= 3 else ():
+    for stream in auxiliary_states if stage >= 3 else ():
         raise UserError(
             f"streams.{stream} has a momentum encoder or compares samples of the whole step, which takes whole "
             f"weights; ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"

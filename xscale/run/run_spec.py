@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from xscale import config
+from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data import mixture as mixing
@@ -16,17 +17,17 @@ from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon
 from xscale.data.loader import Plans, StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
-from xscale.data.piece import Context
-from xscale.data.row import Shape
+from xscale.data.packed_row import Shape
 from xscale.data.shards import Source, find_sources, take_first
+from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import side_by_side
+from xscale.files import parallel_map
 from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run.checks import (
     check_needs,
     check_tokenizer,
@@ -36,7 +37,6 @@ from xscale.run.checks import (
     own_tokenizer,
     stream_lexicons,
 )
-from xscale.run.weights import load_initial
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -49,7 +49,7 @@ DROPPED = 0.03
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """Everything that is known before any weight exists."""
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class Job:
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
-    def calibrated(self, found: Calibration | None = None, control: Control | None = None) -> "Job":
+    def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
         """With `found`, or what is measured here, by all ranks of `control`. Streams that say `tokens` get their
         samples. Raises UserError."""
         if found is None:
@@ -84,7 +84,7 @@ class Job:
                 seed=train.seed,
                 alpha=data.alpha,
                 max_length=data.max_length,
-                share=control.share if control else loading.alone,
+                share=host_group.share if host_group else loading.alone,
             )
         specs = []
         for spec in self.specs:
@@ -257,16 +257,16 @@ class Job:
         steps: int,
         specs: list[StreamSpec] | None = None,
         fitted: tuple[int, Shape] | None = None,
-        control: Control | None = None,
+        host_group: HostGroup | None = None,
     ) -> Plans:
         """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
         control, by which all ranks call it together, once on each node."""
         for source in self.sources:
             source.close()  # what was looked into so far
-            source.swept = process.local_world / process.world >= SWEPT
+            source.readahead = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
-        node = loading.find_node(control) if control and self.recipe.data.workers != 0 else None
+        node = loading.find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
@@ -287,12 +287,12 @@ class Job:
         return loading.batches_of(plans, dataset, workers, process.rank)
 
 
-def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Control | None = None) -> Job:
+def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group: HostGroup | None = None) -> RunSpec:
     """Resolve and validate recipe, data, tokenizer and dictionaries; ranks share out the look at every file. Raises
     UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
-    check_sizes(sources, control)
+    check_sizes(sources, host_group)
     streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
     specs = loading.stream_specs(streams, sources)
     recipe = with_steps(recipe, specs, sources)
@@ -301,14 +301,14 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(languages)
-    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], control)
+    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
-    return Job(
+    return RunSpec(
         recipe,
         sources,
         tokenizer,
@@ -335,18 +335,18 @@ def check_language_names(languages: list[str]) -> None:
             )
 
 
-def check_sizes(sources: list[Source], control: Control | None) -> None:
+def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
     """Of every file of the sources, once, whatever the ranks. Raises UserError."""
-    size = control.size if control else 1
+    size = host_group.size if host_group else 1
     owners = [
         source for source in sources for _ in source.shards
     ]  # no pairs: 10^5 of them would be searched for garbage
     shards = [shard for source in sources for shard in source.shards]
 
     def check(number: int) -> None:
-        side_by_side(Source.check_size, owners[number::size], shards[number::size])
+        parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    (control.share if control else loading.alone)([partial(check, number) for number in range(size)])
+    (host_group.share if host_group else loading.alone)([partial(check, number) for number in range(size)])
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
