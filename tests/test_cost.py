@@ -1,6 +1,5 @@
 """Estimates against what torch really keeps."""
 
-import re
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -123,26 +122,25 @@ def test_what_stays_is_that_of_the_zero_paper(zero: dict, precision: str, kept: 
     """Bytes a parameter on each of 8 ranks (Rajbhandari et al. 2020, figure 1)."""
     module = StepModule(make(vocab_size=150_000), recipe_of())
     bucket = {"reduce_bucket_size": 10**6, "overlap_comm": True}
-    lines = cost.estimate(
-        module, recipe_of(), {"zero_optimization": zero | bucket}, precision, 8, "cuda", 512
-    ).splitlines()
-    n = sum(p.numel() for p in module.parameters()) / 1e6
-    found = {name: int(value) for name, value in re.findall(r"(\w+) ([\d,]+) MB", lines[1].replace(",", ""))}
-    expected = {name: round(factor * n) for name, factor in kept.items()}
-    buckets = {"buckets": 2 * (4 if precision == "fp32" else 2)} if zero["stage"] in (1, 2) else {}
-    assert found == expected | buckets
+    ds_config = {"zero_optimization": zero | bucket}
+    found = dict(cost.memory(module, recipe_of(), ds_config, precision, 8, "cuda", 512)[cost.KEPT])
+    buckets = found.pop("gradient buckets", 0)
+    assert buckets == (2e6 * (4 if precision == "fp32" else 2) if zero["stage"] in (1, 2) else 0)
+    n = cost.parameter_count(module)
+    assert found == pytest.approx({name: factor * n for name, factor in kept.items()})
 
 
-def test_a_row_is_among_the_phases() -> None:
-    """Gradients of a row wait for the one reduction of its step; at stages 0 and 1 they are what is kept anyway."""
-    module, recipe = StepModule(make(), recipe_of("train.measure_every=0")), recipe_of("train.measure_every=0")
+def test_the_peak_is_what_stays_and_the_greatest_phase() -> None:
+    """At stages 0 and 1 the gradients of a row are those that stay; at 2 and 3 they wait for the one reduction."""
+    module, recipe = StepModule(make(), recipe_of()), recipe_of("train.measure_every=0")
     for stage, wait in ((0, False), (1, False), (2, True), (3, True)):
-        lines = cost.estimate(module, recipe, {"zero_optimization": {"stage": stage}}, "bf16", 8, "cuda", 4096)
-        _, _, row, update = lines.splitlines()
-        assert row.startswith("  a row of 4,096 tokens: activations ") and update.startswith("  or update: ")
-        assert ("gradients before they are reduced" in row) == wait
-    lines = cost.estimate(module, recipe_of(), {"zero_optimization": {"stage": 2}}, "bf16", 8, "cuda", 4096)
-    assert "or gradient norms" in lines
+        ds_config = {"zero_optimization": {"stage": stage}}
+        found = cost.memory(module, recipe, ds_config, "bf16", 8, "cuda", 4096)
+        kept, row, update = found.values()
+        assert list(found)[1:] == ["a row of 4,096 tokens", "or update"]
+        assert row.get("gradients before they are reduced", 0) == 2 * cost.parameter_count(module) * wait
+        assert cost.peak(found) == sum(kept.values()) + max(sum(row.values()), sum(update.values()))
+    assert "or gradient norms" in cost.memory(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
 
 
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])

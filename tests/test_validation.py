@@ -23,11 +23,11 @@ from xscale import config, export
 from xscale.config import EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
+from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.report.read import read_runs
-from xscale.run.describe import dry_run
 from xscale.run.evals import Heldout, better, number_of
 from xscale.run.hook import environment
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
