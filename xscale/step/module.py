@@ -53,6 +53,7 @@ class StepModule(nn.Module):
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """Not modules: DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
+        self.objective_names = {name: stream.objective for name, stream in recipe.streams.items()}
         self.reported: list[Reported] = []
         """What `forward` reports, in its order; the same for every row."""
         self.notes: list[str] = []
@@ -66,7 +67,7 @@ class StepModule(nn.Module):
                 self.heads[name] = heads
                 note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
-            with self.blaming(name, "companion"):
+            with self.blaming(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
             if auxiliary_state is not None:
                 if isinstance(auxiliary_state, Scheduled):
@@ -80,8 +81,7 @@ class StepModule(nn.Module):
 
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Around a call of a function of the stream's objective."""
-        objective = next((name for name, of in OBJECTIVES.items() if of is self.streams[stream][0]), "?")
-        return blaming(f"streams.{stream}, objective {objective}: {function}")
+        return blaming(f"streams.{stream}, objective {self.objective_names[stream]}: {function}")
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
