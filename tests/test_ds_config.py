@@ -207,17 +207,9 @@ def test_how_a_step_is_cut_is_not_the_ds_config_s(key: str, value: int) -> None:
         resolve({key: value})
 
 
-def test_a_batch_size_whose_samples_are_not_known() -> None:
-    """One stream says tokens: 64 samples are not the whole step."""
-    made = recipe("xlm", "streams.tlm.samples=64", "streams.mlm.samples=null", "streams.mlm.tokens=4000")
-    with pytest.raises(UserError, match=r"train_batch_size = 64: .*write .auto. here"):
-        resolve({"train_batch_size": 64}, made)
-
-
 def test_the_same_value_is_no_contradiction() -> None:
     made = recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100")
     config = {
-        "train_batch_size": 64,  # the samples of a step, as the user counts them
         "gradient_clipping": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.98]}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 1e-3}},
@@ -309,7 +301,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_stesp": 3}}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
@@ -326,13 +317,12 @@ def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
         ({"fp61": {}}, "fp61 .*did you mean fp16"),
         ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint: .*checkpoint.background"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
         ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "did you mean weight_decay"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "weight_deacy .*weight_decay"),
         ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
-        ({"scheduler": WARMUP}, "scheduler.params.warmup_stesp .*WarmupLR; did you mean warmup_num_steps"),
     ],
 )
 def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) -> None:
@@ -362,44 +352,22 @@ def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"bfloat16": {"enabled": True}}, "bfloat16: .*write bf16"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
         ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is not true, false or"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast: .*leave it out"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint: .*leave it out"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: .*leave it out"),
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is nothing that a run of xscale reads"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
         ({"gradient_clipping": True}, "gradient_clipping: True is not a number"),
-        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: 0 must be positive"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
-        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is no parameter"),
-        ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "optimizer.params.maximize: .*loss larger"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            "offload_optimizer.device = nvme",
-        ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device = nvme"),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights .* at stage 2"),
-        ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, "zero_quantized_gradients .* stage 1"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
         ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
         ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
         ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
-        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is no parameter; did you mean params"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "betas: '0.9' is not a list of 2 numbers"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "betas: .0.9. is not a list of 2 numbers"),
-        ({"optimizer": {"type": "Adam", "params": {"torch_adam": "true"}}}, "torch_adam: 'true' is not true or false"),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; did you mean params"),
         ({"optimizer": {"type": "Optimizer"}}, "optimizer.type: Optimizer is none of"),
         ({"scheduler": {"type": "math"}}, "scheduler.type: math is none of"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' is neither log nor"),
-        (
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "x"}}},
-            "cos_min_ratio: 'x' is not a num",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
-            "last_batch_iteration is no param",
-        ),
     ],
 )
 def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: str) -> None:
@@ -418,9 +386,11 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: s
         ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater: True"),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: 'fp8'"),
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params: .*1.5"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params: .*cycle_min_lr"),
-        ({"scheduler": {"type": "StepLR"}}, "scheduler.params: .*step_size"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params .*1.5"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "optimizer.params .*'betas': '0.9'"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params .*cycle_min_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.params .*step_size"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler.params .*'warmup_stesp'"),
         ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
     ],
 )
