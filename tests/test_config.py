@@ -209,7 +209,7 @@ def test_unknown_keys(recipe, text: str, named: str) -> None:
         ("streams: {mlm: {samples: 8}}", "streams.mlm.objective"),
         ("streams: {mlm: {objective: mlm}}", "streams.mlm: needs either samples or tokens"),
         ("streams: {mlm: {objective: mlm, samples: 8, tokens: 900}}", "streams.mlm: needs either samples or tokens"),
-        ("streams: {mlm: {objective: mlm, tokens: 0}}", "streams.mlm.tokens: 0 must be positive"),
+        ("streams: {mlm: {objective: mlm, tokens: 0}}", "streams.mlm.tokens: 0: "),
         (STREAM + "train: {micro_batch: 32}", "train.micro_batch: rows took its place; write train.max_tokens"),
         (STREAM + "train: 5", "train"),
         (STREAM + "train: 0", "train"),
@@ -407,7 +407,7 @@ def test_a_step_without_targets_is_an_error() -> None:
     ("text", "named"),
     [
         ("train: {steps: " + "9" * 5000 + "}", "is not YAML: Exceeds the limit"),
-        ("train: {steps: " + "9" * 400 + "}", "train.steps: 9+ must be at most 1099511627776"),
+        ("train: {steps: " + "9" * 400 + "}", "train.steps: 9+: .* 1099511627776"),
         ("a: " + "{a: " * 3000, "is not YAML: .*recursion"),
         ("1: {a: 1}\n'1': {b: 1}", "is not YAML: 1 stands twice"),
     ],
