@@ -1,4 +1,4 @@
-"""Objectives and model types of other packages: `--plugin MODULE`."""
+"""Plug-ins: objectives and model types of other packages, loaded by `--plugin MODULE`."""
 
 import importlib
 from dataclasses import fields
@@ -11,11 +11,11 @@ from xscale.models.flat import FLAT
 from xscale.objectives import OBJECTIVES, Objective
 
 TABLES: dict[str, dict[str, Any]] = {"OBJECTIVES": OBJECTIVES, "HEADS": HEADS, "FLAT": FLAT}
-"""What a module may bring: tables that are added to objectives/, models/encoder.py and models/flat.py."""
+"""The tables that a plug-in may have. Their entries are added to those of xscale."""
 
 
 def load_plugins(names: list[str]) -> None:
-    """Import modules and add their tables. Raises UserError."""
+    """Import modules and add the entries of their tables. Raises UserError."""
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UserError(f"--plugin {name}: give a module's name, such as mypackage.ranking, not a path")
