@@ -114,25 +114,11 @@ def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.Capt
     told = capsys.readouterr().out
     assert code == 0 and "error:" not in told and told.endswith("a run could start\n"), told
     titles = [line.split()[0] for line in told.splitlines() if line[0] not in " ["]  # without DeepSpeed's own lines
-    assert titles == [
-        "network",
-        "machine",
-        "versions",
-        "launcher",
-        "limits",
-        "out",
-        "slurm",
-        "data",
-        "ds_configs",
-        "memory",
-        "room",
-    ]
+    assert titles == ["network", "machine", "launcher", "out", "slurm", "data", "ds_configs", "room"]
     assert len(told.splitlines()) < 50 and not (tmp_path / "runs").exists() and not list(tmp_path.glob(".doctor*"))
     assert "rank 0 of 1, 0 of 1 on this host" in told and "MB/s to disk" in told and "en-xx (pair): 600 records" in told
     runs = next(line for line in told.splitlines() if "run here:" in line)
     assert "zero2_cpu" in runs and "zero3" not in runs and "zero3_fp16_nodes: streams.ppa has a momentum" in told
-    stage_2 = next(line for line in told.splitlines() if "ZeRO 2" in line).split()[2:]
-    assert sorted(map(float, stage_2), reverse=True) == [float(size) for size in stage_2] and len(stage_2) == 4
 
 
 @pytest.mark.parametrize(

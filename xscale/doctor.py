@@ -49,7 +49,6 @@ SECONDS = 20.0
 DEMO = Path("data/demo")
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
-WORLDS = (1, 8, 64, 512)
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
 """Fewer open files, or a smaller /dev/shm on a host with GPUs, gives a warning."""
 LEAD_SECONDS = 30
@@ -71,47 +70,35 @@ def within_seconds(check: Callable[[], Any]) -> Any:
 # The machine
 
 
-def devices(hardware: Hardware) -> Lines:
+def machine(hardware: Hardware) -> Lines:
+    packages = [f"python {platform.python_version()}"]
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages.append(f"{name} {version(name)}")
+    yield ", ".join(packages)
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        yield "error: xscale runs on Python 3.11 and 3.12; make its environment with one of these"
     memory = psutil.virtual_memory()
     yield (
         f"host {platform.node()}: {len(os.sched_getaffinity(0))} cores for this process, {memory.total / 1e9:,.0f} GB "
         f"of memory, {memory.available / 1e9:,.0f} free; OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'unset')}"
     )
-    if hardware.device == "cuda":
-        for number in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(number)
-            yield f"GPU {number}: {of.name}, {of.total_memory / 1e9:,.0f} GB, compute capability {of.major}.{of.minor}"
-    else:
-        yield f"no GPU: {hardware.device}"
-        if shutil.which("nvidia-smi"):
-            yield (
-                f"error: this host has a driver (nvidia-smi), but torch finds no GPU. torch's CUDA version is "
-                f"{torch.version.cuda}, CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}; "
-                f"install torch with CUDA, or ask for GPUs (--gpus-per-node)"
-            )
-    native = [name for name in ("fp16", "bf16") if getattr(hardware, name)]
-    yield f"native precisions: {', '.join([*native, 'fp32'])}"
-
-
-def versions() -> Lines:
-    found = [f"python {platform.python_version()}"]
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    if torch.cuda.is_available():
-        found.append(f"CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
-    yield ", ".join(found)
-    if not (3, 11) <= sys.version_info[:2] < (3, 13):
-        yield "error: xscale runs on Python 3.11 and 3.12; make its environment with one of these"
-
-
-def limits() -> Lines:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shm = shutil.disk_usage("/dev/shm").total
-    yield f"open files {soft:,}, which a run raises to {hard:,}; /dev/shm {shm / 1e9:,.2f} GB"
-    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
-        yield f"warning: with {hard:,} open files shards are opened again and again; raise it: ulimit -Hn {OPEN_FILES}"
-    if torch.cuda.is_available() and shm < SHM_BYTES:
+    native = ", ".join([*(name for name in ("fp16", "bf16") if getattr(hardware, name)), "fp32"])
+    yield f"device: {hardware.device}; native precisions: {native}"
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}: {gpu.name}, {gpu.total_memory / 1e9:,.0f} GB"
+    if hardware.device != "cuda" and shutil.which("nvidia-smi"):
+        yield (
+            f"error: this host has a driver (nvidia-smi), but torch finds no GPU. torch's CUDA version is "
+            f"{torch.version.cuda}, CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}; install "
+            f"torch with CUDA, or ask for GPUs (--gpus-per-node)"
+        )
+    files_open, shm = resource.getrlimit(resource.RLIMIT_NOFILE)[1], shutil.disk_usage("/dev/shm").total
+    yield f"at most {files_open:,} open files; /dev/shm has {shm / 1e9:,.2f} GB"
+    if files_open != resource.RLIM_INFINITY and files_open < OPEN_FILES:
+        yield f"warning: with {files_open:,} open files shards are opened again and again: ulimit -Hn {OPEN_FILES}"
+    if hardware.device == "cuda" and shm < SHM_BYTES:
         yield "warning: NCCL needs /dev/shm between ranks of a host; give the container more: --shm-size=8g"
 
 
@@ -289,21 +276,6 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
         yield "error: no shipped ds_config runs with this recipe here; the lines above say why"
 
 
-def memory(run_spec: RunSpec, module: StepModule, hardware: Hardware) -> Lines:
-    precision = next((p for p in ("bf16", "fp16") if hardware.device != "cpu" and getattr(hardware, p)), "fp32")
-    row = run_spec.max_tokens(hardware.device)
-    yield (
-        f"GB of a rank, {cost.parameter_count(module):,} parameters in {precision}, rows of {row:,} tokens; of "
-        f"{', '.join(map(str, WORLDS))} ranks:"
-    )
-    for stage in range(4) if precision == "fp32" else range(1, 4):
-        config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 2e8, "overlap_comm": True}}
-        phases = [
-            cost.memory(module, run_spec.recipe, config, precision, world, hardware.device, row) for world in WORLDS
-        ]
-        yield f"  ZeRO {stage}: " + "".join(f"{cost.peak(of_world) / 1e9:8.2f}" for of_world in phases)
-
-
 def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
     """Whether the disk of --out has room for the checkpoints."""
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
@@ -335,17 +307,15 @@ def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, C
     if not process.is_main:
         return
     hardware = Hardware.here()
-    yield "machine", partial(devices, hardware)
-    yield "versions", versions
+    yield "machine", partial(machine, hardware)
     yield "launcher", partial(launcher, process)
-    yield "limits", limits
     yield "out", partial(file_system, args.out)
     yield "slurm", slurm
     found: list[tuple[RunSpec, StepModule]] = []
 
     def data() -> Lines:
         if args.data is None:
-            yield "none: give --data to look at shards, memory and ds_configs"
+            yield "none: give --data to check shards, ds_configs and the room for checkpoints"
             return
         load_plugins(args.plugin)
         run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
@@ -356,7 +326,6 @@ def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, C
     yield "data", data
     for run_spec, module in found:
         yield "ds_configs", partial(ds_configs, run_spec, module, process.world, hardware)
-        yield "memory", partial(memory, run_spec, module, hardware)
         yield "room", partial(room, run_spec, module, args.out)
 
 
