@@ -72,7 +72,7 @@ def test_activations(device: str, dtype: torch.dtype) -> None:
     encoder = make().to(dtype)
     kept = saved_bytes(encoder, 8, 64)
     probabilities = 4 * 2 * 512 * 2 * 64 * dtype.itemsize  # layers, twice, tokens, heads, length
-    estimate = cost.activations(encoder, recipe_of(), dtype.itemsize, device, 512)
+    estimate = cost.activation_bytes(encoder, recipe_of(), dtype.itemsize, device, 512)
     assert estimate == pytest.approx(kept - (probabilities if device == "cuda" else 0), rel=0.25)
 
 
@@ -81,7 +81,7 @@ def test_activations_of_gated_layers(dropout: float) -> None:
     config = preset_config("modern-small", 500, 0, 64, dropout)
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
     encoder = Encoder(AutoModelForMaskedLM.from_config(config).train())
-    estimate = cost.activations(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", 512)
+    estimate = cost.activation_bytes(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", 512)
     assert estimate == pytest.approx(saved_bytes(encoder, 8, 64), rel=0.1 if dropout else 0.3)
 
 
@@ -92,7 +92,7 @@ def test_activations_of_checkpointed_layers() -> None:
     encoder = make(layers=8)
     encoder.checkpoint_activations()
     inputs = saved_bytes(encoder, 8, 64)
-    assert cost.activations(encoder, recipe, 4, "cpu", 512) == pytest.approx(inputs + two - one, rel=0.25)
+    assert cost.activation_bytes(encoder, recipe, 4, "cpu", 512) == pytest.approx(inputs + two - one, rel=0.25)
 
 
 def test_vocabulary_head() -> None:
@@ -104,7 +104,7 @@ def test_vocabulary_head() -> None:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     encoder.lm.config.vocab_size = 20_000
-    assert cost.vocabulary_head(encoder, 4, "cpu") == pytest.approx(peak, rel=0.2)
+    assert cost.vocabulary_head_bytes(encoder, 4, "cpu") == pytest.approx(peak, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_stays_is_that_of_the_zero_paper(zero: dict, precision: str, kept: 
     module = StepModule(make(vocab_size=150_000), recipe_of())
     bucket = {"reduce_bucket_size": 10**6, "overlap_comm": True}
     ds_config = {"zero_optimization": zero | bucket}
-    found = dict(cost.memory(module, recipe_of(), ds_config, precision, 8, "cuda", 512)[cost.KEPT])
+    found = dict(cost.memory_by_phase(module, recipe_of(), ds_config, precision, 8, "cuda", 512)[cost.KEPT])
     buckets = found.pop("gradient buckets", 0)
     assert buckets == (2e6 * (4 if precision == "fp32" else 2) if zero["stage"] in (1, 2) else 0)
     n = cost.parameter_count(module)
@@ -135,12 +135,12 @@ def test_the_peak_is_what_stays_and_the_greatest_phase() -> None:
     module, recipe = StepModule(make(), recipe_of()), recipe_of("train.measure_every=0")
     for stage, wait in ((0, False), (1, False), (2, True), (3, True)):
         ds_config = {"zero_optimization": {"stage": stage}}
-        found = cost.memory(module, recipe, ds_config, "bf16", 8, "cuda", 4096)
+        found = cost.memory_by_phase(module, recipe, ds_config, "bf16", 8, "cuda", 4096)
         kept, row, update = found.values()
         assert list(found)[1:] == ["a row of 4,096 tokens", "or update"]
         assert row.get("gradients before they are reduced", 0) == 2 * cost.parameter_count(module) * wait
-        assert cost.peak(found) == sum(kept.values()) + max(sum(row.values()), sum(update.values()))
-    assert "or gradient norms" in cost.memory(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
+        assert cost.peak_bytes(found) == sum(kept.values()) + max(sum(row.values()), sum(update.values()))
+    assert "or gradient norms" in cost.memory_by_phase(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
 
 
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])
@@ -155,8 +155,8 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     recipe_here = recipe_of("data.max_length=128")
-    expected = cost.activations(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
-    expected += cost.vocabulary_head(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
+    expected = cost.activation_bytes(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
+    expected += cost.vocabulary_head_bytes(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
     assert 0.85 * peak < expected < 1.3 * peak
 
 

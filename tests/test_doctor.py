@@ -145,7 +145,7 @@ def test_what_keeps_a_run_from_starting(
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "probe", lambda place: time.sleep(5))
+    monkeypatch.setattr(doctor, "probe_file_system", lambda place: time.sleep(5))
     with pytest.raises(ValueError, match="no answer within"):
         list(doctor.file_system(tmp_path))
 
@@ -153,7 +153,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
 def test_a_file_system_without_atomic_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "replace", lambda old, new: None)
     with pytest.raises(OSError, match="a rename does not replace"):
-        doctor.probe(tmp_path)
+        doctor.probe_file_system(tmp_path)
 
 
 def test_one_process_where_several_were_meant(alone: None, capsys: pytest.CaptureFixture) -> None:

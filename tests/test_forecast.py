@@ -39,7 +39,7 @@ def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 8):
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
-    lines = [line for line in planning.draws(run_spec) if line.startswith("  ")]
+    lines = [line for line in planning.draw_lines(run_spec) if line.startswith("  ")]
     assert len(lines) == len(found) == sum(len(spec.sources) for spec in run_spec.specs)
     records = {source.name: source.records for source in run_spec.sources}
     for line in lines:
@@ -96,8 +96,8 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
 
 def test_what_a_ring_sends() -> None:
     """Of two ranks each sends half of the numbers and gets the other half, twice for an all-reduce."""
-    assert cost.sent("all_reduce", 8e6, 2) == 8e6 and cost.sent("all_gather", 8e6, 2) == 4e6
-    assert cost.sent("reduce_scatter", 8e6, 4) == 6e6 and cost.sent("all_reduce", 8e6, 1) == 0
+    assert cost.bytes_sent("all_reduce", 8e6, 2) == 8e6 and cost.bytes_sent("all_gather", 8e6, 2) == 4e6
+    assert cost.bytes_sent("reduce_scatter", 8e6, 4) == 6e6 and cost.bytes_sent("all_reduce", 8e6, 1) == 0
 
 
 def test_a_pair_has_one_name_and_ppa_its_keys(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -76,7 +76,7 @@ def rows_of(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[
     return found
 
 
-def take_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedRow]]) -> FirstStep:
+def compute_step(module: StepModule, run_spec: RunSpec, ranks: list[list[PackedRow]]) -> FirstStep:
     """Compute the step with all ranks' rows in this process, and update the auxiliary states."""
     module.zero_grad()
     rows = [row for rows in ranks for row in rows]
@@ -104,11 +104,11 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
 def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """Several rows, 2 ranks and 4 ranks give what one row gives."""
     in_one = copy.deepcopy(module)
-    whole = take_step(in_one, run_spec, rows_of(run_spec))
+    whole = compute_step(in_one, run_spec, rows_of(run_spec))
     norm = whole.gradient.norm()
     for world, max_tokens in ((1, 0), (2, WHOLE), (4, 0)):
         cut, where = copy.deepcopy(module), f"on {world} rank(s)" + ", in short rows" * (not max_tokens)
-        found = take_step(cut, run_spec, rows_of(run_spec, world, max_tokens))
+        found = compute_step(cut, run_spec, rows_of(run_spec, world, max_tokens))
         if not all(map(torch.allclose, auxiliary_leaves(cut), auxiliary_leaves(in_one))):
             yield f"{where} the auxiliary state differs from that of one row"
         if abs(found.loss - whole.loss) > TOLERANCE * abs(whole.loss):
@@ -123,14 +123,14 @@ def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """The gradient in a random direction is the difference of two losses."""
     ranks, step = rows_of(run_spec), 1e-6
-    found = take_step(copy.deepcopy(module), run_spec, ranks).gradient
+    found = compute_step(copy.deepcopy(module), run_spec, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     losses = []
     for sign in (1, -1):
         moved = copy.deepcopy(module)
         weights = torch.nn.utils.parameters_to_vector(moved.parameters()).detach()
         torch.nn.utils.vector_to_parameters(weights + sign * step * direction, moved.parameters())
-        losses.append(take_step(moved, run_spec, ranks).loss)
+        losses.append(compute_step(moved, run_spec, ranks).loss)
     slope, expected = (losses[0] - losses[1]) / (2 * step), (found @ direction).item()
     if abs(slope - expected) > 1e-4 * found.norm().item():
         yield f"the loss changes by {slope:.6g} in a direction in which its gradient says {expected:.6g}"
@@ -177,13 +177,13 @@ def check_resume(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """A fresh module with the weights and the saved auxiliary states goes on as the old one does, after two steps."""
     module, ranks, file = copy.deepcopy(module), rows_of(run_spec), io.BytesIO()
     for _ in range(2):
-        take_step(module, run_spec, ranks)
+        compute_step(module, run_spec, ranks)
     torch.save({name: auxiliary_state.state_dict() for name, auxiliary_state in module.auxiliary_states.items()}, file)
     file.seek(0)
     fresh = run_spec.module().double()
     fresh.load_state_dict(module.state_dict())
     for name, state in torch.load(file, weights_only=True).items():
         fresh.auxiliary_states[name].load_state_dict(state)
-    before, after = take_step(module, run_spec, ranks), take_step(fresh, run_spec, ranks)
+    before, after = compute_step(module, run_spec, ranks), compute_step(fresh, run_spec, ranks)
     if before.loss != after.loss or not torch.equal(before.gradient, after.gradient):
         yield f"after a resume the loss is {after.loss!r}, before it {before.loss!r}"

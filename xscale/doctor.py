@@ -109,7 +109,7 @@ def file_system(out: Path) -> Lines:
         yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
         return
     try:
-        speed, free, locks = within_seconds(lambda: probe(place))
+        speed, free, locks = within_seconds(lambda: probe_file_system(place))
     except OSError as error:
         yield f"error: --out {out}: {place} cannot be written ({error.strerror}); choose another place"
         return
@@ -120,7 +120,7 @@ def file_system(out: Path) -> Lines:
         yield f"warning: {place} has no locks: nothing keeps a second run out of the same --out"
 
 
-def probe(place: Path) -> tuple[float, int, bool]:
+def probe_file_system(place: Path) -> tuple[float, int, bool]:
     """The bytes a second that get to disk, the bytes that are free, and whether files can be locked. Raises OSError
     where files cannot be written, or a rename does not replace what was there."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as made:
@@ -178,7 +178,7 @@ def network(process: Process) -> Lines:
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
     }.items():
         seconds = within_seconds(lambda collective=collective: seconds_of(collective, 3))  # type: ignore[misc]
-        rate = cost.sent(name, whole.nbytes, process.world) / seconds
+        rate = cost.bytes_sent(name, whole.nbytes, process.world) / seconds
         yield f"{name} of {PROBE_BYTES >> 20} MB: {1e3 * seconds:,.1f} ms, {rate / 1e9:,.2f} GB/s out of each rank"
 
 

@@ -57,7 +57,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     validate_best(run_spec, module)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
-    print(*data_lines(run_spec), *unknown_tokens(run_spec), *draws(run_spec), sep="\n")
+    print(*data_lines(run_spec), *unknown_tokens(run_spec), *draw_lines(run_spec), sep="\n")
     for line in [*run_spec.dropped().values(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
@@ -97,7 +97,7 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
     return unknown_lines(shares, run_spec.tokenizer.hf.name_or_path)
 
 
-def draws(run_spec: RunSpec) -> Iterator[str]:
+def draw_lines(run_spec: RunSpec) -> Iterator[str]:
     """What each stream draws from each source, estimated from its first steps."""
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
@@ -130,13 +130,15 @@ def cost_lines(
     if total < world:
         yield f"warning: a step has {total:,} samples: {world - total:,} ranks have nothing to do"
     yield f"parameters: {cost.parameter_count(module):,} (vocabulary {run_spec.tokenizer.vocab_size:,})"
-    phases = cost.memory(module, run_spec.recipe, config.resolved, config.precision, world, device, shape.tokens)
-    yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {cost.peak(phases) / 1e9:.2f} GB"
+    phases = cost.memory_by_phase(
+        module, run_spec.recipe, config.resolved, config.precision, world, device, shape.tokens
+    )
+    yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {cost.peak_bytes(phases) / 1e9:.2f} GB"
     for title, parts in phases.items():
         yield f"  {title}: " + ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts.items())
     yield from work_lines(run_spec, module, world)
     found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
-    sizes = {name: cost.sent(operation, size, world) for name, (operation, size) in found.items()}
+    sizes = {name: cost.bytes_sent(operation, size, world) for name, (operation, size) in found.items()}
     shown = ", ".join(f"{name} {size / 1e6:,.1f} by {found[name][0]}" for name, size in sizes.items())
     yield f"communication: each rank sends about {sum(sizes.values()) / 1e6:,.1f} MB a step: {shown}"
 

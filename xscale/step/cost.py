@@ -20,7 +20,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L
 KEPT = "kept"
 
 
-def memory(
+def memory_by_phase(
     module: StepModule,
     recipe: Recipe,
     ds_config: dict[str, Any],
@@ -52,8 +52,8 @@ def memory(
     if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
         kept["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     backward = {
-        "activations": activations(module.encoder, recipe, width, device, row_tokens),
-        "vocabulary head": vocabulary_head(module.encoder, width, device),
+        "activations": activation_bytes(module.encoder, recipe, width, device, row_tokens),
+        "vocabulary head": vocabulary_head_bytes(module.encoder, width, device),
     }
     if stage >= 2:  # until the one reduction of a step, each rank holds all of its gradients
         backward["gradients before they are reduced"] = width * n
@@ -64,8 +64,8 @@ def memory(
     return phases
 
 
-def peak(phases: dict[str, dict[str, float]]) -> float:
-    """The greatest number of bytes at one time, of what `memory` returns."""
+def peak_bytes(phases: dict[str, dict[str, float]]) -> float:
+    """The greatest number of bytes at one time, of what `memory_by_phase` returns."""
     sums = {title: sum(parts.values()) for title, parts in phases.items()}
     return sums.pop(KEPT) + max(sums.values())
 
@@ -122,13 +122,13 @@ def communication(
     return found
 
 
-def sent(collective: str, size: float, world: int) -> float:
+def bytes_sent(collective: str, size: float, world: int) -> float:
     """The bytes that a rank sends in a ring (Patarasuk and Yuan 2009). An all-reduce is a reduce-scatter and an
     all-gather."""
     return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
-def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
+def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
     """The bytes that a row's forward pass keeps for its backward pass, if all sequences have data.max_length tokens.
 
     A layer keeps 9 H + 2 F numbers of each token, where F is the width of the feed-forward (4 F if it has a gate), and
@@ -148,7 +148,7 @@ def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, token
     return tokens * c.num_hidden_layers * layer
 
 
-def vocabulary_head(encoder: Encoder, width: int, device: str) -> float:
+def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
     """The bytes of one chunk of logits, and of the weight's gradient, in fp32 and in the weight's precision."""
     c = encoder.lm.config
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))

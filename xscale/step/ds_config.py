@@ -84,8 +84,8 @@ def read_ds_config(path: Path) -> dict[str, Any]:
         config = json.loads(
             path.read_text(encoding="utf-8"),
             object_pairs_hook=unique_keys,
-            parse_constant=finite,
-            parse_float=finite,
+            parse_constant=parse_finite,
+            parse_float=parse_finite,
         )
     except FileNotFoundError:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
@@ -102,7 +102,7 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def finite(text: str) -> float:
+def parse_finite(text: str) -> float:
     """Raises ValueError for NaN and infinity, which could not be compared between ranks."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is no finite number")
@@ -125,7 +125,7 @@ def resolve_ds_config(
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
     _fill_sizes(resolved, world, problems)
-    _own(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
+    _set_owned(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
     _fill_optimizer(resolved, recipe, hardware, problems)
     _fill_scheduler(resolved, recipe, problems)
     zero = resolved.get("zero_optimization", {})
@@ -156,7 +156,7 @@ def resolve_ds_config(
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
-def _own(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
+def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
     """Write the value of the recipe's `field` into a section; a different value there is a problem."""
     given = section.get(key, AUTO)
     if given not in (AUTO, value) or isinstance(given, bool):
@@ -178,8 +178,8 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
     kind = optimizer["type"].lower()
     params = optimizer.setdefault("params", {"torch_adam": True} if kind in ("adam", "adamw") else {})
-    _own(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
-    _own(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
+    _set_owned(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
+    _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
     takes = parameters(optimizer["type"]) or {}
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if params.get(key, AUTO) == AUTO and key in takes:
@@ -201,7 +201,7 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
     }
     for key, (value, field) in owned.items():
         if key in params or key in takes:
-            _own(problems, params, "scheduler.params.", key, value, field)
+            _set_owned(problems, params, "scheduler.params.", key, value, field)
 
 
 def _autos(tree: Any, where: str = "") -> list[str]:
