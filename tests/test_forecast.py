@@ -39,7 +39,7 @@ def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 8):
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
-    lines = [line for line in planning.draw_lines(run_spec) if line.startswith("  ")]
+    lines = [line for line in planning.sampling_lines(run_spec) if line.startswith("  ")]
     assert len(lines) == len(found) == sum(len(spec.sources) for spec in run_spec.specs)
     records = {source.name: source.records for source in run_spec.sources}
     for line in lines:

@@ -79,7 +79,7 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to a pair that is longer than max_length. Such pairs are counted. Monolingual text always continues
+    """The treatment of pairs that are longer than max_length. They are counted. Monolingual text always continues
     in another sequence."""
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no

@@ -61,7 +61,7 @@ class FirstStep(NamedTuple):
     metrics: dict[str, float]
 
 
-def rows_of(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
+def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
     """The rows of the first step, by rank."""
     train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
     run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
@@ -104,11 +104,11 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
 def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """Several rows, 2 ranks and 4 ranks give what one row gives."""
     in_one = copy.deepcopy(module)
-    whole = compute_step(in_one, run_spec, rows_of(run_spec))
+    whole = compute_step(in_one, run_spec, first_rows(run_spec))
     norm = whole.gradient.norm()
     for world, max_tokens in ((1, 0), (2, WHOLE), (4, 0)):
         cut, where = copy.deepcopy(module), f"on {world} rank(s)" + ", in short rows" * (not max_tokens)
-        found = compute_step(cut, run_spec, rows_of(run_spec, world, max_tokens))
+        found = compute_step(cut, run_spec, first_rows(run_spec, world, max_tokens))
         if not all(map(torch.allclose, auxiliary_leaves(cut), auxiliary_leaves(in_one))):
             yield f"{where} the auxiliary state differs from that of one row"
         if abs(found.loss - whole.loss) > TOLERANCE * abs(whole.loss):
@@ -122,7 +122,7 @@ def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """The gradient in a random direction is the difference of two losses."""
-    ranks, step = rows_of(run_spec), 1e-6
+    ranks, step = first_rows(run_spec), 1e-6
     found = compute_step(copy.deepcopy(module), run_spec, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
     losses = []
@@ -137,7 +137,7 @@ def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 
 def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """What collate makes of no sample has the same fields, and a finite loss and gradient beside a full row."""
+    """An empty stream batch has the same fields as a full one, and a finite loss and gradient beside it."""
     dataset = run_spec.dataset(run_spec.specs)
     plan = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()
     for name in run_spec.recipe.streams:
@@ -168,14 +168,14 @@ def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 def check_collate(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """The same records give the same arrays when they are read again."""
-    first, second = (tree_leaves(rows_of(run_spec)[0][0].inputs) for _ in range(2))
+    first, second = (tree_leaves(first_rows(run_spec)[0][0].inputs) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
         yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
 
 
 def check_resume(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
     """A fresh module with the weights and the saved auxiliary states goes on as the old one does, after two steps."""
-    module, ranks, file = copy.deepcopy(module), rows_of(run_spec), io.BytesIO()
+    module, ranks, file = copy.deepcopy(module), first_rows(run_spec), io.BytesIO()
     for _ in range(2):
         compute_step(module, run_spec, ranks)
     torch.save({name: auxiliary_state.state_dict() for name, auxiliary_state in module.auxiliary_states.items()}, file)

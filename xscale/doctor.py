@@ -203,8 +203,8 @@ def slurm() -> Lines:
         return
     try:
         config = dict(re.findall(r"^(\w+) *= *(.*?) *$", scontrol("config"), re.MULTILINE))
-        partitions = [words_of(line) for line in scontrol("partition", "-o").splitlines()]
-        own = words_of(scontrol("job", job, "-o")) if job else {}
+        partitions = [slurm_fields(line) for line in scontrol("partition", "-o").splitlines()]
+        own = slurm_fields(scontrol("job", job, "-o")) if job else {}
     except (OSError, subprocess.SubprocessError):
         yield "warning: scontrol does not answer; run the doctor on a host of the cluster"
         return
@@ -245,7 +245,7 @@ def scontrol(*words: str) -> str:
     return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True, timeout=5).stdout
 
 
-def words_of(line: str) -> dict[str, str]:
+def slurm_fields(line: str) -> dict[str, str]:
     """The words NAME=VALUE of a line of `scontrol show ... -o`."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
@@ -258,7 +258,7 @@ def first_number(text: str | None) -> int:
 
 
 def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """Which of the shipped ds_configs can train this recipe here."""
+    """The shipped ds_configs that can train this recipe here, and why the others cannot."""
     good: list[str] = []
     refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):

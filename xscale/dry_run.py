@@ -57,7 +57,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     validate_best(run_spec, module)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
-    print(*data_lines(run_spec), *unknown_tokens(run_spec), *draw_lines(run_spec), sep="\n")
+    print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
     for line in [*run_spec.dropped().values(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
@@ -97,8 +97,8 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
     return unknown_lines(shares, run_spec.tokenizer.hf.name_or_path)
 
 
-def draw_lines(run_spec: RunSpec) -> Iterator[str]:
-    """What each stream draws from each source, estimated from its first steps."""
+def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
+    """The samples, records and epochs that each stream draws from each source, estimated from its first steps."""
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
     for _ in range(steps):

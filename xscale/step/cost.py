@@ -1,4 +1,4 @@
-"""What a run costs: memory and communication by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
+"""The costs of a run: memory and communication by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
 from typing import Any
