@@ -274,7 +274,7 @@ ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
 def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
     """NaN differs from itself, and so would every rank's file from rank 0's."""
     (tmp_path / "x.json").write_text(f'{{"gradient_clipping": {number}}}')
-    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is no finite number"):
+    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is not a finite number"):
         read_ds_config(tmp_path / "x.json")
 
 
@@ -393,7 +393,7 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_takes_zero(precision: str) -> None:
     """At stage 0 DeepSpeed 0.19.8 forgets the loss scale in fp16, and stops in bf16."""
-    with pytest.raises(UserError, match=f"{precision} at ZeRO stage 0.*stage to 1 or 2"):
+    with pytest.raises(UserError, match=f"{precision} .*stage 0.*stage to 1 or 2"):
         resolve({precision: {"enabled": True}})
     resolve({precision: {"enabled": True}, "zero_optimization": {"stage": 1}})
     resolve({precision: {"enabled": "auto"}}, hardware=OLD_CPU)

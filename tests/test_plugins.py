@@ -144,7 +144,7 @@ def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="none of the tables OBJECTIVES"):
         load_plugins(["without_tables"])
     (tmp_path / "takes_a_name.py").write_text("from xscale.objectives import tlm\nOBJECTIVES = {'mlm': tlm.OBJECTIVE}")
-    with pytest.raises(UserError, match="OBJECTIVES has mlm, a name that is taken"):
+    with pytest.raises(UserError, match="OBJECTIVES has mlm"):
         load_plugins(["takes_a_name"])
 
 
@@ -155,8 +155,8 @@ def test_a_plugin_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.Monkey
         ("raise RuntimeError('no licence')", "cannot be imported: RuntimeError: no licence"),
         ("import sys; sys.exit(3)", "cannot be imported: SystemExit"),
         ("import not_there_at_all", "No module named 'not_there_at_all'"),
-        ("OBJECTIVES = []", "OBJECTIVES is no dict"),
-        ("OBJECTIVES = {'odd': 5}", "OBJECTIVES\\['odd'\\] is no Objective"),
+        ("OBJECTIVES = []", "OBJECTIVES is not a dict"),
+        ("OBJECTIVES = {'odd': 5}", "OBJECTIVES\\['odd'\\] is not an Objective"),
         ("from dataclasses import dataclass, replace\nfrom xscale.objectives import tlm\n@dataclass\nclass O:\n"
          "    weight: float = 7.0\nOBJECTIVES = {'odd': replace(tlm.OBJECTIVE, options=O)}", "every stream has weight"),
         ("from dataclasses import replace\nfrom xscale.objectives import tlm\n"

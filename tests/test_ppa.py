@@ -720,11 +720,10 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 def test_options_name_every_problem() -> None:
     objectives = {name: objective.options for name, objective in OBJECTIVES.items()}
-    sets = {"temperature": ("0", "must be positive"), "momentum": ("1.5", "must be at most 1")}
+    sets = {"temperature": "0", "momentum": "1.5"}
     with pytest.raises(UserError) as error:
-        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, (value, _) in sets.items()], objectives)
-    for name, (value, problem) in sets.items():
-        assert f"streams.ppa.{name}: {value} {problem}" in str(error.value)
+        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], objectives)
+    assert all(f"streams.ppa.{name}: {value}: " in str(error.value) for name, value in sets.items())
     with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
         load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], objectives)
 

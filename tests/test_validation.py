@@ -162,7 +162,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
         "checkpoint.hook=eval.sh {chekpoint}"
     )
-    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is no command")):
+    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is not a command")):
         assert f"checkpoint.hook: {hook!r} {why}" in refused(f"checkpoint.hook={json.dumps(hook)}")
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")

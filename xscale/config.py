@@ -197,7 +197,7 @@ class CheckpointConfig:
             except ValueError as error:
                 raise ValueError(f"hook: {self.hook!r} cannot be split into words ({error})") from None
             if not words or "\0" in self.hook:
-                raise ValueError(f"hook: {self.hook!r} is no command")
+                raise ValueError(f"hook: {self.hook!r} is not a command")
             unknown = set(re.findall(r"\{(\w+)\}", self.hook)) - {*HOOK_FIELDS}
             if unknown:
                 there = ", ".join(f"{{{name}}}" for name in HOOK_FIELDS)
@@ -333,13 +333,13 @@ RENAMED = {
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """A loader that refuses a key that stands twice, also as 1 and "1". YAML would take the last one."""
+    """A loader that refuses a key that occurs twice, also as 1 and "1". YAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
         for key in keys:
             if list(map(str, keys)).count(str(key)) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -392,8 +392,8 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     try:
         value = read_yaml(text)
     except ValueError as error:
-        twice, stands, _ = str(error).partition(" stands twice")
-        problems.append(f"--set {assignment[:80]}: {twice + stands if stands else f'{text[:80]!r} is not YAML'}")
+        twice, occurs, _ = str(error).partition(" occurs twice")
+        problems.append(f"--set {assignment[:80]}: {twice + occurs if occurs else f'{text[:80]!r} is not YAML'}")
         return
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -421,7 +421,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         "eval": EvalConfig,
     }
     for unknown in [name for name in tree if name not in (*sections, "streams")]:
-        problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
+        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:
         train.setdefault("steps", BY_EPOCHS)
@@ -468,7 +468,7 @@ def _build_tasks(fields: Any, problems: list[str]) -> None:
 def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:
     where = f"streams.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        problems.append(f"{where}: a stream's name has letters, digits, _ and - alone")
+        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
         return None
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
@@ -476,11 +476,11 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
     objective = fields.get("objective")
     if not isinstance(objective, str) or objective not in objectives:
         there = ", ".join(sorted(objectives))
-        problems.append(f"{where}.objective: {objective!r} is unknown; there are {there}; --plugin brings others")
+        problems.append(f"{where}.objective: {objective!r} is unknown; use one of {there}, or load others by --plugin")
         return None
     own = _names(StreamConfig)
     if (fields.get("samples") is None) == (fields.get("tokens") is None):
-        problems.append(f"{where}: needs either samples or tokens, so many a step")
+        problems.append(f"{where}: needs either samples or tokens")
     options = {key: value for key, value in fields.items() if key not in own}
     made = _build(objectives[objective], options, where, problems, also=own)
     common = {key: value for key, value in fields.items() if key in own}
@@ -513,7 +513,7 @@ def _problem(details: Any, where: str, there: str) -> str:
     name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         last = name.rpartition(".")[2]
-        return f"{name}: " + RENAMED.get(last, f"unknown key; there are {there}")
+        return f"{name}: " + RENAMED.get(last, f"unknown key; the keys are {there}")
     if kind in ("missing", "missing_argument"):
         return f"{name}: is required"
     if kind == "value_error":

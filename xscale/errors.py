@@ -136,5 +136,7 @@ def number_of(variable: str, default: int) -> int:
     """The number in a launcher's environment variable. Raises UserError."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
-        raise UserError(f"{variable}={value!r} in the environment is no number; unset it, or let the launcher set it")
+        raise UserError(
+            f"{variable}={value!r} in the environment is not a number; unset it, or let the launcher set it"
+        )
     return int(value)

@@ -61,7 +61,7 @@ def publish(path: Path) -> Iterator[Path]:
 def beside(path: Path) -> Path:
     """The path under which `path` is written at first. Raises UserError for `.`, `..`, links and devices."""
     if path.name in ("", ".."):
-        raise UserError(f"{str(path)!r} is no name to write to; choose a new one")
+        raise UserError(f"{str(path)!r} cannot be written; choose a new name")
     if path.is_symlink() and not path.is_file():
         raise UserError(f"{path} is a link; name the place itself: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():

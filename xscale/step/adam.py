@@ -40,7 +40,7 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            LOG.info(f"loading DeepSpeed's Adam; where it is not in {directory} yet, compiling it takes minutes")
+            LOG.info(f"loading DeepSpeed's Adam from {directory}; the first time, compiling it takes minutes")
             compile_operator(builder)
     except Exception as error:
         raise UserError(

@@ -72,7 +72,7 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
 
 
 def find_ds_config(path: Path) -> Path:
-    """The path, or the shipped file of this name where there is none: zero2_cpu, zero2_cpu.json."""
+    """The path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
     return shipped if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists() else path
 
@@ -105,16 +105,16 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 def parse_finite(text: str) -> float:
     """Raises ValueError for NaN and infinity, which could not be compared between ranks."""
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that stands twice; json would take the last one."""
+    """Raises ValueError for a key that occurs twice; json would take the last one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 
@@ -225,7 +225,7 @@ def _resolve_precision(
         preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
         precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
-            notes = [f"precision: {precision} is not native on this {hardware.device}; training in fp32"]
+            notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
             precision = "fp32"
     else:
         notes, precision = [], wanted
@@ -236,7 +236,7 @@ def _resolve_precision(
                 problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     if not supported[precision]:
         raise UserError(
-            f"precision {precision} was asked for, but this {hardware.device} has no native {precision}. "
+            f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
             f"Use train.precision auto, bf16 or fp32, or run on a device that has it"
         )
     for name in ("fp16", "bf16"):

@@ -34,12 +34,10 @@ def stage_of(ds_config: dict[str, Any]) -> int:
 def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
     """Return why this stage cannot train so, and what to do instead; None if it can."""
     if precision != "fp32" and stage == 0:
-        problem = "where DeepSpeed does not scale the loss; set zero_optimization.stage to 1 or 2"
-        return f"{precision} at ZeRO stage 0, {problem}"
+        return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
     if stage >= 3 and compiles:
         return (
-            "ZeRO stage 3 gathers weights layer by layer, which train.compile = true cannot follow; take stage 2, or "
-            "train.compile=false"
+            "ZeRO stage 3 gathers weights layer by layer, and cannot be compiled; use stage 2, or train.compile=false"
         )
     return None
 
