@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -584,11 +584,3 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
         )
     return tuple(fitting)
-
-
-def stream_specs(streams: Mapping[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
-    """streams: {name: (reads, languages, samples)}."""
-    return [
-        StreamSpec(name, select_sources(name, reads, languages, sources), samples, packed=reads == "mono")
-        for name, (reads, languages, samples) in streams.items()
-    ]

@@ -51,7 +51,6 @@ class StepModule(nn.Module):
         self.auxiliary_states: dict[str, AuxiliaryState] = {}
         """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
-        self.objective_names = {name: stream.objective for name, stream in recipe.streams.items()}
         self.reported: list[Reported] = []
         """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
@@ -79,7 +78,8 @@ class StepModule(nn.Module):
 
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Errors within name the stream, the objective and its function."""
-        return blaming(f"streams.{stream}, objective {self.objective_names[stream]}: {function}")
+        objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
+        return blaming(f"streams.{stream}, objective {objective}: {function}")
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
