@@ -23,12 +23,12 @@ class UserError(ValueError):
         return super().__str__().replace("python -m data_tools.", f"python -m {TOOLS}.")
 
 
-_OF_MACHINE = (
+_ERRNO_NAMES = (
     *("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE"),
     *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EEXIST"),  # a folder that is gone, a wrong path
     *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
 )
-OF_MACHINE = {getattr(errno, name) for name in _OF_MACHINE}
+ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
 """The error numbers by which a file system or a network fails a correct program."""
 
 
@@ -74,9 +74,9 @@ def blaming(what: str) -> Iterator[None]:
         raise
 
 
-def is_environment_error(error: OSError) -> int:
+def report_environment_error(error: OSError) -> int:
     """Print an error of a file system, and return exit code 4. Raises other errors again."""
-    if error.errno not in OF_MACHINE:
+    if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
     return 4

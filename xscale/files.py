@@ -69,7 +69,7 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def take(partial: Path) -> int:
+def claim_folder(partial: Path) -> int:
     """Make an empty folder for this process and lock it. The lock lasts as long as the descriptor that is returned.
     Raises UserError if another process has the lock."""
     if partial.is_dir():
@@ -179,7 +179,7 @@ def may_be_there(path: Path | str) -> bool:
     return path.exists() or bool(on_hub)
 
 
-def as_by_anyone(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Give a folder and its contents the modes of the umask. safetensors makes files for the owner only."""
     mask = os.umask(0)
     os.umask(mask)

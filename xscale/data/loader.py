@@ -38,7 +38,7 @@ from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import OF_MACHINE, RankError, UserError, blaming
+from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError, blaming
 from xscale.ranks import HostGroup, Process, name_process
 from xscale.record import Record
 
@@ -261,7 +261,7 @@ class Failure:
         """Raises what is a fault of ours."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
-        if error.errno not in {*OF_MACHINE, errno.ENOMEM}:
+        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
             raise error
         return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
 
