@@ -288,7 +288,6 @@ def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
         ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "weight_deacy .*weight_decay"),
         ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
     ],
 )
@@ -351,6 +350,7 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: s
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
         ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params .*1.5"),
         ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "optimizer.params .*'betas': '0.9'"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer.params .*'weight_deacy'"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.params .*cycle_min_lr"),
         ({"scheduler": {"type": "StepLR"}}, "scheduler.params .*step_size"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler.params .*'warmup_stesp'"),
@@ -365,8 +365,7 @@ def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "lion", "RMSprop"])
 def test_an_optimizer_gets_no_parameter_that_it_does_not_take(kind: str) -> None:
     resolved, *_ = resolve({"optimizer": {"type": kind}})
-    assert set(resolved["optimizer"]["params"]) <= {"lr", "weight_decay", "eps", "betas"}
-    assert ("betas" in resolved["optimizer"]["params"]) == (kind == "lion")
+    assert set(resolved["optimizer"]["params"]) == {"lr", "weight_decay"}
 
 
 def test_a_resume_with_another_optimizer_is_refused() -> None:

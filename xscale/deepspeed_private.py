@@ -56,19 +56,6 @@ def optimizers() -> list[str]:
     return list(DEEPSPEED_OPTIMIZERS)
 
 
-def adam_classes() -> list[Any]:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    return [DeepSpeedCPUAdam, FusedAdam]
-
-
-def lamb_and_lion() -> dict[str, list[Any]]:
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import FusedLion
-
-    return {"lamb": [FusedLamb], "lion": [FusedLion]}
-
-
 def schedulers() -> dict[str, Any]:
     """The classes that scheduler.type may name besides torch's."""
     from deepspeed.runtime import lr_schedules

@@ -44,8 +44,9 @@ KIND = {
     (int, _NULL): "a whole number or null",
     (str, _NULL): "a text or null",
 }
-DEEPSPEED_ADAM = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-"""Parameters of Adam that DeepSpeed reads itself, and gives to no optimizer."""
+ADAM = ("adam", "adamw")
+DEEPSPEED_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
+"""Parameters of Adam that only DeepSpeed's own classes have."""
 
 
 def check_names(config: dict[str, Any]) -> list[str]:
@@ -99,7 +100,7 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[
 
 
 def _check_types(config: dict[str, Any]) -> list[str]:
-    """Check the names of optimizer and scheduler, and of the optimizer's parameters."""
+    """Check the types of optimizer and scheduler."""
     kind = config.get("optimizer", {}).get("type", "AdamW")
     own = private.optimizers()
     if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
@@ -108,19 +109,7 @@ def _check_types(config: dict[str, Any]) -> list[str]:
     if scheduler_class(schedule) is None:
         there = ", ".join(private.schedulers())
         return [f"scheduler.type: {schedule} is none of {there}, or of torch.optim.lr_scheduler"]
-    params, known = config.get("optimizer", {}).get("params", {}), parameters(kind)
-    return [] if known is None else _unknown("optimizer.params", params, known)
-
-
-def parameters(kind: str) -> dict[str, Any] | None:
-    """The parameters of an optimizer and their defaults; None if they are unknown until it is built."""
-    own: dict[str, list[Any]] = {"adagrad": [torch.optim.Adagrad], **private.lamb_and_lion()}
-    own["adam"] = own["adamw"] = [torch.optim.AdamW, *private.adam_classes()]
-    classes = own.get(kind.lower()) or ([getattr(torch.optim, kind)] if hasattr(torch.optim, kind) else [])
-    found = {name: p.default for c in classes for name, p in inspect.signature(c).parameters.items()}
-    if kind.lower() in ("adam", "adamw"):
-        found |= dict.fromkeys(DEEPSPEED_ADAM, False)
-    return found or None
+    return []
 
 
 def scheduler_class(kind: str) -> Any:
@@ -142,9 +131,11 @@ def validate_by_building(resolved: dict[str, Any]) -> list[str]:
     DeepSpeedConfig, _, DtypeEnum = private.config_classes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})
-    own = _is_class(torch.optim, kind, torch.optim.Optimizer) and kind.lower() not in ("adam", "adamw", "muon")
-    stand_in = getattr(torch.optim, kind) if own else torch.optim.AdamW
-    takes = inspect.signature(stand_in).parameters
+    stand_in, known = torch.optim.AdamW, set(params) - set(DEEPSPEED_ADAM)
+    if kind.lower() not in private.optimizers():
+        stand_in = getattr(torch.optim, kind)
+    elif kind.lower() not in ADAM:  # DeepSpeed's other optimizers check their own parameters
+        known &= set(inspect.signature(stand_in).parameters)
     where = ""
     try:
         DeepSpeedConfig({k: v for k, v in copy.deepcopy(resolved).items() if k != "train_batch_size"})
@@ -154,7 +145,7 @@ def validate_by_building(resolved: dict[str, Any]) -> list[str]:
         where = f"optimizer.params = {params}: "
         weight = nn.Parameter(torch.zeros(2, 2))
         weight.grad = torch.zeros(2, 2)
-        optimizer = stand_in([weight], **{k: v for k, v in params.items() if own or k in takes})
+        optimizer = stand_in([weight], **{name: params[name] for name in known})
         optimizer.step()
         where = f"scheduler.params = {resolved['scheduler'].get('params', {})}: "
         made = scheduler_class(resolved["scheduler"]["type"])(optimizer, **resolved["scheduler"].get("params", {}))

@@ -11,7 +11,7 @@ from typing import Any
 
 from xscale.config import Recipe
 from xscale.errors import UserError
-from xscale.step.ds_checks import check_names, parameters, validate_by_building
+from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
@@ -177,13 +177,14 @@ def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> No
 def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
     kind = optimizer["type"].lower()
-    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ("adam", "adamw") else {})
+    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ADAM else {})
     _set_owned(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
     _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
-    takes = parameters(optimizer["type"]) or {}
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key, AUTO) == AUTO and key in takes:
-            params[key] = list(takes[key]) if kind == "lion" else default
+        if params.get(key, AUTO) == AUTO:
+            params.pop(key, None)  # the optimizer has a default
+            if kind in ADAM:
+                params[key] = default
     if params.get("torch_adam") and "foreach" not in params:
         params.setdefault("fused", hardware.device in ("cuda", "cpu"))
 
