@@ -125,7 +125,7 @@ def optimizer_step(
     undo_mean = {term: world * weight for term, weight in weights.items()}
     values_K: Tensor | None = None
     reported: list[Reported] = []
-    stop = stopwatch(engine.device)
+    watch = Stopwatch(engine.device)
     with one_reduction(engine):
         for row_pass in passes:
             loss, reported_K = row_pass(engine, undo_mean)
@@ -134,12 +134,12 @@ def optimizer_step(
             reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
             values_K = reported_K if values_K is None else values_K + reported_K
             engine.backward(loss)
-        own_s = stop()
+        watch.stop()
     applied = take_step(engine)
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied=applied)
     assert values_K is not None
-    return StepSums(engine.module.reported, values_K, own_s), norms
+    return StepSums(engine.module.reported, values_K, watch.seconds), norms
 
 
 @torch.no_grad()
@@ -172,29 +172,28 @@ def measure_rows(
         encoder.label_smoothing, encoder.z_loss = kept
 
 
-def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Start a stopwatch. The returned function stops it, and returns a function that reads the seconds. On CUDA it
-    measures the time of the device without waiting for it."""
-    if device.type != "cuda":
-        started = time.perf_counter()
+class Stopwatch:
+    """The time from its making to `stop`. On CUDA it is the time of the device, and only `seconds` waits for it."""
 
-        def stop() -> Callable[[], float]:
-            seconds = time.perf_counter() - started
-            return lambda: seconds
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.first = self.last = self._now()
 
-        return stop
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def record() -> Callable[[], float]:
-        last.record()
-        return read
+    def stop(self) -> None:
+        self.last = self._now()
 
-    def read() -> float:
-        last.synchronize()
-        return first.elapsed_time(last) / 1000
-
-    return record
+    def seconds(self) -> float:
+        if not self.on_cuda:
+            return self.last - self.first
+        self.last.synchronize()
+        return self.first.elapsed_time(self.last) / 1000
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
