@@ -137,10 +137,10 @@ def test_the_peak_is_what_stays_and_the_greatest_phase() -> None:
         ds_config = {"zero_optimization": {"stage": stage}}
         found = cost.memory_by_phase(module, recipe, ds_config, "bf16", 8, "cuda", 4096)
         kept, row, update = found.values()
-        assert list(found)[1:] == ["a row of 4,096 tokens", "or update"]
+        assert list(found)[1:] == ["in a row of 4,096 tokens", "in the update"]
         assert row.get("gradients before they are reduced", 0) == 2 * cost.parameter_count(module) * wait
         assert cost.peak_bytes(found) == sum(kept.values()) + max(sum(row.values()), sum(update.values()))
-    assert "or gradient norms" in cost.memory_by_phase(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
+    assert "in gradient norms" in cost.memory_by_phase(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
 
 
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])
@@ -231,7 +231,7 @@ def test_flops_of_local_attention() -> None:
 
 @pytest.mark.parametrize("recipe", ["tlm", "mlm", "alignlm", "ppa", "contextual", "mixed", "xlm"])
 def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
-    """Forward and backward, companions included, within 5 %: what is left out are AlignLM's and PPA's own small heads,
+    """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small heads,
     and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
     weights = {key: 1e-3 for key in row.targets}

@@ -158,8 +158,8 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
         steps = -(-state.prefill_samples // spec.samples)
         spent = steps * flops.flops(works[spec.name]._replace(tokens=0, squares=0, predictions=0))["auxiliary"]
         yield (
-            f"before step 1, streams.{spec.name} reads {state.prefill_samples:,} samples: {spent:.3g} FLOPs, those of "
-            f"{spent / total:.1f} steps, and the text of {steps:,} steps of the stream"
+            f"queue warm-up before step 1: streams.{spec.name} reads {state.prefill_samples:,} samples, the text of "
+            f"{steps:,} steps, and takes {spent:.3g} FLOPs, those of {spent / total:.1f} steps"
         )
 
 

@@ -17,7 +17,7 @@ WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
 """The bytes of a number in each precision."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
 """The dense 16-bit matrix FLOP/s of a device, from its data sheet, for MFU."""
-KEPT = "kept"
+KEPT = "throughout"
 
 
 def memory_by_phase(
@@ -58,9 +58,9 @@ def memory_by_phase(
     if stage >= 2:  # until the one reduction of a step, each rank holds all of its gradients
         backward["gradients before they are reduced"] = width * n
     update = {"fp32 gradients": 0 if offload else 4 * owned + width * gradients}
-    phases = {KEPT: kept, f"a row of {row_tokens:,} tokens": backward, "or update": update}
+    phases = {KEPT: kept, f"in a row of {row_tokens:,} tokens": backward, "in the update": update}
     if recipe.train.measure_every and stage < 3:
-        phases["or gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
+        phases["in gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
     return phases
 
 

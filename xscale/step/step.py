@@ -78,7 +78,7 @@ class RowPass:
         """seed: the seed of everything random about the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
-        torch.manual_seed(rng.torch_seed("beside", *seed))
+        torch.manual_seed(rng.torch_seed("beside", *seed))  # the text is part of the seed
         self.more = module.read_auxiliary(self.inputs)
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
