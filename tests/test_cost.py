@@ -231,8 +231,8 @@ def test_flops_of_local_attention() -> None:
 
 @pytest.mark.parametrize("recipe", ["tlm", "mlm", "alignlm", "ppa", "contextual", "mixed", "xlm"])
 def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
-    """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small heads,
-    and the padding of attention's blocks."""
+    """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
+    heads, and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
     weights = {key: 1e-3 for key in row.targets}
     with counter() as counted:
