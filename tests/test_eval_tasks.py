@@ -24,7 +24,7 @@ from xscale.data.lexicon import load_lexicon, withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import aer, induction, mining, neighbours, perplexity, run
+from xscale.eval import aer, heldout, induction, mining, neighbours, run
 from xscale.eval.model import Exported
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -328,7 +328,7 @@ def test_error_rates_by_hand() -> None:
     """Two pairs: |A| = 5, |S| = 4, |A & S| = 3, |A & P| = 4."""
     sure = [{(0, 0), (1, 1)}, {(0, 1), (2, 2)}]
     possible = [{(0, 0), (1, 1), (1, 2)}, {(0, 1), (2, 2)}]
-    gold = aer.Gold(("en", "fr"), [], sure, possible)
+    gold = aer.HandLinks(("en", "fr"), [], sure, possible)
     found = aer.error_rates([{(0, 0), (1, 2), (5, 5)}, {(0, 1), (2, 2)}], gold)
     assert found == pytest.approx({"AER": 1 - 7 / 9, "precision": 4 / 5, "recall": 3 / 4, "F1": 1.2 / 1.55})
     assert aer.error_rates(sure, gold)["AER"] == 0 and aer.error_rates([set(), set()], gold)["AER"] == 1
@@ -409,17 +409,17 @@ def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) 
     for path, content in zip(paths, (text, gold), strict=False):
         path.write_text(content or "")
     with pytest.raises(UserError) as error:
-        aer.load_gold(("en", "fr"), *paths)
+        aer.load_hand_links(("en", "fr"), *paths)
     assert said in str(error.value) and str(tmp_path) in str(error.value)
 
 
 def test_real_gold(real: Path) -> None:
     """XL-WA's and WPT's files: counts by plain splitting."""
     folder = real / "eval" / "wordalign"
-    found = aer.load_gold(("en", "fr"), folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
+    found = aer.load_hand_links(("en", "fr"), folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
     assert len(found.words) == 447 and sum(map(len, found.possible)) == 17438 and sum(map(len, found.sure)) == 4038
     assert found.sure[2] == {(0, 0), (1, 1), (2, 2), (3, 3)}
-    spanish = aer.load_gold(("en", "es"), folder / "xlwa-en-es.dev.tsv.xz")
+    spanish = aer.load_hand_links(("en", "es"), folder / "xlwa-en-es.dev.tsv.xz")
     assert len(spanish.words) == 105 and (5, 3) in spanish.sure[0] and spanish.sure == spanish.possible
 
 
@@ -457,7 +457,7 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
             log_p = lm(torch.tensor([shown])).logits[0].double().log_softmax(-1)
         losses += [-float(log_p[place, ids[place]]) for place in targets]
         right += sum(int(log_p[place].argmax()) == ids[place] for place in targets)
-    found = perplexity.evaluate(Exported(path), source, "xx", 40)
+    found = heldout.evaluate_perplexity(Exported(path), source, "xx", 40)
     assert found["targets"] == len(losses) > 20
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)

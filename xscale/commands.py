@@ -1,5 +1,5 @@
-"""The programs that pip installs: xscale-train, -eval, -report and -export are `python -m xscale.train` and so on, and
-`xscale-data TOOL ...` is a tool that makes or reads shards.
+"""The programs that pip installs: xscale-train, -eval, -finetune, -report and -export are `python -m xscale.train` and
+so on, and `xscale-data TOOL ...` is a tool that makes or reads shards.
 """
 
 import runpy
@@ -15,6 +15,10 @@ def train() -> None:
 
 def evaluate() -> None:
     _run("xscale.eval.run")
+
+
+def finetune() -> None:
+    _run("xscale.eval.finetune")
 
 
 def report() -> None:
