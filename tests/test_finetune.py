@@ -27,7 +27,7 @@ from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import pairs, qa, squad, tags
 from xscale.eval.finetune.task import Encoding, LabelledExample, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
-from xscale.eval.finetune.transfer import TransferTable, plan_training, write_predictions
+from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes, write_predictions
 from xscale.eval.model import Exported
 
 SETTINGS = FineTuneSettings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
@@ -173,21 +173,21 @@ def test_questions_of_squad(tmp_path: Path) -> None:
 
 GOOD = "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n"
 BAD = {
-    "columns": (tags.read_pos, GOOD + "2\tend\tNOUN\n", r"line 2 has 3 columns; CoNLL-U has 10"),
-    "number": (tags.read_pos, GOOD + GOOD, r"line 2: '1' 'The' is not word 2"),
-    "spaces": (tags.read_pos, GOOD.replace("\t", "  "), r"line 1: the tag '_' is not one of UD's"),
-    "tag": (tags.read_pos, "The\tDT\n", r"line 1: the tag 'DT' is not one of UD's"),
-    "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1: 'DT' in column 4"),
+    "columns": (tags.read_pos, GOOD + "2\tend\tNOUN\n", r"line 2 .*3 columns.*10"),
+    "number": (tags.read_pos, GOOD + GOOD, r"line 2: '1' 'The'"),
+    "spaces": (tags.read_pos, GOOD.replace("\t", "  "), r"line 1.*'_'.*NOUN"),
+    "tag": (tags.read_pos, "The\tDT\n", r"line 1.*'DT'.*NOUN"),
+    "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1.*'DT'.*NOUN"),
     "no sentence": (tags.read_pos, "# nothing\n", r"has no sentence"),
-    "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2: the tag 'LOC' is not O, B-TYPE or I-TYPE"),
-    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"from line 1 has words with a tag and words without"),
-    "no word": (tags.read_ner, "\tO\n", r"line 1 begins with no word"),
-    "two columns": (pairs.read, "a\tb\tneutral\nc\td\n", r"line 2 has 2 columns instead of 3"),
-    "one column": (pairs.read, "a\n", r"line 1 has 1 columns instead of 3"),
-    "empty sentence": (pairs.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2: a sentence is empty"),
+    "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2.*'LOC'.*B-TYPE"),
+    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"line 1 .*mend"),
+    "no word": (tags.read_ner, "\tO\n", r"line 1 .*`word<TAB>tag`"),
+    "two columns": (pairs.read, "a\tb\tneutral\nc\td\n", r"line 2 .*2 columns.*3"),
+    "one column": (pairs.read, "a\n", r"line 1 .*1 columns.*label"),
+    "empty sentence": (pairs.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2.*empty"),
     "not json": (qa.read, '{"data": [\n{,}]}', r"is not JSON.*line 2"),
-    "no context": (qa.read, '{"data": [{"paragraphs": [{"qas": []}]}]}', r"data\[0\].paragraphs\[0\] has no 'context'"),
-    "a list": (qa.read, '{"data": [[]]}', r"data is not as SQuAD's"),
+    "no context": (qa.read, '{"data": [{"paragraphs": [{"qas": []}]}]}', r"paragraphs\[0\].*'context'"),
+    "a list": (qa.read, '{"data": [[]]}', r"data .*SQuAD 1.1"),
 }
 
 
@@ -474,22 +474,22 @@ def test_both_halves_of_a_switched_pair_stand_together() -> None:
         (("en", "de"), ("en a2", "de b2")),
     ]
     other = data("de", labels="yx")
-    with pytest.raises(UserError, match=r"de.tsv does not translate en.tsv: line 0: its label is"):
+    with pytest.raises(UserError, match=r"de.tsv.*en.tsv: line 0"):
         plan_training(task, {"en": data("en")}, {"de": other}, tests, "en", code_switch=True)
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
     a = LabelledExample("q", ("en", "en"), ("who", "Ada wrote"), (("Ada", 0),))
     b = LabelledExample("q", ("de", "de"), ("wer", "Es war Ada"), (("Ada", 7),))
-    assert [(e.texts, e.gold) for e in qa.switch(a, b)] == [
-        (("wer", "Ada wrote"), (("Ada", 0),)),
-        (("who", "Es war Ada"), (("Ada", 7),)),
-    ]
+    source, translated = TaskData(Path("en.json"), "en", [a]), TaskData(Path("de.json"), "de", [b])
+    ((first, second),) = switch_codes(qa.XQUAD, source, translated)
+    assert first == LabelledExample("q", ("de", "en"), ("wer", "Ada wrote"), (("Ada", 0),))
+    assert second == LabelledExample("q", ("en", "de"), ("who", "Es war Ada"), (("Ada", 7),))
 
 
 def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
     task, tests = command.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
-    with pytest.raises(UserError, match=r"de.tsv: line 2: the label 'z' is nowhere in en.tsv, which has x, y"):
+    with pytest.raises(UserError, match=r"de.tsv: line 2.*'z'.*en.tsv.*x, y"):
         plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
 
 
@@ -541,20 +541,20 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--train en=absent.tsv", "absent.tsv does not exist"),
-        ("--train de.tsv", "--train de.tsv: needs the form LANG=FILE"),
+        ("--train en=absent.tsv", "absent.tsv"),
+        ("--train de.tsv", "--train de.tsv: .*LANG=FILE"),
         ("--train en=de.tsv en=de.tsv", "each language once"),
         ("--train fr=de.tsv --source en", "--source en .*--train.*fr"),
-        ("--train en=de.tsv de=de.tsv fr=de.tsv", "--train fr=.*de.tsv serves no test: give --test fr=FILE"),
-        ("--train en=bare.tsv", "bare.tsv: line 1 has no label; training text needs one"),
-        ("--train en=de.tsv --test de=bare.tsv", "bare.tsv has examples without labels; --predictions DIR"),
+        ("--train en=de.tsv de=de.tsv fr=de.tsv", "--train fr=.*--test fr=FILE"),
+        ("--train en=bare.tsv", "bare.tsv: line 1 .*label"),
+        ("--train en=de.tsv --test de=bare.tsv", "bare.tsv .*--predictions DIR"),
         ("--train en=one.tsv", "one.tsv .*neutral"),
         ("--train en=de.tsv --code_switch", "--code_switch needs --translated"),
-        ("--translated de=de.tsv --code_switch", "--code_switch needs --train of the source language"),
-        ("--train en=one.tsv --translated de=de.tsv --code_switch", "line or question 2 is not in .*one.tsv"),
-        ("--train en=de.tsv --lr nan", "--lr nan must be positive"),
-        ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json cannot be written"),
-        ("--train en=de.tsv --seeds 1 1", "--seeds 1 1: seeds are different numbers"),
+        ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
+        ("--train en=one.tsv --translated de=de.tsv --code_switch", "2 is not in .*one.tsv"),
+        ("--train en=de.tsv --lr nan", "--lr nan"),
+        ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json"),
+        ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
     ],
 )
 def test_what_a_user_does_wrong_is_said_before_any_work(

@@ -116,18 +116,6 @@ def score(examples: list[LabelledExample], predictions: list[str], language: str
     }
 
 
-def switch(example: LabelledExample, translation: LabelledExample) -> list[LabelledExample]:
-    """Sentence-level code-switching (Pan et al. 2021, 2.3): (a', b) and (a, b'). Raises UserError."""
-    if example.gold != translation.gold:
-        raise UserError(f"line {example.key}: its label is {example.gold}, its translation's {translation.gold}")
-    (source, _), (target, _) = example.langs, translation.langs
-    (a, b), (a_, b_) = example.texts, translation.texts
-    return [
-        example._replace(langs=(target, source), texts=(a_, b)),
-        example._replace(langs=(source, target), texts=(a, b_)),
-    ]
-
-
 def write(examples: list[LabelledExample], predictions: list[Any]) -> str:
     return "".join(label + "\n" for label in predictions)
 
@@ -146,7 +134,6 @@ def pair_task(xtreme: str) -> Task:
         write=write,
         epochs=2,
         lr=5e-5,
-        switch=switch,
     )
 
 

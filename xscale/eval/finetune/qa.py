@@ -189,15 +189,6 @@ def score(
     return {"f1": f1 / len(examples), "exact_match": exact / len(examples)}
 
 
-def switch(example: LabelledExample, translation: LabelledExample) -> list[LabelledExample]:
-    """Sentence-level code-switching (Pan et al. 2021, 2.3): (question', context) and (question, context')."""
-    (source, _), (target, _) = example.langs, translation.langs
-    return [
-        LabelledExample(example.key, (target, source), (translation.texts[0], example.texts[1]), example.gold),
-        LabelledExample(example.key, (source, target), (example.texts[0], translation.texts[1]), translation.gold),
-    ]
-
-
 def write(examples: list[LabelledExample], predictions: list[str]) -> str:
     answers = {example.key: text for example, text in zip(examples, predictions, strict=True)}
     return json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
@@ -217,7 +208,6 @@ _task = partial(
     max_length=386,
     epochs=2,
     lr=3e-5,
-    switch=switch,
     classes=False,
 )
 XQUAD = _task(score=score, xtreme="xquad")

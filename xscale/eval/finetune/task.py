@@ -100,8 +100,6 @@ class Task:
     max_length: int = 128
     epochs: int = 10
     lr: float = 2e-5
-    switch: Callable[[LabelledExample, LabelledExample], list[LabelledExample]] | None = None
-    """Makes two examples of an example and its translation, each with one side in the other language."""
     classes: bool = True
     """Whether an answer is one of a few labels, so that there is a most frequent one."""
 

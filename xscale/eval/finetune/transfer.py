@@ -80,9 +80,8 @@ def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData
 
 
 def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> list[list[LabelledExample]]:
-    """Both code-switched halves of each example. Raises UserError."""
-    if task.switch is None:
-        raise UserError(f"--code_switch is for tasks of two texts; {task.xtreme} has one")
+    """Sentence-level code-switching (Pan et al. 2021, 2.3): (a', b) and (a, b') of (a, b) and its translation (a', b').
+    A question's answers are those of its context, b or b'. Raises UserError."""
     if source is None:
         raise UserError("--code_switch needs --train of the source language, which the translations are of")
     originals = {example.key: example for example in source.examples}
@@ -93,10 +92,21 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
                 f"{translated.path}: line or question {example.key} is not in {source.path}; for --code_switch a "
                 f"translation stands on its original's line, or has its question's id"
             )
-        try:
-            groups.append(task.switch(originals[example.key], example))
-        except UserError as error:
-            raise UserError(f"{translated.path} does not translate {source.path}: {error}") from None
+        original = originals[example.key]
+        if len(example.langs) < 2:
+            raise UserError(f"--code_switch is for tasks of two texts; {task.xtreme} has one")
+        if task.classes and example.gold != original.gold:
+            raise UserError(
+                f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
+                f"there it is {original.gold}"
+            )
+        first = original._replace(
+            langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
+        )
+        second = example._replace(
+            langs=(original.langs[0], example.langs[1]), texts=(original.texts[0], example.texts[1])
+        )
+        groups.append([first, second])
     return groups
 
 
