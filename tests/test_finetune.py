@@ -4,6 +4,7 @@ import errno
 import json
 import lzma
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -440,6 +441,18 @@ def test_what_is_not_finite_has_no_score(model: Exported) -> None:
         tuner.predict_logits(trainer, features)
 
 
+def test_settings_and_seed_decide_a_run(model: Exported, tmp_path: Path) -> None:
+    examples = [LabelledExample(str(n), ("en", "en"), (f"word {n}", "end"), ("ab"[n % 2],)) for n in range(4)]
+    features = pairs.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    collator = Collator(model, ["en"], pairs.head_labels)
+    tuner = FineTuner(pairs.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
+    given = tuner.arguments([features[:2], features[2:]], 5)
+    assert (given.warmup_steps, given.learning_rate, given.num_train_epochs, given.seed) == (7, 5e-5, 3, 5)
+    assert given.per_device_train_batch_size == 16, "32 sequences are 16 groups of 2"
+    heads = [tuner.train([[f] for f in features], ["a", "b"], seed).model.classifier.weight for seed in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2], atol=0.01)
+
+
 # Runs
 
 
@@ -611,13 +624,15 @@ def exported(folder: Path, tokenizer: Tokenizer, dropout: float) -> Path:
 
 
 def test_a_command_trains_scores_and_keeps_models(
-    tmp_path: Path, hf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, hf: Path, model: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From what is kept, transformers predicts what the command has predicted."""
     monkeypatch.setattr(command.ranks, "start", lambda process: None)
     monkeypatch.chdir(tmp_path)
+    words = words_of(model.tokenizer)
     for language in ("en", "de"):
-        lines = [f"{language} {n}\tword {n}\t{'ab'[n % 3 > 1]}\n" for n in range(9)]
+        pairs_of = [(" ".join(words[n : n + 1 + 5 * (n % 3)]), words[3 * n]) for n in range(9)]
+        lines = [f"{a}\t{b}\t{'ab'[n % 3 > 1]}\n" for n, (a, b) in enumerate(pairs_of)]
         Path(f"{language}.tsv").write_text("".join(lines))
     given = f"--model {hf} --task xnli --train en=en.tsv de=de.tsv --test en=en.tsv de=de.tsv --translated de=de.tsv"
     given += (
@@ -636,9 +651,12 @@ def test_a_command_trains_scores_and_keeps_models(
     reader = AutoTokenizer.from_pretrained("kept/en.seed_1")
     texts = [line.split("\t")[:2] for line in Path("de.tsv").read_text().splitlines()[:5]]
     with torch.no_grad():
-        said = [int(tuned(**reader(*pair, return_tensors="pt")).logits.argmax()) for pair in texts]
+        said = [
+            int(tuned(**reader(*pair, return_tensors="pt", return_token_type_ids=True)).logits.argmax())
+            for pair in texts
+        ]
     predicted = Path("said/zero-shot.seed_1/xnli/test-de.tsv").read_text().split()
-    assert [tuned.config.id2label[label] for label in said] == predicted
+    assert [tuned.config.id2label[label] for label in said] == predicted and set(predicted) == {"a", "b"}
     assert "supervised - zero-shot" in capsys.readouterr().out
 
 
