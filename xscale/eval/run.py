@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from xscale.data.shards import find_sources
-from xscale.errors import UserError, check_arguments, is_environment_error
+from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.model import Exported, Scores, check_out, write_json
 from xscale.eval.tasks import TASKS, TaskRow, add_flags
 from xscale.plugins import load_plugins
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return evaluate_rows(model, rows, args)
     except OSError as error:  # of --out
-        return is_environment_error(error)
+        return report_environment_error(error)
 
 
 def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import NotFinite, UserError, is_environment_error, run_command
+from xscale.errors import NotFinite, UserError, report_environment_error, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.task import Encoding, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        return is_environment_error(error)
+        return report_environment_error(error)
 
 
 def check_flags(args: argparse.Namespace) -> None:

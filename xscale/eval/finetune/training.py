@@ -149,7 +149,7 @@ class FineTuner:
         if trainer.is_world_process_zero():
             self.collator.model.tokenizer.hf.save_pretrained(path)
             (path / "training_args.bin").unlink(missing_ok=True)  # a pickle
-            files.as_by_anyone(path)
+            files.apply_umask(path)
 
 
 def without_unknown_auto(config: dict[str, Any]) -> dict[str, Any]:
