@@ -155,7 +155,7 @@ def queries_of(stream_batch: StreamBatch) -> list[list[int]]:
         ppa.PpaOptions(queue_size=23, projection=30, mask_prob=0.3),
         ppa.PpaOptions(queue_size=23, projection=30, temperature=0.5, moco_weight=0.3, tlm_weight=0.7, mask_prob=0.3),
         ppa.PpaOptions(queue_size=23, projection=7, normalize_z=False),
-        ppa.PpaOptions(queue_size=5, projection=7, warm_up_queues=False),
+        ppa.PpaOptions(queue_size=5, projection=7, prefill=False),
         ppa.PpaOptions(queue_size=23, projection=30, replace_tlm_with_mlm=True, mask_prob=0.3),
         ppa.PpaOptions(queue_size=23, projection=30, pooling="mean"),
     ],
@@ -218,7 +218,7 @@ def test_rows_do_not_matter(tokenizer: Tokenizer) -> None:
 
 def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
-    options = ppa.PpaOptions(queue_size=9, projection=300, warm_up_queues=False)
+    options = ppa.PpaOptions(queue_size=9, projection=300, prefill=False)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
     stream_batch = collate(tokenizer, pairs, options)
     inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
@@ -441,7 +441,7 @@ def test_global_order_from_shuffled_rows() -> None:
 
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     """Row i of the step's keys is the key of pair number i, by the key encoder of before the update."""
-    options = ppa.PpaOptions(queue_size=23, projection=7, warm_up_queues=False)
+    options = ppa.PpaOptions(queue_size=23, projection=7, prefill=False)
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
     moco = parts.auxiliary_state
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
