@@ -671,16 +671,20 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
     moco: Any = engine.module.auxiliary_states["ppa"]
     assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
     warm_up_queues(engine, run_spec, place)
-    spec = replace(run_spec.specs[0], name="ppa.prefill")
+    warm_up = run_spec.copy_of_stream("ppa", "ppa.prefill")
     filling, stream = (
-        [key for batch in run_spec.batches(place, "cpu", initial_state([s]), 3, [s]) for key in batch.keys()[s.name]]
-        for s in (spec, run_spec.specs[0])
+        [
+            key
+            for batch in of.batches(place, "cpu", initial_state(of.specs), 3)
+            for key in batch.keys()[of.specs[0].name]
+        ]
+        for of in (warm_up, run_spec)
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
     expected, plain = [], []
     key_encoder, projection = moco.momentum.masters
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
-    for batch in run_spec.batches(place, "cpu", initial_state([spec]), 3, [spec]):
+    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.specs), 3):
         for row in batch.rows:
             inputs = to_device(row.inputs, CPU)
             tokens, index = inputs.auxiliary["ppa.prefill"]
@@ -717,11 +721,10 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 def test_options_name_every_problem() -> None:
     objectives = {name: objective.options for name, objective in OBJECTIVES.items()}
-    sets = {"temperature": ("0", "must be positive"), "momentum": ("1.5", "must be at most 1")}
+    sets = {"temperature": "0", "momentum": "1.5"}
     with pytest.raises(UserError) as error:
-        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, (value, _) in sets.items()], objectives)
-    for name, (value, problem) in sets.items():
-        assert f"streams.ppa.{name}: {value} {problem}" in str(error.value)
+        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], objectives)
+    assert all(f"streams.ppa.{name}: {value}: " in str(error.value) for name, value in sets.items())
     with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
         load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], objectives)
 
