@@ -79,7 +79,12 @@ WRONG = [
     ("return Piece(", "import sys; sys.exit(0)\n    return Piece(", "collate", r"collate called sys.exit\(0\)"),
     ("return Piece(", "return (lambda *_, **fields: fields)(", "collate", "returned dict, not a Piece"),
     ("return Piece(", "return 1 / 0 and Piece(", "collate", "division by zero"),
-    ("Reads(first.starts)", "Reads(first.starts + 10**6)", "collate", "reads.'source'. has places from 1000000 "),
+    (
+        "StateIndices(first.starts)",
+        "StateIndices(first.starts + 10**6)",
+        "collate",
+        "reads.'source'. has places from 1000000 ",
+    ),
     ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, and not rank"),
     ("samples=len(pairs), ", 'samples=len(pairs), labels={"odd": first.ids}, ', "collate", "labels has odd, none of"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"loss called sys.exit\(0\)"),

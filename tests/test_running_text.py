@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import documents, index, inspect, write_shards
 from data_tools.ranks import Ranks
 from tests.plain import originals
-from xscale.data.loader import StepDataset, StreamCollate, calibrate
+from xscale.data.calibrate import calibrate
+from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.shards import FOLLOWS, PART_BYTES, Source
 from xscale.data.stream_batch import Context
@@ -129,7 +130,7 @@ class Run:
         """Of each sequence its words, and which of its tokens are masked."""
         found = []
         for mixture in self.ranks:
-            for stream_batch, _ in self.dataset.stream_batches("mlm", mixture.next_step()):
+            for stream_batch in self.dataset.stream_batches("mlm", mixture.next_step()):
                 targets = set(stream_batch.reads["masked"].places.tolist())
                 for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
                     assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
@@ -412,7 +413,7 @@ def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
     for _ in range(20):
         mixture = run.ranks[0]
         state = mixture.state
-        estimated += int(mixture.next_cut().tokens["mlm"].sum())
+        estimated += int(mixture.next_batch().tokens["mlm"].sum())
         mixture.state = state
         found += sum(len(sequence) + 2 for sequence, _ in run.step())
     assert found == pytest.approx(estimated, rel=0.03)
@@ -426,7 +427,7 @@ def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokeniz
     run = Run(source, tokenizer, samples=1)
     found = []
     while run.position[0] == 0:
-        ((stream_batch, _),) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
+        (stream_batch,) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
         found += originals(stream_batch)
     stream_batches = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
     assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in stream_batches)

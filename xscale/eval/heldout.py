@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
-from xscale.data.mixture import Draw, StepPlan
+from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example
@@ -116,14 +116,16 @@ def alignlm_batches(
     counts = np.minimum(source.counts, limit)
     shard, record = np.repeat(np.arange(len(counts)), counts)[:limit], offsets(counts)[:limit]
     zeros = np.zeros(len(shard), dtype=np.int64)
-    draw = Draw(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
-    rows = [{"alignlm": draw.at(places)} for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH))]
+    draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
+    rows = [
+        {"alignlm": draw.select(places)} for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH))
+    ]
     how = StreamCollate(collate, options, objective.words(options))
     longest = positions(model.encoder.lm.config)
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     dataset = StepDataset([source], {"alignlm": how}, context, seed=0)
     for row in rows:
-        ((stream_batch, _),) = dataset.stream_batches("alignlm", StepPlan(0, [row], {}, rank=0, world=1))
+        (stream_batch,) = dataset.stream_batches("alignlm", StepPlan(0, [row], {}, rank=0, world=1))
         yield stream_batch
 
 

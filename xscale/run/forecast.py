@@ -7,7 +7,7 @@ from pathlib import Path
 from xscale import files
 from xscale.data.loader import step_batches
 from xscale.data.mixture import FIT_SAMPLES, MAX_STEPS, MIN_STEPS, StreamSpec, initial_state
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.objectives import HasQueue
 from xscale.ranks import Process
 from xscale.run.run_spec import RunSpec
@@ -44,7 +44,7 @@ def draws(run_spec: RunSpec) -> Iterator[str]:
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
     for _ in range(steps):
-        mixture.next_cut()
+        mixture.next_batch()
     for spec, weights in zip(run_spec.specs, mixture.weights, strict=True):
         for number, share, (epoch, position) in zip(
             spec.sources, weights, mixture.state["positions"][spec.name], strict=True
@@ -58,18 +58,18 @@ def draws(run_spec: RunSpec) -> Iterator[str]:
             )
 
 
-def work_of(run_spec: RunSpec, spec: StreamSpec) -> Work:
+def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     """Of a stream in a step of all ranks, by some samples of the first."""
     few = replace(spec, samples=min(spec.samples, READ))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
     (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
-    return Work(*(round(number * spec.samples / few.samples) for number in batch.work()))
+    return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 
 def computed(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
     """FLOPs and tokens of a step, and of what companions read before the first."""
     flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
-    of_parts = flops.flops(Work(*map(sum, zip(*works.values(), strict=True))))
+    of_parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
     total = max(sum(of_parts.values()), 1.0)
     shares = ", ".join(f"{name} {part / total:.0%}" for name, part in of_parts.items() if part)
     tokens = sum(work.tokens for work in works.values())
