@@ -133,7 +133,7 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
 
 def test_streams_without_an_estimate_of_their_own() -> None:
     found = Calibration([(0.2, 0.0)], {"ppa": Estimate(1.5)})
-    assert found.estimate_for("ppa") == found.estimate_for("ppa.prefill") == Estimate(1.5)
+    assert found.estimate_for("ppa") == Estimate(1.5)
     assert found.estimate_for("tlm") == Estimate() and found.estimate_for("tlm").row_tokens(
         np.array([10.0, 999.0]), 50
     ).tolist() == [10, 999]
@@ -263,8 +263,8 @@ def fake(sizes: np.ndarray, noise: float, samples: int, world: int, max_tokens: 
         name, pair, fingerprint, records = "en-de", "de-en", "x", len(sizes)
         counts = np.array([len(sizes)])
 
-        def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
-            return sizes[records]
+        def look(self, shard: int, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return sizes[records], np.zeros(len(sizes[records]), dtype=bool)
 
     source: Any = Source()
     found = Calibration([(1.0, 0.0)], {"s": Estimate(1.0, noise=noise, counted=10**9)})

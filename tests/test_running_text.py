@@ -23,7 +23,7 @@ from tests.plain import originals
 from xscale.data.calibrate import calibrate
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.shards import FOLLOWS, PART_BYTES, Source
+from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream_batch import Context
 from xscale.data.text import split_sentences, stretch
 from xscale.data.tokenizer import Tokenizer
@@ -300,27 +300,17 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
         )
 
 
-def test_an_index_of_version_1_is_read(tmp_path: Path, words: Tokenizer) -> None:
-    """Of old shards, whose records name no document: each is one of its own, and a long one is not in parts."""
-    made = [[sentence] for document in corpus() for sentence in document]
-    out = write(tmp_path / "x", (text for document in made for text in sentences(document)))
+def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) -> None:
+    out = write(tmp_path / "x", (text for document in corpus() for text in sentences(document)))
     new = Source(out)
-    rows = np.fromfile(out / "mono-000000.idx", dtype="<u8,<u4,<u4")
-    first = np.unique(rows["f0"], return_index=True)[1]
-    assert len(first) < len(rows)
-    old = rows[first]
-    old["f1"] &= FOLLOWS - 1
-    old.tofile(out / "mono-000000.idx")
     stated = json.loads((out / "index.json").read_text())
-    stated |= {"version": 1, "records": len(old)}
-    del stated["documents"]
-    stated["shards"][0]["records"] = len(old)
-    del stated["shards"][0]["idx_crc32"]
-    (out / "index.json").write_text(json.dumps(stated))
-    source = Source(out)
-    source.check_sizes()
-    assert indexed(source) == made and source.fingerprint != new.fingerprint
-    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(sum(map(len, flat(made)))))
+    del stated["documents"], stated["shards"][0]["idx_crc32"]
+    for old in ({"version": 1}, {}):
+        (out / "index.json").write_text(json.dumps(stated | old))
+        with pytest.raises(UserError, match=r"index\.json .*data_tools\.index"):
+            Source(out)
+    index.main(Ranks(), [str(out)])
+    assert indexed(Source(out)) == indexed(new)
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ class Calibration:
     streams: dict[str, Estimate]
 
     def estimate_for(self, stream: str) -> Estimate:
-        """The stream's estimate, that of `ppa` for `ppa.prefill`, or the identity for a stream that has none."""
-        return self.streams.get(stream) or self.streams.get(stream.rpartition(".")[0]) or Estimate()
+        """The stream's estimate, or the identity for a stream that has none."""
+        return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
         """Estimated tokens of each record of a source, from its bytes [n_records]."""

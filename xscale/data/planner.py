@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, StepPlan
-from xscale.errors import OF_MACHINE, RankError, UserError
+from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
 
@@ -35,7 +35,7 @@ class Failure:
         """Raises the error itself if it is a fault of the program."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
-        if error.errno not in {*OF_MACHINE, errno.ENOMEM}:
+        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
             raise error
         return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
 

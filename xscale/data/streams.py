@@ -1,8 +1,5 @@
 """The sources that each stream of a recipe reads."""
 
-from collections.abc import Mapping
-
-from xscale.data.mixture import StreamSpec
 from xscale.data.shards import Source
 from xscale.errors import UserError
 
@@ -38,11 +35,3 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
         )
     return tuple(fitting)
-
-
-def stream_specs(streams: Mapping[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
-    """The specs of a recipe's streams, given as {name: (reads, languages, samples)}."""
-    return [
-        StreamSpec(name, select_sources(name, reads, languages, sources), samples, packed=reads == "mono")
-        for name, (reads, languages, samples) in streams.items()
-    ]
