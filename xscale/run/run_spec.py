@@ -313,7 +313,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     check_tokenizer(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
-    check_language_names(languages)
+    check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
@@ -346,16 +346,17 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
     return specs
 
 
-def check_language_names(languages: list[str]) -> None:
-    """Raises UserError for two that differ in case alone."""
-    of_lower: dict[str, str] = {}
-    for name in languages:
-        other = of_lower.setdefault(name.lower(), name)
-        if other != name:
-            raise UserError(
-                f"--data has text in {other} and in {name}, which would be two languages; write the shards of one of "
-                f"them again under the other's name (--lang, --langs)"
-            )
+def check_language_names(sources: list[Source]) -> None:
+    """Raises UserError for two names of languages that differ only in case, or in - against _."""
+    found: dict[str, tuple[str, Path]] = {}
+    for source in sources:
+        for name in source.langs:
+            other, directory = found.setdefault(name.lower().replace("_", "-"), (name, source.directory))
+            if other != name:
+                raise UserError(
+                    f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would be two "
+                    f"languages; write the shards of one of them again under the other's name (--lang, --langs)"
+                )
 
 
 def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
