@@ -84,7 +84,7 @@ def run(network: Network, slower: dict[int, float] | None = None, stop: int = -1
         assert counts[0] == counts[1] and counts[0].targets == {("tlm", "mlm"): RANKS * done}
         for rank, of in zip(ranks, data, strict=True):
             rank.announce(of, counts[0].ahead)
-        ahead.append(len(ranks[0].coming))
+        ahead.append(len(ranks[0].pending))
         assert len({len(of_rank) for of_rank in network.sent}) == 1
         if done == stop:
             told[1].append("a signal")

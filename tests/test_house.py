@@ -18,7 +18,7 @@ FLOORS = (
     {"step"},
     {"eval"},
     {"run", "checkpoint"},
-    {"report"},
+    {"report", "dry_run"},
     {"train", "export", "conformance", "doctor", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""

@@ -1,7 +1,6 @@
 """Companions that start from samples read them before step 1, in an order that uses up none of the stream."""
 
 import time
-from dataclasses import replace
 
 import torch
 
@@ -20,12 +19,11 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        spec = next(spec for spec in run_spec.specs if spec.name == name)
-        spec = replace(spec, name=f"{name}.prefill")
+        warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
         wanted, have, said = auxiliary_state.prefill_samples, 0, time.monotonic()
         LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
-        steps = 2 * -(-wanted // spec.samples)
-        for batch in run_spec.batches(process, device.type, initial_state([spec]), steps, [spec]):
+        steps = 2 * -(-wanted // warm_up.specs[0].samples)
+        for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))

@@ -74,17 +74,11 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
-        fitted = (
-            host_group.from_main(lambda: run_spec.fit(process, hardware.device))
-            if run_spec.recipe.train.compile
-            else None
-        )
+        fit = partial(run_spec.fit, process, hardware.device)
+        fitted = host_group.from_main(fit) if run_spec.recipe.train.compile else None
         state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
-        # The first may take seconds, while the engine is built.
         left = run_spec.recipe.train.steps - first
-        plans: Plans | None = run_spec.plans(
-            process, hardware.device, state, left, fitted=fitted, host_group=host_group
-        )
+        plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
         watch.note("building the engine")
         engine = make_engine(run_spec, config, checkpoint, fitted, host_group)
         LOG.info(
@@ -95,8 +89,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         )
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
-        surroundings = TrainerContext(config, engine, args.out, process, host_group, stop, watch, locks)
-        code, step = train_on(run_spec, surroundings, checkpoint, fitted, plans, status, args.trace)
+        context = TrainerContext(config, engine, args.out, process, host_group, stop, watch, locks)
+        code, step = train_on(run_spec, context, checkpoint, fitted, plans, status, args.trace)
         status.ended(code, stop.why if code == STOPPED else f"{step} of {run_spec.recipe.train.steps} steps")
     return code
 
