@@ -1,5 +1,6 @@
 """The charts of a page: their sections and titles, and the curves that share one."""
 
+import math
 import re
 from collections import defaultdict
 from typing import NamedTuple
@@ -59,6 +60,17 @@ SECTIONS = {
 }
 """Sections in the order of the page, with the words of their metrics; a metric that is not named is in the last one."""
 HAVE_DIRECTION = (LOSSES, LANGUAGES, "Alignment score", "Predictions")
+EVALUATIONS = {
+    "heldout loss": "Held-out loss, nats",
+    "heldout accuracy": "Right predictions on held-out text, share",
+    "retrieval accuracy": "Translations found by retrieval, share",
+    "retrieval →": "Translations found by retrieval from the first language to the second, share",
+    "retrieval ←": "Translations found by retrieval from the second language to the first, share",
+    "alignment →": "Words aligned from the first language to the second, share",
+    "alignment ←": "Words aligned from the second language to the first, share",
+    "aer aer": "Alignment error rate, share",
+}
+"""The words for some numbers of evaluations, by task and number; another number has the words of its file."""
 RARE = ("skipped", "too_long")
 """These metrics are left out where they are 0 throughout."""
 LOGARITHMIC = ("grad_norm", "loss_scale")
@@ -82,9 +94,8 @@ def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     found: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
     for text in dict.fromkeys(name for run in runs for name in run.metrics):
         key, curves = MetricKey.parse(text), [run.metrics.get(text) for run in runs]
-        if is_empty(curves) or (
-            key.name in RARE and not any((curve > 0).any() for curve in curves if curve is not None)
-        ):
+        rare = key.name in RARE and not any((curve > 0).any() for curve in curves if curve is not None)
+        if rare or text == "loss" or is_empty(curves):  # the summary has the loss
             continue
         if key.name == "skipped":
             curves = [None if curve is None else curve.cumsum() for curve in curves]
@@ -104,7 +115,8 @@ def place(key: MetricKey) -> tuple[str, str, str]:
     words, _, unit = (SECTIONS[section_of(key._replace(language=""))].get(key.name) or key.name).partition(", ")
     stream, unit = f"{key.stream}.{key.term}" if key.term else key.stream, f", {unit}" if unit else ""
     if key.language:
-        return LANGUAGES, f"{words} of {stream} by language{unit}", key.language
+        section = LANGUAGES if direction(key.name) else section_of(key._replace(language=""))
+        return section, f"{words} of {stream} by language{unit}", key.language
     if key.name == "loss" and key.stream:
         return LOSSES, f"{words} of {key.stream}{unit}", key.term or "sum"
     if key.name == "alignment_trained":
@@ -120,9 +132,25 @@ def eval_charts(runs: list[Run]) -> list[Chart]:
     """A chart for each number of a task, with its rows as lines. The sizes of the data are left out."""
     groups: dict[str, Chart] = {}
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
-        new = Chart(described(f"{task}: {name}", direction(name)), {}, [run.label for run in runs], direction(name))
-        groups.setdefault(f"{task} {name}", new).lines[row] = [run.evals.get((task, row, name)) for run in runs]
+        stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
+        title = eval_title(task, column(row, name), f" of {stream} by language" if language else "")
+        new = Chart(described(title, direction(name)), {}, [run.label for run in runs], direction(name))
+        groups.setdefault(title, new).lines[language or row] = [run.evals.get((task, row, name)) for run in runs]
     return [chart for chart in groups.values() if not is_size([c for curves in chart.lines.values() for c in curves])]
+
+
+def eval_title(task: str, number: str, whose: str = "") -> str:
+    """An evaluation's number in words, such as `Held-out loss of mlm, nats`."""
+    words, comma, unit = EVALUATIONS.get(f"{task} {number}", f"{task}: {number}").partition(", ")
+    return f"{words}{whose}{comma}{unit}"
+
+
+def column(row: str, name: str) -> str:
+    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
+    pair, *rest = name.split(" ", 1)
+    first, arrow, second = pair.partition("->")
+    arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
+    return " ".join([arrows.get(row.split(" ")[0], pair), *rest])
 
 
 def is_empty(curves: list[pd.Series | None]) -> bool:
@@ -156,6 +184,10 @@ def layer_charts(scores: list[Scores]) -> list[Chart]:
         )
         for title, lines in found.items()
     ]
+
+
+def last_tenth(curve: pd.Series) -> pd.Series:
+    return curve.iloc[-math.ceil(len(curve) / 10) :]
 
 
 def thin(curve: pd.Series, columns: int) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 from xscale import files
-from xscale.report.curves import Chart, thin
+from xscale.report.curves import Chart, last_tenth, thin
 from xscale.report.read import LONGEST_LABEL
 
 WIDTH, HEIGHT = 3.3, 2.0
@@ -55,10 +55,10 @@ class Pictures:
         with matplotlib.rc_context(STYLE):
             if len(chart.lines) == 1 or (len(chart.names) == 1 and len(chart.lines) <= MOST_LINES):
                 return self.finish(single(chart), chart.title), chart.title
-            shown, title = worst(chart), chart.title
-            if len(shown) < len(chart.lines):
-                title += f", the {len(shown)} worst of {len(chart.lines)}"
-            return self.finish(panels(chart, shown), title), title
+            shown, title = worst_first(chart), chart.title
+            if len(shown) > MOST_PANELS:
+                title += f", the {MOST_PANELS} {'worst' if chart.better else 'first'} of {len(shown)}"
+            return self.finish(panels(chart, shown[:MOST_PANELS]), title), title
 
     def scatter(self, points: Sequence[tuple[float, float]], looks: Sequence[int], title: str, x: str, y: str) -> str:
         """Points that are numbered from 1."""
@@ -100,7 +100,7 @@ class Pictures:
             with files.publish(self.folder / f"{self.number:03d}-{slug}.png") as path:
                 figure.savefig(path, format="png", dpi=192, facecolor="white")
         svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", text.getvalue(), flags=re.DOTALL)
-        svg = re.sub(r' id="\w+_\d+"| xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])
+        svg = re.sub(r' id="[\w.]+_\d+"| xmlns(:\w+)?="[^"]*"', "", svg[svg.index("<svg") :])
         svg = re.sub(r' (d|x|y|transform)="([^"]*)"', lambda m: f' {m[1]}="{rounded(m[2])}"', svg)
         return re.sub(r"\n\s*", "\n", svg.replace("xlink:href", "href"))
 
@@ -118,7 +118,7 @@ def single(chart: Chart) -> Figure:
         lines = dict(zip(chart.names, *chart.lines.values(), strict=True))
     draw(axes, lines, chart.logarithmic)
     if len(axes.lines) > 1:  # the highest line comes first
-        order = sorted(axes.lines, key=lambda line: -last(line.get_ydata()))
+        order = sorted(axes.lines, key=lambda line: -late(pd.Series(line.get_ydata())))
         axes.legend(order, [str(line.get_label()) for line in order], loc="upper left", bbox_to_anchor=(1, 1.05))
     return figure
 
@@ -136,17 +136,21 @@ def panels(chart: Chart, labels: list[str]) -> Figure:
         axes.set_title(cut(label), fontsize=7, pad=1)
         axes.tick_params(labelsize=6.5, length=2)
     if len(chart.names) > 1:
-        figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        looks = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+        figure.legend(looks.values(), looks, loc="outside lower center", ncols=3)
     return figure
 
 
-def worst(chart: Chart) -> list[str]:
-    """The labels that have a panel: all in their order, or those whose last numbers are the worst."""
-    labels = [label for label, curves in chart.lines.items() if any(curve is not None for curve in curves)]
-    if len(labels) <= MOST_PANELS:
-        return labels
-    ends = {label: np.nanmean([last(c) for c in chart.lines[label] if c is not None] or [np.nan]) for label in labels}
-    return sorted(labels, key=lambda label: ends[label] * (chart.better or 1))[:MOST_PANELS]
+def worst_first(chart: Chart) -> list[str]:
+    """The chart's labels: the worst mean of all runs first, and before it what ends without a number."""
+    means = {label: pd.Series([late(c) for c in curves if c is not None]) for label, curves in chart.lines.items()}
+    ends = pd.Series({label: chart.better * mean.mean() for label, mean in means.items()}, dtype=float)
+    return [str(label) for label in ends.sort_values(kind="stable", na_position="first").index]
+
+
+def late(curve: pd.Series) -> float:
+    """The mean of the last tenth."""
+    return float(last_tenth(curve.dropna()).mean())
 
 
 def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
@@ -157,14 +161,14 @@ def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, smal
         points = thin(curve, COLUMNS // 2 if small else COLUMNS)
         known = np.flatnonzero(points["mean"].notna())
         marked = known if len(known) <= FEW else known[:: len(known) // 6]
-        if len(curve) > COLUMNS and len(lines) <= 4 and not small:
+        if len(curve) > COLUMNS and len(lines) <= 3 and not small:
             axes.fill_between(points.index, points["min"], points["max"], color=COLOURS[number % 8], alpha=0.15, lw=0)
         look = look_of(number) | ({} if len(lines) > 1 or len(known) <= FEW else {"marker": ""})
         axes.plot(points.index, points["mean"], label=cut(label), markevery=marked.tolist(), **look)
     ticks = 2 if small else 4
     axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(short))
-    if logarithmic and axes.dataLim.ymin > 0:
+    if logarithmic and 0 < 10 * axes.dataLim.ymin < axes.dataLim.ymax:
         axes.set_yscale("log")
         return
     low, high = axes.get_ylim()
@@ -181,12 +185,7 @@ def look_of(number: int) -> dict[str, Any]:
 
 def short(value: float, _: int = 0) -> str:
     """A tick's label, such as 0.02, 150 or 12k."""
-    return EngFormatter(sep="")(value) if abs(value) >= 1e4 else f"{value:.6g}"
-
-
-def last(values: Any) -> float:
-    known = np.asarray(values)[np.isfinite(values)]
-    return float(known[-1]) if len(known) else np.nan
+    return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 
 def cut(label: str) -> str:

@@ -1,12 +1,10 @@
 """The page: one HTML file that loads nothing, light and dark, on wide and narrow screens."""
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
-import pandas as pd
 
 from xscale.report import curves, models, tables, transfer
 from xscale.report.curves import Chart
@@ -22,10 +20,18 @@ TSNE = (
     "After Yang et al. 2021, figure 2: t-SNE of the input embeddings of the words most often linked, each with "
     "its translation (circle, triangle). t-SNE keeps neighbourhoods, not distances: the numbers are of the embeddings."
 )
+COMPARED = (
+    "✓ marks the best run and each run that differs from it by less than both standard deviations (±) in the last "
+    "tenth of the run. Runs of other streams have other losses, which are not compared."
+)
 THINNED = (
     "In a run of many steps, a point of a line is the mean of a range of steps, and the band around a line goes from "
     "the least to the largest number there. All axes span at least 5 % of their numbers."
 )
+
+
+MOST_ROWS = 40
+"""Tables of scores with more rows are folded; so are those beside a run's charts."""
 
 
 class Picture(NamedTuple):
@@ -51,6 +57,7 @@ def page(runs: list[Run], scores: list[Scores], pictures: Pictures, model_sectio
     names = list(dict.fromkeys(named)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
     sections = [*(run_sections(runs, pictures) if runs else []), *score_sections(runs, scores, pictures)]
+    sections.sort(key=lambda section: section.folded)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": tables.number, "numeric": tables.is_numeric, "anchor": anchor}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -65,17 +72,11 @@ def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
     """The summary, the losses and the languages are seen at once; the rest is folded."""
     sections = [summary(runs, pictures)]
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
-    charts |= curves.metric_sections(runs)
-    for title, of_section in charts.items():
+    for title, of_section in (charts | curves.metric_sections(runs)).items():
         folded = title not in (curves.LOSSES, curves.LANGUAGES)
         note = THINNED if title == curves.LOSSES else ""
-        if title == curves.LANGUAGES:  # the counts by language are less than the losses
-            rest = [chart for chart in of_section if not chart.better]
-            of_section = [chart for chart in of_section if chart.better]
         if of_section:
             sections.append(Section(title, note, folded, pictures=drawn(of_section, pictures)))
-        if title == curves.LANGUAGES and rest:
-            sections.append(Section("Sizes by language", "", True, pictures=drawn(rest, pictures)))
     for table in (tables.summary(runs), tables.differing(runs), tables.failed_evals(runs)):
         if table.rows:
             sections.append(Section(table.title, folded=True, tables=[table]))
@@ -86,29 +87,16 @@ def summary(runs: list[Run], pictures: Pictures) -> Section:
     """What was trained, how far, and the few numbers that matter with their trend."""
     section = Section("Summary")
     headlines = tables.headlines(runs)
-    section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if len(runs) > 1 and headlines else [])]
+    section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]
     if not headlines:
         section.note = "No step has been written yet."
+    elif len(runs) > 1:
+        section.note = COMPARED
     for headline in headlines:
         title = curves.described(headline.title, headline.better)
         chart = Chart(title, {"all": headline.curves}, [run.label for run in runs], headline.better)
-        note = trend(headline.curves[0], headline.better) if len(runs) == 1 else ""
-        section.pictures.append(Picture(title, pictures.chart(chart)[0], note))
+        section.pictures.append(Picture(title, pictures.chart(chart)[0]))
     return section
-
-
-def trend(curve: pd.Series | None, better: int) -> str:
-    """The last tenth's mean beside the first's, and the best value."""
-    if curve is None:
-        return ""
-    count = math.ceil(len(curve) / tables.TENTH)
-    first, last = float(curve.iloc[:count].mean()), float(curve.iloc[-count:].mean())
-    values = curve.dropna()
-    step = (values * (better or 1)).idxmax()
-    return (
-        f"{tables.number(first)} in the first tenth, {tables.number(last)} in the last; "
-        f"best {tables.number(float(values[step]))} at step {step:,}."
-    )
 
 
 def score_sections(runs: list[Run], scores: list[Scores], pictures: Pictures) -> list[Section]:
@@ -127,7 +115,8 @@ def score_sections(runs: list[Run], scores: list[Scores], pictures: Pictures) ->
         sections.append(Section("By layer", note, pictures=drawn(layers, pictures)))
     failed = tables.failed_scores(scores)
     listed = [*tables.score_tables(scores), *([failed] if failed.rows else [])]
-    return [*sections, *([Section("Scores", tables=listed)] if listed else [])]
+    long = bool(runs) or sum(len(table.rows) for table in listed) > MOST_ROWS
+    return [*sections, *([Section("Scores", folded=long, tables=listed)] if listed else [])]
 
 
 def scatter(task: str, of_task: list[transfer.Transfer], kind: str, pictures: Pictures) -> Picture:

@@ -5,16 +5,27 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from xscale.metric_keys import MetricKey, direction
-from xscale.report.curves import LANGUAGES, LOSSES, SECTIONS, is_empty, is_size, section_of
+from xscale.report.curves import (
+    SECTIONS,
+    column,
+    eval_title,
+    is_empty,
+    is_size,
+    last_tenth,
+    section_of,
+)
 from xscale.report.read import Run, Scores, mapping
 
 Cell = str | float | None
 SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
-TENTH = 10
-"""The last tenth of a run's numbers is averaged."""
+
+
+LATE = ("last", "last tenth", "best", "at step")
+"""The columns of a run: its last number, the mean of its last tenth, the best number and its step."""
 
 
 class Table(NamedTuple):
@@ -44,7 +55,7 @@ def number(value: Cell) -> str:
 
 
 def is_numeric(values: Sequence[Cell]) -> bool:
-    return all(not isinstance(value, str) or re.fullmatch(r"-?[\d.]+( ± [\d.]+)?", value) for value in values)
+    return all(not isinstance(value, str) or re.fullmatch(r"(✓ )?-?[\d.,]+( ± [\d.e-]+)?", value) for value in values)
 
 
 def run_table(runs: list[Run]) -> Table:
@@ -68,14 +79,14 @@ def total(curve: pd.Series | None) -> float | None:
 
 
 def headlines(runs: list[Run]) -> list[Headline]:
-    """The loss, then checkpoint.best, means over streams or pairs of evaluations, and throughput: the first four of
-    these that some run has."""
+    """The loss, then checkpoint.best, means over streams or pairs of evaluations, and throughput: four of these, first
+    what most runs have."""
     found: list[Headline] = []
 
-    def add(title: str, name: str, curves: list[list[pd.Series]]) -> None:
-        means = [pd.concat(of_run, axis=1).mean(axis=1) if of_run else None for of_run in curves]
+    def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
+        means = [mean_curve(of_run) for of_run in curves]
         if not is_empty(means):
-            found.append(Headline(title, direction(name), means))
+            found.append(Headline(title, better, means))
 
     def metric(name: str) -> list[list[pd.Series]]:
         return [
@@ -89,59 +100,104 @@ def headlines(runs: list[Run]) -> list[Headline]:
             for run, own in zip(runs, keys, strict=True)
         ]
 
-    add("Training loss", "loss", [[run.metrics["loss"]] if "loss" in run.metrics else [] for run in runs])
-    for best in dict.fromkeys((run.config.get("checkpoint") or {}).get("best") for run in runs):
+    alike = len({tuple(mapping(run.config.get("streams"))) for run in runs}) == 1
+    less = -1 if alike else 0  # the losses of other streams are other quantities
+    add("Training loss, nats", less, [[run.metrics["loss"]] if "loss" in run.metrics else [] for run in runs])
+    for best in dict.fromkeys(mapping(run.config.get("checkpoint")).get("best") for run in runs):
         if isinstance(best, str) and best.count("/") >= 2:
             task, row, name = best.split("/", 2)
-            add(f"{task} {name} of {row}, which says the best checkpoint", name, evaluated(task, name, row))
-    add("Held-out loss, mean of the streams", "loss", evaluated("heldout", "loss"))
-    add("Translations found by retrieval, share", "accuracy", evaluated("retrieval", "accuracy"))
-    add("Withheld words aligned, share", "alignment", metric("alignment"))
-    add("Tokens per second", "tokens_per_s", metric("tokens_per_s"))
-    return found[:4]
+            title = eval_title(task, column(row, name), f" of {row}, by which the best checkpoint is chosen")
+            add(title, direction(name), evaluated(task, name, row))
+    add("Held-out loss, mean of the streams, nats", less, evaluated("heldout", "loss"))
+    add("Translations found by retrieval, mean of the pairs, share", 1, evaluated("retrieval", "accuracy"))
+    add("Withheld words aligned, mean of the pairs, share", 1, metric("alignment"))
+    add("Tokens per second", 1, metric("tokens_per_s"))
+    return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
+
+
+def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
+    """The mean over streams, languages or pairs. One that a step does not have counts with its number before."""
+    if not curves:
+        return None
+    together = pd.concat(curves, axis=1).sort_index()
+    return together.ffill().mean(axis=1).where(together.notna().any(axis=1))
 
 
 def headline_table(runs: list[Run]) -> Table:
-    """Each headline's mean of its last tenth with the standard deviation there; ✓ marks the best run's."""
-    rows: list[list[Cell]] = []
-    for headline in headlines(runs):
-        late = [None if curve is None else curve.iloc[-math.ceil(len(curve) / TENTH) :] for curve in headline.curves]
-        means = [math.nan if curve is None else float(curve.mean()) for curve in late]
-        known = [mean * headline.better for mean in means if math.isfinite(mean)]
-        row: list[Cell] = [headline.title]
-        for mean, curve in zip(means, late, strict=True):
-            deviation = f" ± {number(float(curve.std()))}" if curve is not None and curve.count() > 1 else ""
-            best = headline.better and len(known) > 1 and mean * headline.better == max(known)
-            row.append(f"{'✓ ' if best else ''}{number(mean)}{deviation}" if math.isfinite(mean) else None)
-        rows.append(row)
-    return Table(["mean of the last tenth", *(run.label for run in runs)], rows)
+    """The headlines' numbers: of one run over time, and of several the means of the last tenth, side by side."""
+    found = headlines(runs)
+    if len(runs) == 1:
+        return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])
+    return Table(["mean of the last tenth", *(run.label for run in runs)], [compared(headline) for headline in found])
+
+
+def compared(headline: Headline) -> list[Cell]:
+    """Each run's mean of the last tenth and the standard deviation there. ✓ marks the best run, and those that are no
+    further from it than both deviations together."""
+    late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
+    means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
+    best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
+    row: list[Cell] = [headline.title]
+    for curve, mean, deviation in zip(late, means, deviations, strict=True):
+        noise = 0 if best is None else np.nansum([deviation, deviations[best]])
+        mark = "✓ " if best is not None and mean >= means[best] - noise else ""
+        spread = f" ± {deviation:.2g}" if curve.count() > 2 else ""
+        row.append(f"{mark}{number(float(curve.mean()))}{spread}" if curve.notna().any() else None)
+    return row
 
 
 def summary(runs: list[Run]) -> Table:
-    """The last value, the mean of the last tenth, and the best value with its step, of each run."""
+    """The last value, the mean of the last tenth, and the best value with its step, of each run. What several languages
+    or pairs have comes last, after its means over them."""
+    measured: dict[tuple[str, str], list[pd.Series | None]] = {}
+    shared: dict[str, list[tuple[str, str]]] = {"": []}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
-    order = [LOSSES, *(title for title in SECTIONS if title not in (LOSSES, LANGUAGES)), LANGUAGES]
-    names.sort(key=lambda name: order.index(section_of(MetricKey.parse(name))))
-    measured = {(name, name.partition("/")[0]): [run.metrics.get(name) for run in runs] for name in names}
+    names.sort(key=lambda name: list(SECTIONS).index(section_of(MetricKey.parse(name))))
+    for name in names:
+        key = name, MetricKey.parse(name).name
+        measured[key] = [run.metrics.get(name) for run in runs]
+        shared.setdefault(without_language(MetricKey.parse(name)), []).append(key)
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
-        found = [run.evals.get((task, row, name)) for run in runs]
+        key, found = (f"{task} {name}, {row}", name), [run.evals.get((task, row, name)) for run in runs]
         if not is_size(found):
-            measured[f"{task} {name}, {row}", name] = found
+            measured[key] = found
+            shared.setdefault(without_row(task, row, name), []).append(key)
+    ordered = {key: measured[key] for key in shared.pop("")}
+    for label, keys in shared.items():
+        if len(keys) > 1:
+            of_runs = zip(*(measured[key] for key in keys), strict=True)
+            means = [mean_curve([curve for curve in curves if curve is not None]) for curves in of_runs]
+            ordered[f"{label}, mean over {len(keys)} languages", keys[0][1]] = means
     rows: list[list[Cell]] = [
-        [shown, *(cell for curve in curves for cell in last_and_best(curve, name))]
-        for (shown, name), curves in measured.items()
+        [shown, *(cell for curve in curves for cell in last_and_best(curve, direction(name)))]
+        for (shown, name), curves in (ordered | measured).items()
         if not is_empty(curves)
     ]
-    head = ["", *("last", "last tenth", "best", "at step") * len(runs)]
-    return Table(head, rows, [("", 1), *((run.label, 4) for run in runs)], "Last and best values")
+    return Table(["", *LATE * len(runs)], rows, [("", 1), *((run.label, 4) for run in runs)], "Last and best values")
 
 
-def last_and_best(curve: pd.Series | None, name: str) -> list[Cell]:
+def without_language(key: MetricKey) -> str:
+    """What a metric of a language or a pair shares with that of others; nothing for other metrics."""
+    if key.language:
+        return str(key._replace(language=""))
+    return key.name if key.name in ("alignment", "alignment_trained") else ""
+
+
+def without_row(task: str, row: str, name: str) -> str:
+    """What the number of a row shares with that of another language's row. Rows of a run's held-out text are `STREAM`
+    and `STREAM LANGUAGE`, those of mteb are no languages, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
+    first, _, rest = row.partition(" ")
+    if task == "mteb" or (task == "heldout" and not rest):
+        return ""
+    return ", ".join(filter(None, [f"{task} {column(row, name)}", first if task == "heldout" else rest]))
+
+
+def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
     """A run that ends without a number has none as its last; what never changes has no best value."""
     if curve is None or not curve.notna().any():
         return [None] * 4
-    last: list[Cell] = [float(curve.iloc[-1]), float(curve.iloc[-math.ceil(len(curve) / TENTH) :].mean())]
-    better, values = direction(name), curve.dropna()
+    last: list[Cell] = [float(curve.iloc[-1]), float(last_tenth(curve).mean())]
+    values = curve.dropna()
     if not better or (len(values) > 1 and values.nunique() == 1):
         return [*last, None, None]
     step = (values * better).idxmax()
@@ -150,7 +206,7 @@ def last_and_best(curve: pd.Series | None, name: str) -> list[Cell]:
 
 def differing(runs: list[Run]) -> Table:
     """The recipes' fields that are not the same in all runs."""
-    recipes = [pd.json_normalize(by_name(run.config)).T.get(0, pd.Series(dtype=object)) for run in runs]
+    recipes = [pd.json_normalize(by_name(run.config)).astype(object).T.get(0, pd.Series(dtype=object)) for run in runs]
     values = pd.concat(recipes, axis=1, sort=False).astype(object)
     rows = [
         [name, *map(str, row)] for name, *row in values.fillna("absent").itertuples() if len(set(map(str, row))) > 1
@@ -170,10 +226,9 @@ def score_tables(scores: list[Scores]) -> list[Table]:
     found = []
     for task in dict.fromkeys(task for model in scores for task in model.results):
         of_task = [
-            (model.name, row, {column(row, name): value for name, value in numbers.items()})
+            (model.name, row, numbers)
             for model in scores
-            for row, numbers in model.results.get(task, {}).items()
-            if not is_transfer(numbers)
+            for row, numbers in with_means(task, model.results.get(task, {})).items()
         ]
         names = list(dict.fromkeys(name for _, _, numbers in of_task for name in numbers))
         rows = [[model, row, *map(numbers.get, names)] for model, row, numbers in of_task]
@@ -181,12 +236,23 @@ def score_tables(scores: list[Scores]) -> list[Table]:
     return found
 
 
-def column(row: str, name: str) -> str:
-    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
-    pair, *rest = name.split(" ", 1)
-    first, arrow, second = pair.partition("->")
-    arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
-    return " ".join([arrows.get(row.split(" ")[0], pair), *rest])
+def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The rows but those of transfer, and the means of the rows of several languages or pairs, of all numbers that
+    have a direction. A row is `LANGUAGE` or `LANGUAGE VARIANT`; those of mteb are no languages."""
+    found = {
+        row: {column(row, name): value for name, value in numbers.items()}
+        for row, numbers in rows.items()
+        if not is_transfer(numbers)
+    }
+    variants: dict[str, list[str]] = {}
+    for row in found if task != "mteb" else ():
+        variants.setdefault(row.partition(" ")[2], []).append(row)
+    for variant, of_variant in variants.items():
+        if len(of_variant) > 1:
+            means = pd.DataFrame([found[row] for row in of_variant]).mean().items()
+            label = ", ".join(filter(None, [f"mean over {len(of_variant)} languages", variant]))
+            found[label] = {str(name): float(mean) for name, mean in means if direction(str(name))}
+    return found
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
