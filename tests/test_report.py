@@ -296,7 +296,10 @@ def test_means_over_languages(tmp_path: Path) -> None:
     en, de = [3.0, 2.0, None, 1.0], [5.0, "absent", None, 4.0]
     entries = [{"step": s, "loss/mlm/en": a} | ({} if b == "absent" else {"loss/mlm/de": b})
                for s, (a, b) in enumerate(zip(en, de, strict=True), 1)]  # fmt: skip
-    rows = {row[0]: row[1:] for row in tables.summary(read_runs([make_run(tmp_path / "run", entries)])).rows}
+    found = {"heldout": {"mlm": {"loss": 9.5}, "mlm en": {"loss": 1.5}, "mlm de": {"loss": 2.5}}}
+    folder = make_run(tmp_path / "run", entries, [{"step": 1, "results": found}])
+    rows = {row[0]: row[1:] for row in tables.summary(read_runs([folder])).rows}
+    assert rows["heldout loss, mlm, mean over 2 languages"] == [2, 2, 2, 1]
     assert rows["loss/mlm, mean over 2 languages"] == [2.5, 2.5, 2.5, 4]
     curve = tables.mean_curve([pd.Series([3.0, 2, np.nan], [1, 2, 3]), pd.Series([5.0, np.nan], [1, 3])])
     assert curve is not None and curve.tolist()[:2] == [4, 3.5] and np.isnan(curve[3])
