@@ -168,9 +168,7 @@ class Trainer:
         leave_out_step(self.engine)
         if self.reporter:
             numbers = {"samples": counts.samples, "tokens": counts.work.tokens}
-            self.reporter.metrics.write(
-                {"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers
-            )
+            self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
 
     def end_all(self, error: Exception | None) -> NoReturn:
         """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
@@ -357,7 +355,12 @@ class Trainer:
         """What checkpoint.Checkpoint reads, beside its own."""
         assert self.run_spec.calibration is not None
         kept = {"calibration": self.run_spec.calibration.to_dict(), "engine": self.config.saved()}
-        return {"identity": self.run_spec.identity(), "state": self.state, "excluded_steps": self.excluded_steps, **kept}
+        return {
+            "identity": self.run_spec.identity(),
+            "state": self.state,
+            "excluded_steps": self.excluded_steps,
+            **kept,
+        }
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
