@@ -24,8 +24,8 @@ from xscale.data.mixture import StepPlan, StreamSpec, initial_state
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
+from xscale.run.folder import MACHINE, USER_ERROR, code_of, message_of
 from xscale.run.run_spec import resolve_run
-from xscale.run.status import MACHINE, USER_ERROR, code_of, message_of
 
 
 class Plans(Dataset):

@@ -16,8 +16,8 @@ from xscale import conformance
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
+from xscale.run.folder import FAULT, code_of, message_of
 from xscale.run.run_spec import resolve_run
-from xscale.run.status import FAULT, code_of, message_of
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 

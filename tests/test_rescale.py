@@ -75,7 +75,7 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
     for new in (1, 2, 4, 8):
         for rank in range(new):
             opened.clear()
-            saved = reshard.Saved(tmp_path, names, rank / new)
+            saved = reshard.SavedPartitions(tmp_path, names, rank / new)
             needed = set()
             for group, name, first, last in wanted(rank, new, stage):
                 for key in KEYS:

@@ -76,6 +76,9 @@ class Gathering(AuxiliaryState, Protocol):
     def gather(self) -> None:
         """Called on all ranks when all rows of the step are read, before the first loss."""
 
+    def expect(self, counts: list[int]) -> None:
+        """Sets `counts`, before the rows of a step are read."""
+
 
 @runtime_checkable
 class HasQueue(AuxiliaryState, Protocol):

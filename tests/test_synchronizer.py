@@ -51,7 +51,7 @@ def batch(step: int) -> Any:
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     watch: Any = SimpleNamespace(note=lambda doing: None)
-    checkpoint_manager: Any = SimpleNamespace(saver=SimpleNamespace(written=False), under_way=None)
+    checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
     told: Any = stop
     return StepSynchronizer(
         0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), host_group, told, watch, checkpoint_manager, []
@@ -84,7 +84,7 @@ def run(network: Network, slower: dict[int, float] | None = None, stop: int = -1
         assert counts[0] == counts[1] and counts[0].targets == {("tlm", "mlm"): RANKS * done}
         for rank, of in zip(ranks, data, strict=True):
             rank.announce(of, counts[0].ahead)
-        ahead.append(len(ranks[0].coming))
+        ahead.append(len(ranks[0].pending))
         assert len({len(of_rank) for of_rank in network.sent}) == 1
         if done == stop:
             told[1].append("a signal")
