@@ -141,7 +141,7 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
     ranks.start(process)
     args = parse_arguments(words)
     told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
-    module.train_run(args, process, ranks.HostGroup(), *told)
+    module.train_run(args, process, ranks.Control(), *told)
 
 
 def main(vocab_size: int, threads: int, words: list[str]) -> None:

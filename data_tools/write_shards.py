@@ -212,7 +212,7 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
     def start() -> None:
         check_free(out)
         if ranks.is_main:
-            held.append(files.take(partial))
+            held.append(files.claim_folder(partial))
 
     def write() -> dict[int, Counter]:
         written: dict[int, Counter] = {}

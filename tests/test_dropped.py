@@ -16,9 +16,9 @@ from tests import launch
 from xscale.data.calibration import Calibration
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
+from xscale.dry_run import dry_run
 from xscale.ranks import Process
 from xscale.run import loop
-from xscale.run.describe import dry_run
 from xscale.run.run_spec import RunSpec, resolve_run
 
 SETS = ["data.workers=0", "streams.tlm.samples=32"]

@@ -533,7 +533,7 @@ def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, mode
             SETTINGS,
             replace(command.TASKS["xnli"], encode=encode),
         )
-        host_group = HostGroup()
+        control = HostGroup()
 
         def fit(self, units: list[list[Any]], labels: list[str], seed: int, name: str) -> int:
             fits.append((name, len(units), labels))

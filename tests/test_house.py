@@ -19,7 +19,7 @@ FLOORS = (
     {"checkpoint"},
     {"eval"},
     {"run"},
-    {"report"},
+    {"report", "dry_run"},
     {"train", "export", "conformance", "doctor", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""

@@ -23,11 +23,11 @@ from xscale import config, export
 from xscale.config import EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
+from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.report.read import read_runs
-from xscale.run.describe import dry_run
 from xscale.run.evals import Heldout, check_number
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
@@ -162,7 +162,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
         "checkpoint.hook=eval.sh {chekpoint}"
     )
-    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is no command")):
+    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is not a command")):
         assert f"checkpoint.hook: {hook!r} {why}" in refused(f"checkpoint.hook={json.dumps(hook)}")
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")

@@ -19,7 +19,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.data.packed_row import Tokens
-from xscale.errors import UserError, check_arguments, is_environment_error
+from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import save_pooling, trained_pooling
 from xscale.models.build import positions, run_fields
@@ -52,7 +52,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
         save_heads(heads, partial)
         pooling = pooling or trained_pooling(checkpoints.read(path).identity["recipe"]["streams"])
         save_pooling(partial, pooling, lm.config, positions(lm.config))
-        files.as_by_anyone(partial)
+        files.apply_umask(partial)
         difference = compare(lm, heads, partial)
         if difference:
             raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
@@ -130,7 +130,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        return is_environment_error(error)
+        return report_environment_error(error)
     print(f"{path} -> {args.out}")
     return 0
 

@@ -24,10 +24,10 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from xscale import ranks
+from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
-from xscale.run.describe import dry_run
 from xscale.run.folder import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
 from xscale.run.start import train_run
 

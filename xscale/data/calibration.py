@@ -29,7 +29,7 @@ class Estimate:
     too_long: float = 0.0
     """Share of its pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Piece.targets of what was read, summed up."""
+    """StreamBatch.targets of what was read, summed up."""
 
     def of(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Estimated tokens in a row of each sample: whole numbers, which no machine adds up otherwise [samples]."""

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -38,7 +38,7 @@ from xscale.data.shards import Source, pair_name
 from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import OF_MACHINE, RankError, UserError, blaming
+from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError, blaming
 from xscale.ranks import HostGroup, Process, name_process
 from xscale.record import Record
 
@@ -261,7 +261,7 @@ class Failure:
         """Raises what is a fault of ours."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
-        if error.errno not in {*OF_MACHINE, errno.ENOMEM}:
+        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
             raise error
         return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
 
@@ -584,11 +584,3 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
         )
     return tuple(fitting)
-
-
-def stream_specs(streams: Mapping[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
-    """streams: {name: (reads, languages, samples)}."""
-    return [
-        StreamSpec(name, select_sources(name, reads, languages, sources), samples, packed=reads == "mono")
-        for name, (reads, languages, samples) in streams.items()
-    ]

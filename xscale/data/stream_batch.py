@@ -117,7 +117,7 @@ class AuxiliaryInputs(NamedTuple):
 def check_stream_batch(piece: StreamBatch, terms: Set[str]) -> None:
     """Raises ValueError for what a row could not be made of. terms: of the objective's loss."""
     if not isinstance(piece, StreamBatch):
-        raise ValueError(f"returned {type(piece).__name__}, not a Piece (xscale/data/stream_batch.py)")
+        raise ValueError(f"returned {type(piece).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(piece.sequences.ids)
     if int(piece.sequences.lengths.sum()) != tokens:
         raise ValueError(f"its sequences' lengths add up to {piece.sequences.lengths.sum()}, and have {tokens} ids")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.shards import find_sources
-from xscale.errors import UserError, check_arguments, is_environment_error
+from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.model import Exported, write_json
 from xscale.eval.tasks import TASKS, Scores, TaskRow, add_flags
 from xscale.plugins import load_plugins
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return measure_all(model, rows, args)
     except OSError as error:  # of --out
-        return is_environment_error(error)
+        return report_environment_error(error)
 
 
 def check_out(path: Path) -> None:

@@ -135,7 +135,7 @@ class Objective:
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
     """Called like `loss`: vectors [n, D] of the row's samples, which the losses of all rows of the step read. The loss
     gets states["step"] [V, D], those of the whole step, in which the row's own have a gradient, and states["own"] [n],
-    the places of these. It costs a second forward pass. See `own_share`."""
+    the places of these. It costs a second forward pass. See `step_loss_share`."""
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []

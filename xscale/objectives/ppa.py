@@ -70,7 +70,7 @@ class PpaOptions:
     """Width of z."""
     normalize_z: bool = True
     """L2-normalise z, as MoCo does."""
-    warm_up_queues: bool = True
+    prefill: bool = True
     """Fill the queue from the momentum encoder before the first step; else it fills as training goes."""
     momentum_eval: bool = False
     """Run the key encoder without dropout."""
@@ -239,7 +239,7 @@ class Moco:
         self.options = options
         self.momentum = MomentumEncoder(encoder, projection, options.momentum)
         self.queue = Queue(options.queue_size, options.projection)
-        self.prefill_samples = options.queue_size if options.warm_up_queues else 0
+        self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
         """Optimizer steps done, and those of the run, which the step's module says."""
         self.counts: list[int] | None = None

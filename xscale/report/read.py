@@ -51,7 +51,7 @@ class Run:
     config: dict[str, Any]
     """The resolved recipe; empty where there is none."""
     status: dict[str, Any]
-    """As xscale/run/status.py writes it; empty where there is none."""
+    """As xscale/run/folder.py writes it; empty where there is none."""
 
     @property
     def steps(self) -> int:

@@ -28,7 +28,7 @@ from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.lexicon import Lexicon
-from xscale.errors import OF_MACHINE, MachineError, NotFinite, Replaced, UserError
+from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, NotFinite, Replaced, UserError
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG, log_to_files
 
@@ -197,7 +197,7 @@ def code_of(error: Exception) -> int:
         return USER_ERROR
     if isinstance(error, NotFinite):
         return NOT_FINITE
-    if isinstance(error, OSError) and error.errno in OF_MACHINE:
+    if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
         return MACHINE
     known = isinstance(error, MachineError | dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
     return MACHINE if known else FAULT

@@ -88,8 +88,9 @@ class RunSpec:
             )
         specs = []
         for spec in self.specs:
-            stream = self.recipe.streams[spec.name]
-            samples = stream.samples or max(1, round((stream.tokens or 0) / max(found.of(spec.name).tokens, 1.0)))
+            stream, samples = self.recipe.streams[spec.name], spec.samples
+            if stream.tokens:
+                samples = max(1, round(stream.tokens / max(found.of(spec.name).tokens, 1.0)))
             specs.append(replace(spec, samples=samples))
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
@@ -133,6 +134,17 @@ class RunSpec:
                 f"{self.records(counted):,} pairs that stream {counted.name} draws in each"
             )
         return lines
+
+    def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
+        """A run spec with one stream, which reads the data of `stream` in an order of its own."""
+        assert self.calibration is not None
+        return replace(
+            self,
+            recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}),
+            specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
+            dictionaries={name: self.dictionaries.get(stream, ())},
+            calibration=replace(self.calibration, streams={name: self.calibration.of(stream)}),
+        )
 
     def records(self, spec: StreamSpec) -> int:
         """How many it draws from."""
@@ -240,11 +252,11 @@ class RunSpec:
         )
         collates = {}
         for spec in specs:
-            name = spec.name if spec.name in recipe.streams else spec.name.rpartition(".")[0]
-            objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
-            lexicons = self.dictionaries.get(name, ())
+            stream = recipe.streams[spec.name]
+            objective, options = OBJECTIVES[stream.objective], stream.options
+            lexicons = self.dictionaries.get(spec.name, ())
             names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
-            of_objective = recipe.streams[name].objective, frozenset(objective.terms(options))
+            of_objective = stream.objective, frozenset(objective.terms(options))
             words = objective.words(options)
             collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
@@ -279,7 +291,7 @@ class RunSpec:
         fitted: tuple[int, Shape] | None = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
-        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own.
+        """specs: some of the recipe's streams, or with other numbers of samples.
         fitted: least number of rows, and the shape that they are filled up to."""
         plans = plans or self.plans(process, device, state, steps, specs, fitted)
         dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
@@ -293,8 +305,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
     check_sizes(sources, host_group)
-    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
-    specs = loading.stream_specs(streams, sources)
+    specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
@@ -321,6 +332,16 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
         min(before, recipe.data.lexicon_heldout),
         left_out,
     )
+
+
+def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
+    """The sources of each stream, and its samples; 0 samples for a stream with `tokens`, until it is calibrated."""
+    specs = []
+    for name, stream in recipe.streams.items():
+        reads = OBJECTIVES[stream.objective].reads
+        chosen = loading.select_sources(name, reads, stream.languages, sources)
+        specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
+    return specs
 
 
 def check_language_names(languages: list[str]) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 import time
 from contextlib import closing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,9 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             folder.note_start(args.out, first, process.world)
         fitted: Fitted = None
         if train.compile:  # fitted by one rank: a sum of fractions may differ in its last bit on another processor
-            fitted = host_group.from_main(lambda: run_spec.fit(process, hardware.device))
-        # The first plans may take seconds: they are drawn while the engine is built.
-        state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
-        plans: Plans | None = run_spec.plans(
-            process, hardware.device, state, train.steps - first, fitted=fitted, host_group=host_group
-        )
+            fitted = host_group.from_main(partial(run_spec.fit, process, hardware.device))
+        state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
+        plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
         watch.note("building the engine")
         engine = make_engine(run_spec, config, checkpoint, fitted, host_group)
         log_start(run_spec, engine, config, process, first)
@@ -250,12 +247,11 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
-        spec = next(spec for spec in run_spec.specs if spec.name == name)
-        spec = replace(spec, name=f"{name}.prefill")
+        warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
         wanted, have, logged = auxiliary_state.prefill_samples, 0, time.monotonic()
         LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
-        steps = 2 * -(-wanted // spec.samples)
-        for batch in run_spec.batches(process, device.type, initial_state([spec]), steps, [spec]):
+        steps = 2 * -(-wanted // warm_up.specs[0].samples)
+        for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
             for number, row in enumerate(batch.rows):
                 place = (batch.step, number, process.rank)
                 torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import NotFinite, UserError, is_environment_error, run_command
+from xscale.errors import NotFinite, UserError, report_environment_error, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
 from xscale.eval.finetune.task import Data, Encoding, Task
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        return is_environment_error(error)
+        return report_environment_error(error)
 
 
 def check(args: argparse.Namespace) -> None:
