@@ -32,7 +32,7 @@ from xscale.metric_keys import MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
-from xscale.run.run_spec import RunSpec, check_needs, check_sizes
+from xscale.run.run_spec import RunSpec, check_links, check_sizes
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
@@ -72,8 +72,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
         try:
             rows = row_names(task, run_spec, host_group)
         except UserError as error:
-            text = str(error).removeprefix("--data ")
-            raise UserError(text if text.startswith("eval.") else f"eval.{task.name}: {text}") from None
+            raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             there = ", ".join(f"{task.name}/{row}" for row in rows)
             raise UserError(f"checkpoint.best: {best} is not measured; there are numbers of {there}")
@@ -87,8 +86,8 @@ def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -
     check_sizes(sources, host_group)
     if task.kind == "retrieval":
         return list(pairs_of(task, sources))
-    specs = heldout_specs(task, run_spec, sources)
-    check_needs(run_spec.recipe, run_spec.tokenizer, specs, sources)
+    specs = heldout_specs(run_spec, sources)
+    check_links(run_spec.recipe, specs, sources)
     names = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
@@ -99,15 +98,11 @@ def alignment_rows(run_spec: RunSpec) -> Results:
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    gold = find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
-    enough = {
-        name: {kind: pairs for kind, pairs in zip(("withheld", "trained"), (of.withheld, of.trained), strict=True)}
-        for name, of in gold.items()
-    }
-    return {
-        name: {kind: math.nan for kind, pairs in kinds.items() if len(pairs.queries) >= FEWEST}
-        for name, kinds in enough.items()
-    }
+    rows: Results = {}
+    for name, probe in find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing).items():
+        words = {"withheld": probe.withheld, "trained": probe.trained}
+        rows[name] = {kind: math.nan for kind, pairs in words.items() if len(pairs.queries) >= FEWEST}
+    return rows
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
@@ -134,28 +129,18 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
 
 def sources_of(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     """The task's data. Raises UserError where the run trains on it, or does not know its languages."""
-    sources = take_first(find_data(task), task.limit)
+    sources = take_first(find_sources([Path(path) for path in task.data]), task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:
-            raise UserError(f"eval.{task.name}: {source.directory} is trained on; give records that are held out")
+            raise UserError(f"{source.directory} is trained on; give records that are held out")
         new = sorted(set(source.langs) - set(run_spec.languages))
         if new:
-            raise UserError(
-                f"eval.{task.name}: {source.directory} is in {' and '.join(new)}, which no --data of the run has"
-            )
+            raise UserError(f"{source.directory} is in {' and '.join(new)}, which no --data of the run has")
     return sources
 
 
-def find_data(task: EvalTask) -> list[Source]:
-    """The sources of a task. A UserError names the task."""
-    try:
-        return find_sources([Path(path) for path in task.data])
-    except UserError as error:
-        raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
-
-
-def heldout_specs(task: EvalTask, run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
+def heldout_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
     """The sources that each stream reads, with all records of pairs. Raises UserError for none."""
     specs = []
     for spec in run_spec.specs:
@@ -169,7 +154,7 @@ def heldout_specs(task: EvalTask, run_spec: RunSpec, sources: list[Source]) -> l
             specs.append(StreamSpec(spec.name, tuple(chosen), sum(sources[s].records for s in chosen), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
-        raise UserError(f"eval.{task.name}: no stream of the recipe reads any of {kinds}")
+        raise UserError(f"no stream of the recipe reads any of {kinds}")
     return specs
 
 
@@ -189,7 +174,7 @@ class Heldout:
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or sources_of(task, run_spec)
         tokens = Calibration([source_statistics(source, run_spec.tokenizer) for source in sources], {})
-        specs = heldout_specs(task, run_spec, sources)
+        specs = heldout_specs(run_spec, sources)
         for i, spec in enumerate(specs):
             if spec.packed:
                 text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)
@@ -264,7 +249,7 @@ def pairs_of(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
     """The sources of pairs, by the names of their rows. Raises UserError for none."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
-        raise UserError(f"eval.{task.name}: {', '.join(task.data)} has no pairs")
+        raise UserError(f"{', '.join(task.data)} has no pairs")
     times = Counter(source.pair for source in pairs)
     return {s.pair if times[s.pair] == 1 else f"{s.pair} ({s.directory})": s for s in pairs}
 

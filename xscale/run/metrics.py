@@ -37,7 +37,7 @@ BUFFER = 1 << 16
 SLOW, SLOW_FLUSHES = 1.5, 10
 """A rank is slow if it takes this many times the median of all ranks, at this many readings of the metrics in a row."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""Of so many steps fp16 normally skips one or two, as it tries larger loss scales."""
+"""A run warns if fp16 skips more than MOST_SKIPS of SKIPS_OF steps, normally one or two, or has a scale this low."""
 ALIKE, ALIKE_STEPS = 0.99, 20
 """If the vectors of different sentences have this mean cosine in so many steps, a contrast learns nothing."""
 

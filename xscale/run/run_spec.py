@@ -1,4 +1,4 @@
-"""A job: recipe, data, tokenizer and dictionaries resolved and checked, before any weight exists."""
+"""The run spec: recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -36,16 +36,19 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
-hold a row."""
+"""train.max_tokens by device, where the recipe leaves it open. A GPU then works longer than its host, and a CPU's
+caches hold a row."""
 SWEPT = 0.25
-"""Share of a step that a node reads, from which on it asks for whole shards."""
+"""A node that reads at least this share of a step asks the operating system for whole shards ahead."""
 DROPPED = 0.03
-"""Share of a stream's pairs over data.max_length from which on a run warns."""
+"""A run warns if more than this share of a stream's pairs is over data.max_length."""
 LINKED_SAMPLE = 16
-"""Records of a source that are looked at for word links."""
+"""So many records of a source are searched for word links."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
-"""Files of which a directory with a tokenizer has one or more."""
+"""A directory with a tokenizer has one or more of these files."""
+
+Fitted = tuple[int, Shape] | None
+"""The rows of a step and their shape, from RunSpec.fit, where rows are filled up to one shape."""
 
 
 @dataclass(frozen=True)
@@ -58,23 +61,23 @@ class RunSpec:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
-    """Those that objectives read, whole."""
+    """The dictionaries that objectives read, with all their words."""
     measured: tuple[Lexicon, ...]
-    """Those that the run's scores alone know."""
+    """The dictionaries that only alignment scores read."""
     dictionaries: dict[str, tuple[Lexicon, ...]]
-    """Of `lexicons`, what each stream whose objective reads them has, without the withheld words."""
+    """The dictionaries of each stream whose objective reads them, without the withheld words."""
     segments: bool
     """Whether the two sentences of a pair have token types of their own."""
     unseen: float
-    """Share of the dictionaries' entries that neither this run nor the one of model.init trains."""
+    """The share of the dictionaries' entries that neither this run nor the one of model.init trains."""
     left_out: tuple[str, ...] = ()
-    """Lines about dictionaries that could not be measured with."""
+    """Warnings about dictionaries that cannot be read for alignment scores."""
     calibration: Calibration | None = None
-    """Without it nothing can be drawn: `calibrated` adds it."""
+    """What was measured of the data. `calibrated` adds it, and nothing can be drawn before."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """With `found`, or what is measured here, by all ranks of `control`. Streams that say `tokens` get their
-        samples. Raises UserError."""
+        """The run spec with a calibration, by which streams that say `tokens` get their samples. Raises UserError.
+        found: the calibration. None: all ranks of `host_group` measure it here."""
         if found is None:
             train, data = self.recipe.train, self.recipe.data
             found = loading.calibrate(
@@ -98,24 +101,20 @@ class RunSpec:
         return replace(self, specs=specs, calibration=found)
 
     def max_tokens(self, device: str) -> int:
-        return self.recipe.train.max_tokens or max(
-            MAX_TOKENS.get(device, MAX_TOKENS["cpu"]), self.recipe.data.max_length
-        )
+        default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
+        return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
 
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
-        data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
         heldout = self.recipe.data.lexicon_heldout
-        lexicons = [
-            {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": heldout}
-            for lexicon in self.lexicons
-        ]
         return {
             "recipe": self.recipe.identity(),
-            "data": data,
+            "data": [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources],
             "tokenizer": self.tokenizer.fingerprint,
             "special_tokens": self.tokenizer.special,
-            "lexicons": lexicons,
+            "lexicons": [
+                {"lexicon": of.name, "fingerprint": of.fingerprint, "heldout": heldout} for of in self.lexicons
+            ],
         }
 
     def notes(self) -> list[str]:
@@ -147,12 +146,12 @@ class RunSpec:
         )
 
     def records(self, spec: StreamSpec) -> int:
-        """How many it draws from."""
+        """The number of records that a stream draws from."""
         return records_of(spec, self.sources)
 
     def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
-        """Of each stream that drops more than a few per cent of its pairs, a line that says so, by name. too_long:
-        shares of its pairs that are over data.max_length; None: as they were estimated."""
+        """Warnings about streams that drop more than a few per cent of their pairs, by the stream's name. too_long: the
+        share of each stream's pairs that is over data.max_length; None: the calibration's."""
         data = self.recipe.data
         if too_long is None:
             assert self.calibration is not None
@@ -169,7 +168,7 @@ class RunSpec:
         }
 
     def shortfalls(self) -> list[str]:
-        """Lines about what streams do not find in the data, as it was estimated."""
+        """Warnings about what streams do not find in the data, by the calibration."""
         assert self.calibration is not None
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
@@ -179,12 +178,12 @@ class RunSpec:
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
     def module(self) -> StepModule:
-        """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
+        """The module with the weights of step 0. Streams get the heads of model.init that have their objective."""
         kept: dict[str, KeptHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
     def encoder(self, kept: dict[str, KeptHeads] | None = None) -> Encoder:
-        """kept: gets the heads that model.init has."""
+        """The encoder with the weights of step 0. kept: gets the heads of model.init."""
         model = self.recipe.model
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
@@ -234,22 +233,15 @@ class RunSpec:
         )
 
     def fit(self, process: Process, device: str) -> tuple[int, Shape]:
-        """Rows of a step on a rank, and a shape that nearly all fit."""
+        """The number of rows of a step on a rank, and a shape that nearly all of them fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return mixing.fit(mixture, self.recipe.data.max_length)
 
     def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
         recipe = self.recipe
-        language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
-        data = recipe.data
-        context = Context(
-            self.tokenizer,
-            data.max_length,
-            data.overlong,
-            language_ids,
-            recipe.train.seed,
-            segments=self.segments,
-        )
+        ids = {language: number for number, language in enumerate(self.languages, start=1)}
+        limits, seed = (recipe.data.max_length, recipe.data.overlong), recipe.train.seed
+        context = Context(self.tokenizer, *limits, ids, seed, segments=self.segments)
         collates = {}
         for spec in specs:
             stream = recipe.streams[spec.name]
@@ -259,7 +251,7 @@ class RunSpec:
             of_objective = stream.objective, frozenset(objective.terms(options))
             words = objective.words(options)
             collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
-        return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
+        return StepDataset(self.sources, collates, context, seed, shape)
 
     def plans(
         self,
@@ -267,16 +259,15 @@ class RunSpec:
         device: str,
         state: dict[str, Any],
         steps: int,
-        specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, Shape] | None = None,
+        fitted: Fitted = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
-        """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
-        control, by which all ranks call it together, once on each node."""
+        """The plans of steps, for `batches`. A process draws them ahead where there are workers: one process of each
+        node, where all ranks call this together with their `host_group`."""
         for source in self.sources:
-            source.close()  # what was looked into so far
+            source.close()  # the files that were read so far
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
+        mixture = self.mixture(process, device, self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = loading.find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
@@ -287,14 +278,13 @@ class RunSpec:
         device: str,
         state: dict[str, Any],
         steps: int,
-        specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, Shape] | None = None,
+        fitted: Fitted = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
-        """specs: some of the recipe's streams, or with other numbers of samples.
-        fitted: least number of rows, and the shape that they are filled up to."""
-        plans = plans or self.plans(process, device, state, steps, specs, fitted)
-        dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
+        """This rank's part of each step. state: what the streams have consumed. fitted: from `fit`, where rows are
+        filled up to one shape. plans: from `plans`, if they were begun before."""
+        plans = plans or self.plans(process, device, state, steps, fitted)
+        dataset = self.dataset(self.specs, fitted[1] if fitted else None)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
 
@@ -314,7 +304,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     check_language_names(languages)
     found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
-    check_needs(recipe, tokenizer, specs, sources)
+    check_links(recipe, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
@@ -345,7 +335,7 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(languages: list[str]) -> None:
-    """Raises UserError for two that differ in case alone."""
+    """Raises UserError for two languages whose names differ in case alone."""
     of_lower: dict[str, str] = {}
     for name in languages:
         other = of_lower.setdefault(name.lower(), name)
@@ -357,11 +347,10 @@ def check_language_names(languages: list[str]) -> None:
 
 
 def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
-    """Of every file of the sources, once, whatever the ranks. Raises UserError."""
+    """Check the size of every file of the sources, each by one rank. Raises UserError."""
     size = host_group.size if host_group else 1
-    owners = [
-        source for source in sources for _ in source.shards
-    ]  # no pairs: 10^5 of them would be searched for garbage
+    # Two lists, and no list of pairs: the garbage collector would search 10^5 of them.
+    owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
 
     def check(number: int) -> None:
@@ -388,7 +377,7 @@ def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
 
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
-    """How many it draws from."""
+    """The number of records that a stream draws from."""
     return sum(sources[source].records for source in spec.sources)
 
 
@@ -404,7 +393,7 @@ def shows_neutral(recipe: Recipe) -> bool:
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Whether recipe, tokenizer and model have token types for the two sentences of a pair."""
+    """Whether the recipe, the tokenizer and the model have token types for the two sentences of a pair."""
     if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
         return False
     return has_segments(initial_directory(recipe), recipe.model.preset)
@@ -419,8 +408,8 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 def load_lexicons(
     recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, host_group: HostGroup | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
-    """In the order of their names; and lines about those that are left out. Raises UserError where one that an
-    objective reads, or the recipe names, is missing, malformed or the wrong way round."""
+    """The dictionaries in the order of their names, and warnings about those that are left out. Raises UserError where
+    one that an objective reads, or the recipe names, is missing, malformed or the wrong way round."""
     paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
@@ -430,7 +419,7 @@ def load_lexicons(
     if recipe.data.truecase and not tokenizer.lowercases:
         spoken: set[str] = set()
         for path in paths:
-            with suppress(UserError):  # it is said below
+            with suppress(UserError):  # it is raised again below
                 spoken |= {*pair_of(path, languages)}
         forms = forms_of(spoken, sources, host_group or HostGroup(alone=True))
     for path in paths:
@@ -446,10 +435,10 @@ def load_lexicons(
 
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
-    """What each stream whose objective reads dictionaries has of them, without the words that are withheld. Raises
-    UserError where that is nothing."""
+    """The dictionaries of each stream whose objective reads them, without the words that are withheld. Raises UserError
+    where a stream has no word."""
     found: dict[str, tuple[Lexicon, ...]] = {}
-    kept: dict[Lexicon, Lexicon] = {}  # one of each: tables are made of it once a process
+    kept: dict[Lexicon, Lexicon] = {}  # one object of each: a process makes its tables once
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
@@ -467,26 +456,23 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
 
 
 def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Whether it is of a pair of the stream's languages; of a stream of one language, whether it has that."""
+    """Whether a dictionary's pair is among a stream's languages, or has a stream's only language."""
     if languages is None:
         return True
     return within(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
-def check_needs(recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source]) -> None:
-    """Raises UserError where an objective lacks its word links, or its options or the tokenizer do not fit the
-    stream."""
+def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+    """Raises UserError where an objective that needs word links reads a source without them."""
     for spec in specs:
-        stream = recipe.streams[spec.name]
-        objective = OBJECTIVES[stream.objective]
-        if objective.needs == "links":
+        if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links":
             for source in spec.sources:
                 sources[source].check_links()
-                check_links(spec.name, sources[source])
+                check_links_of_records(spec.name, sources[source])
 
 
-def check_links(stream: str, source: Source) -> None:
-    """Raises UserError where one of some records has no word links: the first, the last, and others between them."""
+def check_links_of_records(stream: str, source: Source) -> None:
+    """Raises UserError where a record has no word links. It reads the first, the last, and others between them."""
     some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
     without_readahead = source.without_readahead()
     for shard, record in source.places(some):
@@ -500,7 +486,7 @@ def check_links(stream: str, source: Source) -> None:
 
 
 def find_tokenizer(recipe: Recipe, data: Path) -> str:
-    """model.tokenizer; else that of model.init; else the one beside the shards. Raises UserError without any."""
+    """The tokenizer of model.tokenizer, else of model.init, else beside the shards. Raises UserError without any."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -521,7 +507,7 @@ def find_tokenizer(recipe: Recipe, data: Path) -> str:
 
 
 def check_tracker(name: str | None) -> None:
-    """Raises UserError."""
+    """Raises UserError where the tracker's library is not installed."""
     if name and importlib.util.find_spec(name) is None:
         raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 

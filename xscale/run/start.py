@@ -18,7 +18,6 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
-from xscale.data.packed_row import Shape
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.objectives import HasQueue
@@ -28,15 +27,12 @@ from xscale.run.evals import check_tasks
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer, TrainerContext
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run.run_spec import Fitted, RunSpec, resolve_run
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
 from xscale.step.step import to_device
-
-Fitted = tuple[int, Shape] | None
-"""RunSpec.fit's rows of a step and their shape, where rows are filled up to one shape."""
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:

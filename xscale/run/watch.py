@@ -282,9 +282,7 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         for pid in [child.pid for child in multiprocessing.active_children() if child.pid]:
-            with suppress(
-                ProcessLookupError
-            ):  # the loader's processes write their stacks to the same file (metrics.py)
+            with suppress(ProcessLookupError):  # the loader's processes write their stacks to the same file
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.2)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
