@@ -81,6 +81,8 @@ def test_lines_that_find_no_room_are_a_marked_gap(tmp_path: Path, caplog: Any, m
     lines.file = disk
     for step in range(1, 9):
         lines.write({"step": step, "loss": 1.5})
+        if step > 1 and step % 2:
+            continue
         lines.flush(to_disk=True)
         assert [entry["step"] for entry in map(json.loads, path.read_text().splitlines())] == [1]
         assert path.read_text().endswith("\n") and not lines.lines
