@@ -21,7 +21,7 @@ from torch import Tensor
 from xscale import ranks
 from xscale.data.mixture import initial_state
 from xscale.data.packed_row import PackedRow, Tokens, gather_index
-from xscale.data.stream_batch import Reads
+from xscale.data.stream_batch import StateIndices
 from xscale.models.attention import attention, runs_flash
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -83,7 +83,7 @@ def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     counts = np.array([len(row) for row in linked])
     columns = np.concatenate([alone, *linked])
     row_of = np.concatenate([np.arange(masked), np.repeat(np.arange(masked, 2 * masked), counts)])
-    index = gather_index([Reads(alone), Reads(columns[masked:], counts)], places)
+    index = gather_index([StateIndices(alone), StateIndices(columns[masked:], counts)], places)
     on_device = [torch.from_numpy(array).to(DEVICE) for array in index]
     hidden = torch.randn(places, width, device=DEVICE).to(dtype).requires_grad_()
     incoming = torch.randn(2 * masked, width, device=DEVICE).to(dtype)

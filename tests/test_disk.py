@@ -92,7 +92,7 @@ def test_lines_that_find_no_room_are_a_marked_gap(tmp_path: Path, caplog: Any, m
     lines.close()
     assert launch.metrics(tmp_path)[1:] == [{"step": 2, "lost": [2, 8]}, {"step": 9, "loss": 1.5}]
     assert "steps 2 to 8 are missing" in caplog.records[-1].message and len(caplog.records) == 2
-    assert read_run(tmp_path, "run", "run").metrics["loss"].steps.tolist() == [1, 9]
+    assert read_run(tmp_path, "run", "run").metrics["loss"].index.tolist() == [1, 9]
 
 
 def test_a_board_that_fails_is_left_alone(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:

@@ -455,7 +455,7 @@ def test_a_hook_measures_beside_the_run(runs: Path) -> None:
         assert found == pytest.approx(inline[step], abs=0.03), step  # of fp32 as of the run's, ties apart
     wait_for(lambda: not list((runs / "hook" / "evals").glob("*.model")), 60)
     curve = read_runs([runs / "hook"])[0].evals["retrieval", "en-xx", "accuracy"]
-    assert {0, 4, 8} <= set(curve.steps.tolist())
+    assert {0, 4, 8} <= set(curve.index.tolist())
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
-from xscale.data.mixture import Draw, StepPlan
+from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example
@@ -152,10 +152,10 @@ def alignlm_batches(
     counts = np.minimum(source.counts, limit)
     shard, record = np.repeat(np.arange(len(counts)), counts)[:limit], offsets(counts)[:limit]
     zeros = np.zeros(len(shard), dtype=np.int64)
-    draw = Draw(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
+    draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     how = StreamCollate(collate, options, objective.words(options))
     dataset = StepDataset([source], {"alignlm": how}, context_of(model, source), seed=0)
     for places in np.split(np.arange(len(shard)), range(BATCH, len(shard), BATCH)):
-        plan = StepPlan(0, [{"alignlm": draw.at(places)}], {}, rank=0, world=1)
-        ((stream_batch, _),) = dataset.stream_batches("alignlm", plan)
+        plan = StepPlan(0, [{"alignlm": draw.select(places)}], {}, rank=0, world=1)
+        (stream_batch,) = dataset.stream_batches("alignlm", plan)
         yield stream_batch

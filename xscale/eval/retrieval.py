@@ -21,7 +21,7 @@ from torch import Tensor
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
-from xscale.data.stream_batch import Reads, StreamBatch, Types
+from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.model import Exported, Scores, read_all
 from xscale.eval.neighbours import nearest_both
@@ -147,6 +147,10 @@ def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, 
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
     counts = np.array([len(sentence) for sentence in sentences])
     tokens = np.flatnonzero(~special)
-    reads = {"mean": Reads(tokens, counts), "cls": Reads(sequences.starts), "tokens": Reads(tokens)}
+    reads = {
+        "mean": StateIndices(tokens, counts),
+        "cls": StateIndices(sequences.starts),
+        "tokens": StateIndices(tokens),
+    }
     types: Types | None = "languages" if model.language_embeddings else None
     return StreamBatch(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -28,7 +28,7 @@ from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch
+from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -89,10 +89,10 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     special = context.tokenizer.is_special[sequences.ids]
     return StreamBatch(
         sequences=sequences,
-        reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
+        reads={"first": StateIndices(first), "second": StateIndices(second), "anchors": StateIndices(places)},
         targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
-        auxiliary=AuxiliaryInputs(alone, Reads(places)),
+        auxiliary=AuxiliaryInputs(alone, StateIndices(places)),
         too_long=too_long,
     )
 

@@ -44,7 +44,7 @@ from xscale import rng
 from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch, masked_lm
+from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
@@ -194,15 +194,15 @@ def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
-def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> Reads:
+def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> StateIndices:
     """Returns the tokens that each view's vector sums. A sum does for the mean, as only the direction counts.
 
     before: number of tokens of the stream batch that precede the views.
     """
     if options.pooling == "cls":
-        return Reads(views.starts + before)
+        return StateIndices(views.starts + before)
     special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
-    return Reads(np.flatnonzero(~special) + before, views.lengths - 2)
+    return StateIndices(np.flatnonzero(~special) + before, views.lengths - 2)
 
 
 def text_numbers(views: Sequences) -> np.ndarray:

@@ -16,8 +16,8 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
-from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
+from xscale.data.planner import Plans
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.objectives import HasQueue

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.ranks import HostGroup, Process
@@ -34,7 +34,7 @@ class GlobalCounts(NamedTuple):
     """A step's numbers, summed over ranks."""
 
     targets: dict[tuple[str, str], int]
-    work: Work
+    work: RowCost
     too_long: Counter[str]
     """The pairs over data.max_length by stream."""
     samples: int
@@ -186,7 +186,7 @@ class StepSynchronizer:
             sums = iter(finish()[len(first) :])
             return GlobalCounts(
                 targets={key: next(sums) for key in targets},
-                work=Work(*islice(sums, len(work))),
+                work=RowCost(*islice(sums, len(work))),
                 too_long=Counter({stream: next(sums) for stream in long}),
                 samples=next(sums),
                 flush=next(sums),
