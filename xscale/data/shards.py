@@ -334,7 +334,10 @@ class OpenFile:
             size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
             content = mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
             self.mapped, self.changed = np.frombuffer(content, dtype=IDX_DTYPE), about.st_ctime_ns
-        return self.mapped if about.st_ctime_ns == self.changed else self.mapped[:0]
+        if about.st_ctime_ns != self.changed:
+            self.mapped = self.mapped[:0]
+            self.intact.clear()
+        return self.mapped
 
     def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         close(self.fd)
