@@ -209,7 +209,10 @@ def check(args: argparse.Namespace) -> None:
     if syn and args.kind != "conllu" and not args.conllu:
         raise UserError(f"--how {args.how} needs the parse of {args.sources[0]}; give it by --conllu F")
     if args.conllu and (not syn or args.kind == "conllu"):
-        raise UserError(f"--conllu is for syn of text, ner and pairs; leave it out for {args.kind} --how {args.how}")
+        raise UserError(
+            f"--conllu is for --how syn or trans.syn of text, ner and pairs; leave it out for {args.kind} "
+            f"--how {args.how}"
+        )
     outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]
     for path in outputs:
         if path.exists():

@@ -116,7 +116,7 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
 
     def is_inside(char: str) -> bool:
-        """Whether the character can be inside a word. The normalizer puts spaces around Chinese ones."""
+        """True if the character can be inside a word. The normalizer puts spaces around Chinese ones."""
         return " " not in normalizer.normalize_str("a" + char)
 
     with _spooled(texts, normalizer) as (lines, seen):

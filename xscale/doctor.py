@@ -277,7 +277,7 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
 
 
 def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
-    """Whether the disk of --out has room for the checkpoints."""
+    """Lines about the room for checkpoints on the disk of --out."""
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     keep = run_spec.recipe.checkpoint.keep
     yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"

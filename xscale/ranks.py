@@ -1,4 +1,4 @@
-"""Where this process stands among the others, whichever launcher started it; and the small talk between ranks."""
+"""The place of this process among the others, whichever launcher started it, and the ranks' small messages."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(minutes=30)
 SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 """The variables that name the networks on which ranks listen, and the network of a run of one rank."""
 NAME_SECONDS = 30
-"""How long ranks wait for a host to know the name in MASTER_ADDR."""
+"""Ranks wait so long for a host to know the name in MASTER_ADDR."""
 
 _LAUNCHERS = {
     # name: (rank, world, local rank, local world)
@@ -289,7 +289,7 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> "Message":
-        """Send the numbers on their way. Other messages may overtake it."""
+        """Begins a sum over ranks. Other messages may overtake the numbers."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 

@@ -18,7 +18,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 
 DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
-"""Of each stream, the first DRAWN samples are estimated; at most READ of them are tokenised, in groups of GROUP, and at
+"""The first DRAWN samples of each stream are estimated; at most READ of them are tokenised, in groups of GROUP, and at
 most BEYOND of those that are estimated over max_length, one by one."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """Shards that are looked into, of all sources together, but at least SHARDS_OF_SOURCE of each."""

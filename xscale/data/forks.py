@@ -15,7 +15,7 @@ from functools import partial
 from unittest import mock
 
 BEGIN_SECONDS = 20
-"""How long a child may take to come out of its fork before another one is made."""
+"""A child that takes longer to come out of its fork is replaced by another."""
 
 
 @contextmanager

@@ -58,7 +58,7 @@ class Lexicon:
         return "-".join(self.langs)
 
     def kept(self, heldout: float) -> "Lexicon":
-        """Without the entries of which either word is withheld from the objectives: about this share of them."""
+        """The dictionary without the entries withheld from the objectives. heldout: about their share."""
         return _kept(self, heldout)
 
     def summary(self) -> str:
@@ -98,7 +98,7 @@ def same_word(word: str) -> str:
 
 
 def withheld(word: str, heldout: float) -> bool:
-    """Whether no objective sees the entries of this word; `heldout` of all words are so."""
+    """True if no objective sees the entries of this word. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
@@ -203,8 +203,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """("en", "zh-CN") of "en-zh-CN": both are among `languages`, or else look like languages. None: no cut, or several,
-    give two such."""
+    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". Both are among `languages`, or else look like
+    languages. None: the name has no such cut, or several."""
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)

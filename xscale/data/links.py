@@ -40,7 +40,7 @@ class WordTokens:
     places: np.ndarray
     """Word by word, in the order of the text [T]."""
     starts: np.ndarray
-    """Where in `places` each word begins [W + 1]."""
+    """The index in `places` at which each word begins [W + 1]."""
 
     def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All places of each of some words, one word after the other, and how many each has."""

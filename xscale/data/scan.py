@@ -27,7 +27,7 @@ from xscale.record import Record
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """What one pass over a tar finds."""
+    """The findings of one pass over a tar."""
 
     shard: Shard
     layout: str

@@ -1,4 +1,4 @@
-"""What the texts of a source look like, as far as it can be told without knowing their languages.
+"""The look of a source's texts, as far as it can be told without knowing their languages.
 
 A survey takes memory that is bounded, and whatever the order in which records come and surveys are joined, it says the
 same: duplicates are counted among the texts whose 64-bit hash lies below a limit, which is halved whenever there are
@@ -20,7 +20,7 @@ HASHES = 1 << 16
 BATCH = 256
 """Records that are looked at together."""
 ONE_IN = 16
-"""Of the texts past a survey's first BATCH: so many have their letters counted."""
+"""Past a survey's first BATCH, one text of so many has its letters counted."""
 OCTAVE = 8
 """Steps of a length to its double."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
@@ -28,7 +28,7 @@ DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.
 
 
 class Survey:
-    """Of records of one language or pair of languages."""
+    """The statistics of records of one language or pair of languages."""
 
     def __init__(self, sides: int):
         self.records = self.same = 0
@@ -127,7 +127,7 @@ def _shares(letters: Counter[str]) -> dict[str, float]:
 
 @lru_cache(maxsize=1 << 16)
 def script_of(character: str) -> str:
-    """As the names of Unicode's characters begin: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
+    """The first word of the character's name in Unicode: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
     words = unicodedata.name(character, "OTHER").replace("-", " ").split()
     return words[1] if words[0] in ("FULLWIDTH", "HALFWIDTH") and len(words) > 1 else words[0]
 

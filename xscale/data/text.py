@@ -150,7 +150,7 @@ def stretch(text: str, number: int, of: int) -> str:
 
 
 def _end_of(text: str, number: int, of: int) -> int:
-    """Where the first `number` stretches end."""
+    """The index at which the first `number` stretches end."""
     end = len(text) * number // of
     if number in (0, of):
         return end

@@ -18,13 +18,13 @@ from xscale.files import may_be_there
 
 
 class PairTemplate(NamedTuple):
-    """How the tokenizer joins two sentences: first, A, between, B, last."""
+    """The special tokens around two sentences A and B: first, A, between, B, last."""
 
     first: list[int]
     between: list[int]
     last: list[int]
     segments: bool
-    """Whether A and B have token types of their own, 0 and 1."""
+    """True if A and B have token types of their own, 0 and 1."""
 
     @property
     def special(self) -> int:
@@ -65,7 +65,7 @@ UNKNOWN = 0.002
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """What is said of the share of unknown tokens by language. path: the tokenizer."""
+    """The lines for the console on unknown tokens, with their share by language. path: the tokenizer."""
     said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
     much = [language for language, share in shares.items() if share > UNKNOWN]
     return [f"unknown tokens: {said}"] * bool(shares) + [
@@ -127,7 +127,7 @@ class Tokenizer:
             wrong = f"tokenizer {path} cannot join two sentences ({error}); mend post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
-        """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
+        """True if a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
         normalizer = self.backend.normalizer
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
@@ -168,7 +168,7 @@ class Tokenizer:
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """By an example; [CLS] A [SEP] B [SEP] where the tokenizer has no template that begins and ends so."""
+        """The template, found by an example; [CLS] A [SEP] B [SEP] if the tokenizer has none for pairs."""
         found = self.backend.encode("a", "b")
         types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
         sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]

@@ -1,4 +1,4 @@
-"""What a word is: a function of the text alone, whatever the tokenizer and wherever its white space is.
+"""Words: a function of the text alone, whatever the tokenizer and wherever its white space is.
 
 A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
 Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_name("words.txt")
 
 
 class Class(IntEnum):
-    """Of a code point."""
+    """The class of a code point."""
 
     BREAK = 0
     """White space, controls, and U+200B."""
@@ -42,7 +42,7 @@ class Class(IntEnum):
     OWN_PUNCTUATION = 7
     SYMBOL = 8
     TONE = 9
-    """Of an emoji's skin."""
+    """A tone of an emoji's skin."""
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +54,7 @@ def table() -> np.ndarray:
 
 
 VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
-"""Of the segmentation: links count words, so those of another version are of other words."""
+"""The version of the segmentation. Links count words, so links of another version mean other words."""
 
 
 class Segmented(NamedTuple):
@@ -67,7 +67,7 @@ class Segmented(NamedTuple):
     word_of: np.ndarray
     """Number of each character's word among those of all texts, -1 for one that has none [C]."""
     is_word: np.ndarray
-    """Of each of all texts' words, False for a symbol."""
+    """True for each word of all texts that is no symbol."""
 
 
 def segment(texts: list[str]) -> Segmented:
@@ -116,10 +116,10 @@ class TokenWords(NamedTuple):
     words: np.ndarray
     """Number of its word [T]."""
     is_word: np.ndarray
-    """Of each word of the text; False for a symbol [W]."""
+    """True for each word of the text that is no symbol [W]."""
 
     def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """Of the tokens from `start` to `end` alone. The words stay, some of them without a token."""
+        """The words of the tokens from `start` to `end`. All words stay, some of them without a token."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
@@ -187,7 +187,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of it can be seen, such as one that is a no-break space and a U+200B."""
+    """True if nothing of the text can be seen, such as a no-break space and a U+200B."""
     return not any(map(_is_seen, text))
 
 
@@ -197,7 +197,7 @@ def _is_seen(character: str) -> bool:
 
 
 def stands_alone(text: str) -> bool:
-    """Whether it begins with a character of a script that is written without spaces."""
+    """True if the text begins with a character of a script that is written without spaces."""
     return bool(text) and _is_own(text[0])
 
 

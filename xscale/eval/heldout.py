@@ -122,8 +122,8 @@ def scores(sums: Tensor, loss_name: str, ids: list[list[int]]) -> dict[str, floa
 
 
 def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """For each stream of AlignLM, STREAM_mono_loss of masked tokens and, where records have links, STREAM_bi_loss of
-    those with a word link; nats a token, with accuracy and number of targets."""
+    """The losses of each stream of AlignLM, in nats a token, with accuracy and number of targets: STREAM_mono_loss of
+    masked tokens and, where records have links, STREAM_bi_loss of those with a word link."""
     found: dict[str, float] = {}
     for name, kept in model.heads.items():
         if kept.objective != "alignlm":

@@ -1,4 +1,4 @@
-"""What runs did and what their models can do, on one HTML page.
+"""A report of runs and their models, on one HTML page or in the console.
 
 python -m xscale.report RUN_DIR ... --out report.html     a page of one run, or of several side by side
 python -m xscale.report RUN_DIR RUN_DIR                   without --out: compared in the console

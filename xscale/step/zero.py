@@ -55,7 +55,7 @@ def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """Whether each rank has all weights; stage 3 partitions them."""
+    """True if each rank has all weights; stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 

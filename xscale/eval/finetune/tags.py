@@ -51,7 +51,7 @@ def read_ner(path: Path, language: str) -> list[LabelledExample]:
 
 
 def is_conllu(path: Path) -> bool:
-    """By its name; else by the first line of a word, which has 10 columns."""
+    """True if the name has .conllu, or the first line of a word has 10 columns."""
     words = (line for _, line in read_lines(path) if line.strip() and not line.startswith("#"))
     return ".conllu" in path.suffixes or len(next(words, "\t" * 9).split("\t")) == 10
 
