@@ -46,7 +46,7 @@ _SAMPLE = 2000
 """Texts of a language by which the trained tokenizer is judged, or twice as many."""
 
 Texts = Iterable[tuple[str, str]]
-"""(language, text)"""
+"""Pairs of a language and a text."""
 
 
 def train(

@@ -269,7 +269,7 @@ class HostGroup:
     """
 
     def __init__(self, alone: bool = False) -> None:
-        """All ranks make it together; `alone`: this process agrees with nobody, whatever other ranks do."""
+        """alone: the group is this process, whatever other ranks do; else all ranks make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
 

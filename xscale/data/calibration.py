@@ -66,7 +66,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """Raises ValueError, KeyError or TypeError unless `tree` has so many sources and these streams."""
+        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if sources or streams are others."""
         found = {name: Estimate(**fields) for name, fields in tree["streams"].items()}
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(found) != set(streams):

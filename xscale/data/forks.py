@@ -20,7 +20,7 @@ BEGIN_SECONDS = 20
 
 @contextmanager
 def children_that_begin() -> Iterator[None]:
-    """Within, os.fork returns to a parent whose child has come out of it too."""
+    """A context in which os.fork returns to the parent once the child has come out of it too."""
     with mock.patch.object(os, "fork", partial(_fork, os.fork)):
         yield
 

@@ -103,7 +103,7 @@ def withheld(word: str, heldout: float) -> bool:
 
 
 Word = tuple[int, ...]
-"""Its token ids."""
+"""The token ids of a word."""
 
 
 @lru_cache(maxsize=256)

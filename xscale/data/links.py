@@ -135,7 +135,7 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
-    """Which of the masked tokens [M] have a link [R], and the sum of the states that each is linked with: A^T H there.
+    """The masked tokens [M] that have a link [R], and the sum of the states that each is linked with: A^T H there.
 
     A[i, j] = 1 where (i, j) or (j, i) is a link [tokens, tokens]; a state's places are in ascending order.
     """

@@ -45,7 +45,7 @@ class StreamCollate:
     lexicons: tuple[Any, ...] | None = None
     """The stream's own lexicons; None: use the context's."""
     names: tuple[str, ...] = ()
-    """The value of Context.names."""
+    """Languages and pairs whose losses are reported separately (Context.names)."""
     objective: str = ""
     """Name of the objective; "" if the stream is not a recipe's."""
     terms: frozenset[str] = frozenset()

@@ -203,7 +203,7 @@ class Mixture:
 
 
 def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """order.Look for a source."""
+    """The function order.Look of a source."""
     lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 

@@ -32,7 +32,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """Raises the error itself if it is a fault of the program."""
+        """A failure that tells the user of the error. Raises the error itself if it is a fault of the program."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
         if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:

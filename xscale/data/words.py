@@ -58,12 +58,12 @@ VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
 
 
 class Segmented(NamedTuple):
-    """The words of some texts. A text's characters are chars[i] to chars[i + 1], its words words[i] to words[i + 1]."""
+    """The words of some texts. Words and characters are counted through all texts."""
 
     chars: np.ndarray
-    """[texts + 1]"""
+    """The first character of each text, and the end of the last [texts + 1]."""
     words: np.ndarray
-    """[texts + 1]"""
+    """The first word of each text, and the end of the last [texts + 1]."""
     word_of: np.ndarray
     """Number of each character's word among those of all texts, -1 for one that has none [C]."""
     is_word: np.ndarray
@@ -71,7 +71,7 @@ class Segmented(NamedTuple):
 
 
 def segment(texts: list[str]) -> Segmented:
-    """All texts at once, by a few passes of numpy over their characters."""
+    """Segments all texts at once, by a few passes of numpy over their characters."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     c = table()[codes]
@@ -112,9 +112,9 @@ class TokenWords(NamedTuple):
     of_token: np.ndarray
     """Number of each token's first word; -1 for a token that has none, such as a lone white space [N]."""
     tokens: np.ndarray
-    """Every token of every word, by token [T]."""
+    """The tokens of all words, in ascending order; one that several words share stands once for each [T]."""
     words: np.ndarray
-    """Number of its word [T]."""
+    """The word of each of `tokens` [T]."""
     is_word: np.ndarray
     """True for each word of the text that is no symbol [W]."""
 

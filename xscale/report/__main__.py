@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Raises UserError."""
+    """Writes the page, or without --out prints to the console. Raises UserError."""
     check(args)
     runs, scores = read_runs(args.runs), read_scores(args.scores)
     if args.out is None:

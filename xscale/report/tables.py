@@ -46,7 +46,7 @@ class Headline(NamedTuple):
 
 
 def number(value: Cell) -> str:
-    """Four digits."""
+    """A cell's text: a number with four digits."""
     if value is None or isinstance(value, str):
         return value or "–"
     if not math.isfinite(value):

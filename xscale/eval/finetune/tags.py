@@ -63,7 +63,7 @@ def is_bio(tag: str) -> bool:
 def _make_examples(
     path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
 ) -> list[LabelledExample]:
-    """Raises UserError for a tag that is not one of these kinds."""
+    """The sentences that were found, as examples. Raises UserError for a tag that is not one of `kinds`."""
     examples = []
     for key, words, tags in found:
         where = f"{path}: the sentence from line {key}"
