@@ -75,7 +75,7 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
 
 
 def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
-    """Likewise of texts whose words stand between spaces. The aligner sees them in lower case."""
+    """Does the same for texts whose words stand between spaces. The aligner sees them in lower case."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(

@@ -182,7 +182,7 @@ def english_verb(base: str, past: str = "") -> dict[str, str]:
 
 
 def rows(table: dict[str, str]) -> Iterator[tuple[str, int, list[str]]]:
-    """Label, rank and fields of each item of a table."""
+    """(label, rank, fields) of each item of a table."""
     for label, items in table.items():
         for rank, item in enumerate(items.split()):
             yield label, rank, re.split("[:/]", item)
@@ -506,7 +506,7 @@ class Composer:
         return Part(whole.en, whole.xx, subject.head, subject.concept, subject.person)
 
     def sentence(self) -> Part:
-        """The start symbol of the grammar; of 5 to 22 tokens."""
+        """A sentence of 5 to 22 tokens: the start symbol of the grammar."""
         while not 5 <= len((drawn := self._sentence()).en) <= 22:
             pass
         return drawn

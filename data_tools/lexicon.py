@@ -94,7 +94,7 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
 
 
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
-    """Linked at least `min_count` times, and in at least `min_share` of the occurrences of the more frequent word."""
+    """The pairs linked at least `min_count` times, and for at least `min_share` of their more frequent word."""
     kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
     return sorted(kept, key=lambda entry: (-pairs[entry], entry))
 

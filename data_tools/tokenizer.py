@@ -32,9 +32,9 @@ from .ranks import Ranks, run
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
-"""Never in one token with a word: `en.` would be neither."""
+"""Symbols are never in one token with a word: `en.` would be neither."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""GPT-2's, but that a mark belongs to its letter and `'s` is no token."""
+"""The pattern of GPT-2's words, but a mark belongs to its letter and `'s` is no token."""
 COVERAGE = 0.9995
 _ALPHABET = 1000
 """Most frequent characters that a vocabulary holds whatever the coverage."""

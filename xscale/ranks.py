@@ -171,7 +171,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """A node may go by another name in SLURM than in the network."""
+    """True if the network knows the name. A node may have another name in SLURM than in the network."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -179,7 +179,8 @@ def _resolves(host: str) -> bool:
 
 
 def _wait_for_name(host: str) -> None:
-    """Some clusters make the first rank's name known a while after the others have begun. Raises DistNetworkError."""
+    """Waits until the name of the first rank's host is known, which takes a while on some clusters. Raises
+    DistNetworkError."""
     deadline = time.monotonic() + NAME_SECONDS
     while not _resolves(host):
         if time.monotonic() > deadline:
@@ -188,7 +189,7 @@ def _wait_for_name(host: str) -> None:
 
 
 def allow_open_files() -> None:
-    """The usual soft limit is 1,024; a rank keeps thousands of shards open."""
+    """Raises the limit of open files, usually 1,024: a rank keeps thousands of shards open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -33,7 +33,8 @@ from xscale.data.words import split
 from xscale.errors import UserError
 
 _ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
-"""A language of a pair that is joined by its only "-"; of other pairs: as zh, zh-CN, zh-Hans, es-419 are written."""
+"""Patterns of a language in the name of a pair. _ONE: "-" stands only between the two. _WITH_PARTS: languages have it
+too, as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
 """Records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
@@ -147,8 +148,8 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
 def load_lexicon(
     path: Path, tokenizer: Tokenizer, languages: Collection[str] = (), forms: Mapping[str, Forms] | None = None
 ) -> Lexicon:
-    """languages: of pair_of. forms: of each language whose words are respelled (data/truecase.py). Raises UserError
-    naming file and line."""
+    """Reads a dictionary. languages: see pair_of. forms: the spellings of each language whose words are respelled
+    (data/truecase.py). Raises UserError naming file and line."""
     langs = pair_of(path, languages)
     given = read_entries(path)
     words, changed = truecased(given, langs, forms or {})

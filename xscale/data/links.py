@@ -38,7 +38,7 @@ class WordLinks:
 @dataclass(frozen=True)
 class WordTokens:
     places: np.ndarray
-    """Word by word, in the order of the text [T]."""
+    """The places of all words, word by word, in the order of the text [T]."""
     starts: np.ndarray
     """The index in `places` at which each word begins [W + 1]."""
 
@@ -49,7 +49,7 @@ class WordTokens:
 
 
 def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """Links of a word and a symbol are left out; and, without `symbols`, those of two symbols.
+    """The links of pairs. Those of a word and a symbol are left out; without `symbols`, also those of two symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """

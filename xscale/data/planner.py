@@ -107,7 +107,8 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """planner: the process if this rank started it; shared: it also serves other ranks."""
+    """The plans that the planner sends. planner: its process, if this rank started it. shared: it serves other ranks
+    too."""
     left = steps
     try:
         while left:

@@ -103,15 +103,15 @@ def scan_shard(
 
 
 def _check_end(fd: int, offset: int) -> None:
-    """tarfile takes a damaged header, or the file's end, for the end of the archive."""
+    """Raises ValueError unless the archive ends here. tarfile takes a damaged header or the file's end for its end."""
     rest = os.pread(fd, 1 << 20, offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
         raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
 
 
 def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
-    """Members of a tar of so many bytes, without directories. layouts: gets theirs. Raises ValueError for what is no
-    file, is cut off, or is of a second layout."""
+    """Members of a tar of so many bytes, without directories. Their layout is added to `layouts`. Raises ValueError
+    for a member that is no file, is cut off, or has a second layout."""
     for member in tar:
         if member.offset_data + member.size > size:
             raise ValueError("the file ends inside a member")

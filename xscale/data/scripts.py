@@ -36,7 +36,7 @@ _LANGUAGES = {
     "THAANA": "dv",
     "OL": "sat",
 }
-"""Script, by how the names of Unicode's characters begin: codes."""
+"""Script, as its characters' names begin in Unicode -> the codes of its languages."""
 _TAGS = {
     **{tag: ("CJK",) for tag in ("hans", "hant", "hani")},
     **{"latn": ("LATIN",), "cyrl": ("CYRILLIC",), "grek": ("GREEK",), "arab": ("ARABIC",), "deva": ("DEVANAGARI",)},

@@ -22,9 +22,9 @@ BATCH = 256
 ONE_IN = 16
 """Past a survey's first BATCH, one text of so many has its letters counted."""
 OCTAVE = 8
-"""Steps of a length to its double."""
+"""Lengths are rounded to so many steps in each doubling."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
-"""Bounds beyond which a source is warned of. FEWEST: pairs of which a correlation says something."""
+"""Bounds beyond which a source causes a warning. FEWEST: pairs below which a correlation says nothing."""
 
 
 class Survey:
@@ -84,9 +84,12 @@ class Survey:
             self._forget(side)
 
     def result(self) -> dict[str, Any]:
-        """duplicates: share of a side's texts that came before; scripts: shares of a side's letters, the largest first;
+        """Returns what was measured, by name.
+
+        duplicates: share of a side's texts that came before; scripts: shares of a side's letters, the largest first;
         same_text: share of pairs whose sides are equal; length_ratio: characters of the second by those of the first;
-        length_correlation: of the logarithms of both."""
+        length_correlation: correlation of the logarithms of both.
+        """
         self.flush()
         found: dict[str, Any] = {
             "duplicates": [round(1 - len(seen) / max(seen.total(), 1), 4) for seen in self.seen],

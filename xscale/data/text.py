@@ -33,14 +33,14 @@ _FORMS = {
 }
 """First bytes of what is no plain text."""
 _OLD_MAC = 8
-"""Carriage returns within a file's first line from which on they are its line ends."""
+"""A file whose first line has so many carriage returns is taken to end its lines with them."""
 _END = re.compile(
     r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
     r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
 )
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 _INITIAL_LENGTH = 8
-"""Characters, more than a match of _INITIAL has: of a longer piece no more are looked at."""
+"""The last characters of a piece that are searched for _INITIAL; no match is as long."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:

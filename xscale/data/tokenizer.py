@@ -33,11 +33,11 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""Ids for each token, where a tokenizer has ids without a token."""
+"""A tokenizer with more ids than so many times its tokens is refused."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """None for one that there is not."""
+    """The ids of the special tokens; None for a token that the tokenizer does not have."""
     found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
     found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -108,7 +108,7 @@ class Tokenizer:
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
         self.vocab_size = max(ids) + 1
-        """Ids, some of which may be no token's."""
+        """The number of ids, some of which may belong to no token."""
         if self.vocab_size > MOST_GAPS * len(ids):
             raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; mend its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
@@ -132,7 +132,7 @@ class Tokenizer:
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """Ids by use, which tokenizer.json alone does not say."""
+        """The special tokens' ids by their use, which tokenizer.json alone does not tell."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -163,7 +163,7 @@ class Tokenizer:
         return ids, token_words(texts, counts, spans)
 
     def unknown(self, texts: list[list[int]]) -> float:
-        """Share of the tokens of texts that stand for what the vocabulary lacks."""
+        """The share of the texts' tokens that are the unknown token."""
         tokens = np.array([token for ids in texts for token in ids])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 

@@ -33,9 +33,9 @@ class Class(IntEnum):
     LETTER = 1
     MARK = 2
     FORMAT = 3
-    """Has no width: stays with what it follows."""
+    """A character without width, which stays with what it follows."""
     JOINER = 4
-    """U+200D: makes one of the symbols beside it."""
+    """U+200D, which joins the symbols beside it into one."""
     OWN = 5
     """A character of a script that is written without spaces."""
     OWN_MARK = 6
@@ -150,8 +150,9 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
-    """counts: tokens of each text; spans: (first character, end) in its text of all texts' tokens [tokens, 2].
+    """The words of each text, and the tokens that overlap them.
 
+    counts: tokens of each text. spans: the characters of every token in its text, first and end [tokens, 2].
     A token belongs to every word of which it has a character; if one of them is a word, not to symbols (Unigram
     tokenizers have `en.`).
     """

@@ -82,7 +82,7 @@ def context_of(model: Exported, source: Source) -> Context:
 
 
 def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name: str) -> Iterator[list[list[Example]]]:
-    """Samples of one text or pair each, (languages, token ids), longest first. name: of the masks' randomness."""
+    """Samples of one text or pair each, (languages, token ids), longest first. name: seeds the masks."""
     identities = rng.hash64(rng.key(name), np.arange(len(texts)))
     samples = [[Example(langs, ids, None, identities[i])] for i, (langs, ids) in enumerate(texts)]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
@@ -112,7 +112,7 @@ def masked_sums(
 
 
 def scores(sums: Tensor, loss_name: str, ids: list[list[int]]) -> dict[str, float]:
-    """ids: token ids of the texts, for the unigram entropy in nats."""
+    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats."""
     loss, right, targets = sums.tolist()
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()

@@ -146,7 +146,7 @@ def eval_title(task: str, number: str, whose: str = "") -> str:
 
 
 def column(row: str, name: str) -> str:
-    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
+    """A number's name as a column of all pairs of languages: `en->de` of row `en-de` is →, and `de->en` is ←."""
     pair, *rest = name.split(" ", 1)
     first, arrow, second = pair.partition("->")
     arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
