@@ -101,7 +101,9 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> s
                 file.write(" ".join(f"{i}-{j}" for i, j in links) + "\n")
                 aligned, unlinked, total = aligned + 1, unlinked + (not links), total + len(links)
     if aligned != given:
-        raise UserError(f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs")
+        raise UserError(
+            f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs; give another program's links to --links"
+        )
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
 
 

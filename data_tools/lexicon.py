@@ -42,7 +42,9 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
     for source in sources:
         if source.langs not in flips:
-            raise UserError(f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}")
+            raise UserError(
+                f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}; leave it out"
+            )
 
     def count() -> tuple[Counter, Counter, Counter]:
         pairs: Counter = Counter()
@@ -77,7 +79,7 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     """The commonest spelling of each word in all of the text of each language. Shards are split over the ranks."""
     absent = set(langs) - {lang for source in sources for lang in source.langs}
     if absent:
-        raise UserError(f"--truecase: there is no text in {', '.join(sorted(absent))}")
+        raise UserError(f"--truecase has no text in {', '.join(sorted(absent))}; add shards that have some")
 
     def count() -> dict[str, Counter[str]]:
         counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}

@@ -272,7 +272,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         there = ((language, text) for language, text in texts() if text.strip())
         first = next(there, None)
         if first is None:
-            raise UserError(f"{', '.join(map(str, args.data + args.text))}: no text to train on")
+            raise UserError(
+                f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
+            )
         tokenizer = try_to_train(sample.of(chain([first], there)), args)
         with files.publish(args.out) as partial:
             tokenizer.save_pretrained(partial)

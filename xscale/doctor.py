@@ -266,7 +266,7 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
             found = load_ds_config(path, run_spec.recipe, world, hardware)
             check_module(module, found.stage)
             if cost.offloads(found.resolved) and not shutil.which("c++"):
-                raise UserError("offload compiles DeepSpeed's Adam: no C++ compiler (c++)")
+                raise UserError("offload compiles DeepSpeed's Adam: install a C++ compiler (c++)")
             good.append(path.stem + (f" (in {found.precision})" if found.notes else ""))
         except UserError as error:
             refused.setdefault(str(error).splitlines()[-1].strip(), []).append(path.stem)

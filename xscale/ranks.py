@@ -184,7 +184,9 @@ def _wait_for_name(host: str) -> None:
     deadline = time.monotonic() + NAME_SECONDS
     while not _resolves(host):
         if time.monotonic() > deadline:
-            raise dist.DistNetworkError(f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows")
+            raise dist.DistNetworkError(
+                f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows; export its address"
+            )
         time.sleep(1)
 
 

@@ -234,7 +234,7 @@ def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     seen = {language: _words_of(language, sources) for language in lexicon.langs}
     absent = [language for language, found in seen.items() if not found]
     if absent:
-        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; its dictionary can't be used")
+        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")
     first, second = (seen[language] for language in lexicon.langs)
     words = [(a.lower(), b.lower()) for a, b in lexicon.words]
     straight = sum((a in first) + (b in second) for a, b in words)

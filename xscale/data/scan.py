@@ -96,7 +96,7 @@ def scan_shard(
         except (ValueError, tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: record {len(ranges)}: {error}") from None
     if not ranges or found_langs is None or survey is None:
-        raise UserError(f"{path} holds no record (an empty or cut-off tar)")
+        raise UserError(f"{path} holds no record (an empty or cut-off tar); write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), size, sha256_file(path), zlib.crc32(idx.tobytes()))
     return ScannedShard(shard, layouts.pop(), found_langs, idx, survey)

@@ -63,7 +63,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             f"file, e.g. with `iconv -t UTF-8`"
         ) from None
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged") from None
+        raise UserError(
+            f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged, copy it again"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read after line {number} ({error.strerror})") from None
 

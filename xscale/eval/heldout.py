@@ -48,7 +48,9 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     batches = [tlm.collate(some, options, context_of(model, source)) for some in batches_of(pairs, "heldout")]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
-        raise UserError(f"{source.directory}: no pair has a token to predict in the model's {model.longest} positions")
+        raise UserError(
+            f"{source.directory}: give pairs with a token to predict in the model's {model.longest} positions"
+        )
     dropped = float(sum(batch.too_long for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
 

@@ -69,7 +69,7 @@ def _make_examples(
         where = f"{path}: the sentence from line {key}"
         wrong = next((tag for tag in tags if tag is not None and not is_tag(tag)), None)
         if wrong is not None:
-            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}")
+            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}; mend it")
         if len(words) != len(tags) or (None in tags and any(tags)):
             raise UserError(f"{where} has words with a tag and words without; mend it")
         examples.append(LabelledExample(key, (language,), tuple(words), None if None in tags else tuple(tags)))

@@ -100,7 +100,9 @@ class FineTuner:
         try:
             return getattr(transformers, self.task.head).from_pretrained(path, **names)
         except ValueError:
-            raise UserError(f"{path}: transformers has no {self.task.head} for this type of model") from None
+            raise UserError(
+                f"{path}: transformers has no {self.task.head} for this type of model; take one of another type"
+            ) from None
 
     def arguments(self, groups: list[list[Feature]], seed: int) -> transformers.TrainingArguments:
         size = sum(map(len, groups)) / len(groups)

@@ -94,7 +94,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
             )
         original = originals[example.key]
         if len(example.langs) < 2:
-            raise UserError(f"--code_switch is for tasks of two texts; {task.xtreme} has one")
+            raise UserError(f"--code_switch is for tasks of two texts, and {task.xtreme} has one; leave it out")
         if task.classes and example.gold != original.gold:
             raise UserError(
                 f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
