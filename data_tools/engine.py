@@ -65,7 +65,7 @@ class Executor:
 
     def close(self) -> None:
         if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._pool.shutdown(cancel_futures=True)
 
     def _local(self, name: str, step: Step, left: list[int]) -> None:
         begun = time.monotonic()

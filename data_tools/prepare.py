@@ -117,6 +117,8 @@ def start(plan: steps.Plan, out: Path) -> Path:
         raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
     except OSError:
         pass  # a file system without locks
+    for of_another in (steps.plan_of, steps.chunks_of, steps.places_in):
+        of_another.cache_clear()
     described = {
         "fingerprint": fingerprint(plan),
         "corpus": plan.corpus.model_dump(mode="json", exclude_unset=True),

@@ -1,4 +1,4 @@
-"""Text files, read as streams to their last byte: plain, .gz, .xz or .zst, one line at a time, errors with file and line."""
+"""Text files, read as streams to their last byte: plain, .gz, .xz or .zst, errors with file and line."""
 
 import gzip
 import lzma
@@ -117,7 +117,7 @@ def _unxz(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of all frames of a .zst file. zstandard's own reader takes an end inside a frame for the end of the text."""
+    """Lines of all frames of a .zst file. zstandard's reader takes an end inside a frame for that of the text."""
     try:
         import zstandard
     except ImportError:

@@ -1,0 +1,499 @@
+"""data_tools.prepare: every reader gives the same pairs, rules remove what they name, and the bytes are the same
+however the work is done and interrupted. Expectations are written down, or come from plain loops over the input."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+import pytest
+import yaml
+
+from data_tools import cleaning, prepare, readers, steps
+from data_tools.corpus import Rules, SourceSpec, load
+from data_tools.demo_world import World
+from data_tools.sentences import split_sentences
+from tests import launch
+from xscale.data.shards import find_sources
+from xscale.errors import UserError
+
+zstandard = pytest.importorskip("zstandard")
+
+ODD = ["a b", "a\u2028b c", "a\x85b", "a\x0bb d", "\u00a0x\u3000y", "z\u2029"]
+"""White space at which str.splitlines splits, and others."""
+PAIRS = [(f"{n} {text} one", f"{n} {text} zwei") for n, text in enumerate(ODD)]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def written(folder: Path, tree: dict) -> Path:
+    path = folder / "corpus.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    return path
+
+
+def run(folder: Path, tree: dict, *words: str, out: str = "out") -> Path:
+    """The command in this process. Returns --out."""
+    argv = [str(written(folder, tree)), "--out", str(folder / out), "--workers", "1", *words]
+    prepare.run(prepare.parse_arguments(argv))
+    return folder / out
+
+
+def moses(folder: Path, pairs: list, suffix: str = "", pack: Callable[[bytes], bytes] = bytes) -> list[str]:
+    names = [folder / f"m.en{suffix}", folder / f"m.de{suffix}"]
+    for side, name in enumerate(names):
+        name.write_bytes(pack("".join(pair[side] + "\n" for pair in pairs).encode()))
+    return [str(name) for name in names]
+
+
+def tmx(folder: Path, pairs: list, other: str = "de") -> str:
+    units = "".join(
+        f'<tu><tuv xml:lang="EN-gb"><seg>{escape(a)}</seg></tuv>'
+        f'<tuv lang="{other}"><seg><b>{escape(b)}</b></seg></tuv></tu>'
+        for a, b in pairs
+    )
+    (folder / "m.tmx").write_text(
+        f'<?xml version="1.0"?><tmx version="1.4"><header/><body>{units}</body></tmx>', encoding="utf-8"
+    )
+    return str(folder / "m.tmx")
+
+
+def opus(folder: Path, pairs: list) -> str:
+    with zipfile.ZipFile(folder / "m.zip", "w") as archive:
+        for side, lang in enumerate(("en", "de")):
+            archive.writestr(f"M.de-en.{lang}", "".join(pair[side] + "\n" for pair in pairs))
+        archive.writestr("README", "of M")
+    return str(folder / "m.zip")
+
+
+def tsv(folder: Path, pairs: list) -> str:
+    (folder / "m.tsv").write_text("".join(f"x\t{b}\t{a}\n" for a, b in pairs), encoding="utf-8", newline="\n")
+    return str(folder / "m.tsv")
+
+
+def parquet(folder: Path, pairs: list) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"en": [a for a, _ in pairs], "de": [b for _, b in pairs]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "m.parquet")
+    return str(folder / "m.parquet")
+
+
+def data_set(folder: Path, pairs: list) -> str:
+    import datasets
+
+    rows = [{"translation": {"en": a, "de": b}} for a, b in pairs]
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "m.set")
+    return str(folder / "m.set")
+
+
+FORMATS: dict[str, Callable[[Path, list], dict]] = {
+    "plain": lambda folder, pairs: {"text": moses(folder, pairs)},
+    "gz": lambda folder, pairs: {"text": moses(folder, pairs, ".gz", gzip.compress)},
+    "xz": lambda folder, pairs: {"text": moses(folder, pairs, ".xz", lzma.compress)},
+    "zst": lambda folder, pairs: {"zst": moses(folder, pairs, ".zst", zstandard.compress)},
+    "tsv": lambda folder, pairs: {"tsv": tsv(folder, pairs), "columns": [3, 2]},
+    "tmx": lambda folder, pairs: {"tmx": tmx(folder, pairs)},
+    "opus": lambda folder, pairs: {"opus": opus(folder, pairs)},
+    "parquet": lambda folder, pairs: {"parquet": parquet(folder, pairs)},
+    "datasets": lambda folder, pairs: {"datasets": data_set(folder, pairs)},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_line_n_meets_line_n_in_every_format(tmp_path: Path, name: str) -> None:
+    """Whatever separators stand in the text; NUL and CR too where the format can hold them."""
+    pairs = [*PAIRS] if name == "tmx" else [*PAIRS, ("c\rd \0 e", "f \0 g\rh")]
+    pairs = [pair for pair in pairs if name != "tmx" or "\x0b" not in pair[0]]
+    source = SourceSpec(pairs=("en", "de"), **FORMATS[name](tmp_path, pairs))
+    found = [(unit.number, *unit.texts) for unit in readers.read(source)]
+    assert found == [(n, *pair) for n, pair in enumerate(pairs, start=1)]
+    first = [unit.number for unit in readers.read(source.model_copy(update={"first": 2}))]
+    assert first == [1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[suffix]
+    lines = [(str(random.Random(n).random()), str(n)) for n in range(5000)]
+    names = moses(tmp_path, lines, suffix, pack)
+    data = Path(names[0]).read_bytes()
+    Path(names[0]).write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=rf"m.en\{suffix}.*damaged"):
+        list(readers.read(SourceSpec(pairs=("en", "de"), text=names)))
+
+
+def test_documents_stay_documents(tmp_path: Path) -> None:
+    (tmp_path / "wiki").mkdir()
+    (tmp_path / "wiki" / "wiki_00").write_text(
+        '<doc id="1" title="A">\nA\n\nOne here. Two there.\nThree.\n</doc>\n<doc id="2">\nB\n</doc>\n', encoding="utf-8"
+    )
+    (tmp_path / "d.jsonl").write_text('{"body": "A\\nB\\u2028C"}\n{"body": "D"}\n', encoding="utf-8")
+    ud = "# newdoc\n# text = A b.\n1\tA\t" + "_\t" * 7 + "_\n2\tb.\t" + "_\t" * 7 + "_\n\n1\tC\t" + "_\t" * 7 + "_\n\n"
+    (tmp_path / "u.conllu").write_text(ud + ud.replace("A b", "D"), encoding="utf-8")
+    kinds = {
+        "text": (str(tmp_path / "wiki"), {}, [["A", "One here. Two there.", "Three."], ["B"]]),
+        "jsonl": (str(tmp_path / "d.jsonl"), {"field": "body"}, [["A", "B\u2028C"], ["D"]]),
+        "conllu": (str(tmp_path / "u.conllu"), {}, [["A b.", "C"], ["D.", "C"]]),
+    }
+    for name, (path, more, expected) in kinds.items():
+        units = readers.read(SourceSpec(mono="en", **{name: path}, **more))
+        assert [unit.texts for unit in units] == expected, name
+    tree = {"sources": [{"mono": "en", "text": str(tmp_path / "wiki")}], "rules": {}}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    records = [source.read(0, n) for n in range(source.records)]
+    assert [record.texts[0] for record in records] == ["A", "One here.", "Two there.", "Three.", "B"]
+    assert [source.goes_on(0, n) for n in range(5)] == [False, True, True, True, False]
+    again = readers.read(SourceSpec(shards=str(tmp_path / "out" / "shards")))
+    assert [unit.texts for unit in again] == [["A", "One here.", "Two there.", "Three."], ["B"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "named"),
+    [
+        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "same file"),
+        ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "looks like a table"),
+        ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
+        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "line 2 has 1 columns"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "is html, not tmx"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "after translation unit 0"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"", "after translation unit 0"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
+        ({"pairs": ["en", "de"], "opus": "f"}, b"PK no zip", "no zip"),
+        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "no parquet"),
+        ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "fields a"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "line 2 is not a JSON object"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
+        ({"mono": "en", "conllu": "f"}, b"1\tA\n\n", "line 1 has 2 columns"),
+        ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "looks like JSON"),
+        ({"mono": "en", "text": "f"}, b"a\xff\n", "line 1 is not UTF-8"),
+    ],
+)
+def test_what_is_another_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict, content: bytes, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f").write_bytes(content)
+    Path("g").write_bytes(b"a\n" if content == b"a\nb\n" else content)
+    with pytest.raises(UserError, match=re.escape(named)):
+        list(readers.read(SourceSpec.model_validate(fields)))
+
+
+def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
+    tree = {
+        "sources": [
+            {"pairs": ["en", "en"], "text": ["a", "b"]},
+            {"mono": "de", "text": "a", "tmx": "b"},
+            {"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]},
+            {"mono": "de", "jsonl": "a", "wieght": 3},
+            {"pairs": ["en", "de"], "text": ["a", "b"], "first": -1},
+        ],
+        "rules": {"dedup": "fuzzy"},
+        "tokenizer": {"vocab_size": "many"},
+        "aligned": True,
+    }
+    with pytest.raises(UserError) as told:
+        load(written(tmp_path, tree))
+    for named in ("en", "text, tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
+        assert named in str(told.value), named
+    tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
+    with pytest.raises(UserError, match="lenght"):
+        load(written(tmp_path, tree))
+    twice = {"sources": [{"mono": "de", "text": "x/a"}, {"mono": "de", "text": "y/a"}]}
+    with pytest.raises(UserError, match=r"a\.de is the name of two"):
+        load(written(tmp_path, twice))
+
+
+def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "test.en").write_text("Keep this OUT, please!\n")
+    rules = Rules.model_validate(
+        {"length": {"characters": [3, 40]}, "ratio": 3, "exclude": [str(tmp_path / "test.en")]}
+    )
+    cleaner = cleaning.Cleaner(rules, ("en", "de"), whole=False)
+    kept = {("cafe\u0301\u00a0 au\x00lait", "Kaffee mit\u2028Milch"): ["caf\u00e9 au lait", "Kaffee mit Milch"]}
+    gone = {
+        ("ab", "abc"): "length",
+        ("x" * 41, "x" * 30): "length",
+        ("abc", "abcdefghij"): "ratio",
+        ("keep this out please", "lass das draussen"): "exclude",
+        ("these four words are", "these four words are"): "identical sides",
+        ("\u200b", "abc"): "empty",
+    }
+    for texts, expected in kept.items():
+        assert cleaner.clean(readers.Unit(1, [*texts])) == expected
+    for texts in gone:
+        assert cleaner.clean(readers.Unit(1, [*texts])) == []
+    assert cleaner.removed.counts == Counter(gone.values()) and cleaner.changed >= 1
+    assert cleaner.removed.examples["ratio"] == [["abc", "abcdefghij"]]
+
+
+def test_language_identification_removes_sure_mistakes() -> None:
+    pytest.importorskip("py3langid")
+    cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"), whole=False)
+    german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
+    english = "The weather is very nice today, and we are going to the park."
+    assert cleaner.clean(readers.Unit(1, [english, german]))
+    assert not cleaner.clean(readers.Unit(2, [german, english]))
+    assert cleaner.clean(readers.Unit(3, ["OK", "OK"])), "too few letters to tell"
+
+
+def test_sentences_of_many_scripts() -> None:
+    expected = {
+        "en": ["Mr. Smith left.", "He came back!"],
+        "de": ["Das ist z. B. Hier.", "Und noch einer."],
+        "hi": ["यह एक वाक्य है।", "यह दूसरा है।"],
+        "ar": ["كيف حالك؟", "أنا بخير."],
+        "my": ["ဒါကစာကြောင်းပါ။", "နောက်တစ်ခု။"],
+        "am": ["ይህ ነው።", "ሌላ ነው።"],
+        "hy": ["Սա է։", "Մյուսը։"],
+        "zh": ["你好。", "世界！"],
+        "km": ["នេះជាប្រយោគ។", "មួយទៀត។"],
+        "tok": ["Mi moku.", "Sina lape."],
+    }
+    for lang, sentences in expected.items():
+        joined = ("" if lang == "zh" else " ").join(sentences)
+        assert split_sentences(joined, lang) == sentences, lang
+    thai = " ".join(["วันนี้อากาศดีมากและผมจะไปตลาดกับเพื่อนของผมตอนเช้า"] * 4)
+    found = split_sentences(thai, "th")
+    assert len(found) == 2 and " ".join(found) == thai
+
+
+def test_repeats_go_whatever_their_chunk_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a plain loop; the second source has the pairs the other way round."""
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 7)
+    choose = random.Random(0)
+    pairs = [(f"text {choose.randrange(40)} here", f"Text {choose.randrange(2)} dort") for _ in range(100)]
+    (tmp_path / "second").mkdir()
+    first, second = moses(tmp_path, pairs[:50]), moses(tmp_path / "second", pairs[50:])
+    tree = {
+        "sources": [
+            {"pairs": ["en", "de"], "text": first},
+            {"pairs": ["de", "en"], "text": second[::-1], "name": "second"},
+        ],
+        "rules": {"dedup": "exact"},
+        "heldout": {"pairs": 5},
+    }
+    out = run(tmp_path, tree)
+    seen, expected = set[tuple[str, str]](), list[tuple[str, str]]()
+    for pair in pairs:
+        if pair not in seen:
+            expected.append(pair)
+        seen.add(pair)
+    held = stored(out / "heldout")
+    assert len(held) == 5
+    everything = [texts if langs == ("en", "de") else texts[::-1] for langs, texts in [*held, *stored(out / "shards")]]
+    assert sorted(everything) == sorted(expected)
+    report = json.loads((out / "report.json").read_text())
+    assert sum(source["removed"]["dedup"] for source in report["sources"]) == 100 - len(expected)
+    assert (out / "report.html").read_text().count("<tr>") > 3
+
+
+def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Languages and texts of all records below a folder."""
+    return [(s.langs, s.read(*place).texts) for s in find_sources([folder]) for place in s.places(np.arange(s.records))]
+
+
+def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
+    """Of pairs of sentences: all those at 0.95 and none at 0.3, by sets of runs of 5 characters."""
+    pytest.importorskip("rensa")
+    world = World(0)
+    base = [" ".join(world.document("en", n)[:6])[:300] for n in range(1, 200)]
+    choose, texts = random.Random(1), list[list[str]]()
+    for text in base:
+        cut = choose.randrange(0, len(text))
+        texts += [[text], [text[:cut] + choose.choice(["", "x", "yy"]) + text[cut + choose.randrange(60) :]]]
+    found = cleaning.fingerprints(texts, near=True)[:, 1:]
+
+    def runs(text: str) -> set[str]:
+        return {text[i : i + 5] for i in range(len(text) - 4)}
+
+    by_share = dict[bool, list[bool]]()
+    for a, b in zip(range(0, len(texts), 2), range(1, len(texts), 2), strict=True):
+        first, second = runs(texts[a][0].casefold()), runs(texts[b][0].casefold())
+        share = len(first & second) / len(first | second)
+        if not 0.6 < share < 0.9:
+            by_share.setdefault(share >= 0.9, []).append(bool((found[a] == found[b]).any()))
+    assert len(by_share[True]) > 20 and np.mean(by_share[True]) > 0.97
+    assert not by_share.get(False) or np.mean(by_share[False]) < 0.3
+
+
+def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counter({"en": 100_000, "de": 10_000, "sw": 1_000})
+    monkeypatch.setattr(steps, "SAMPLE", 2_000)
+    texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
+    for alpha in (0.0, 0.5, 1.0):
+        found = Counter(lang for lang, _ in steps.sampled(texts, counts, alpha))
+        total = sum(count**alpha for count in counts.values())
+        assert {lang: abs(found[lang] - 2000 * counts[lang] ** alpha / total) <= 1 for lang in counts} == dict.fromkeys(
+            counts, True
+        )
+
+
+def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
+    """OpusTrainer's TSV, with spaces that the rules change; words of `a,b` are three."""
+    (tmp_path / "l.tsv").write_text("a,\u00a0  b c\tx  y z\t0-0 1-1 2-2\n", encoding="utf-8")
+    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    record = source.read(0, 0)
+    assert record.texts == ("a, b c", "x y z") and record.links == "0-0 2-1 3-2"
+
+
+def test_other_file_systems_read_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("upath")
+    import fsspec
+
+    local = moses(tmp_path, PAIRS, ".gz", gzip.compress)
+    memory = fsspec.filesystem("memory")
+    for side, name in enumerate(("en", "de")):
+        memory.pipe(f"/m.{name}.gz", Path(local[side]).read_bytes())
+    source = SourceSpec(pairs=("en", "de"), text=["memory://m.en.gz", "memory://m.de.gz"])
+    assert [tuple(unit.texts) for unit in readers.read(source)] == PAIRS
+    with pytest.raises(UserError, match=r"no\.gz not found"):
+        list(readers.read(SourceSpec(pairs=("en", "de"), text=["memory://no.gz", "memory://m.de.gz"])))
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A corpus of the demo world in several formats."""
+    folder = tmp_path_factory.mktemp("raw")
+    world = World(0)
+    pairs = [world.pair(n)[:2] for n in range(900)]
+    wiki = [f'<doc id="{n}">\n' + "\n".join(world.document("xx", n)) + "\n</doc>\n" for n in range(1, 60)]
+    (folder / "wiki").mkdir()
+    (folder / "wiki" / "wiki_00").write_text("".join(wiki), encoding="utf-8")
+    return folder, {
+        "sources": [
+            {"pairs": ["en", "xx"], "tmx": tmx(folder, pairs[:300], "xx"), "name": "memory"},
+            {"pairs": ["en", "xx"], "tsv": tsv(folder, pairs[200:]), "columns": [3, 2], "licence": "CC0"},
+            {"mono": "xx", "text": str(folder / "wiki")},
+        ],
+        "rules": {"dedup": "exact", "length": {"characters": [2, 400], "tokens": [1, 128]}},
+        "tokenizer": {"type": "wordpiece", "vocab_size": 400, "alpha": 0.5},
+        "heldout": {"pairs": 20, "mono": 10},
+    }
+
+
+def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a plain loop over the input; the tokenizer's report, and no sentence both held out and trained on."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    out = run(tmp_path, tree)
+    world = World(0)
+    expected = list(dict.fromkeys(world.pair(n)[:2] for n in [*range(300), *range(200, 900)]))
+    found = [texts for langs, texts in stored(out / "shards") if len(langs) == 2]
+    held = [texts for _, texts in stored(out / "heldout")]
+    of_pairs = [texts for texts in held if len(texts) == 2]
+    assert len(of_pairs) == 20 and len(held) >= 30 and not set(of_pairs) & set(found)
+    assert sorted([*found, *of_pairs]) == sorted(expected)
+    report = json.loads((out / "report.json").read_text())
+    assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
+    assert report["sources"][1]["licence"] == "CC0"
+    assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
+    with pytest.raises(UserError, match="is there already"):
+        run(tmp_path, tree)
+
+
+SMALL = """
+import sys
+from data_tools import prepare, steps
+steps.CHUNK_UNITS = 40
+if __name__ == "__main__":
+    prepare.run_command(prepare.main)
+"""
+"""The command with small chunks, in workers too, which import it."""
+
+
+def command(folder: Path, tree: dict, out: str, workers: int, **environment: str) -> subprocess.Popen:
+    """The command as a user runs it."""
+    (folder / "small.py").write_text(SMALL)
+    words = [folder / "small.py", written(folder, tree), "--out", folder / out, "--workers", workers]
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "log").open("a"),
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
+    """With 1 and 2 workers, and killed at 10 random moments: what was done by then is not done again."""
+    _, tree = raw
+    for out, workers in (("one", 1), ("two", 2)):
+        assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
+    expected, choose, kills = hashes(tmp_path / "one"), random.Random(0), 0
+    assert hashes(tmp_path / "two") == expected and len(expected) > 20
+    marks = tmp_path / "killed.incomplete" / "done"
+    before: dict[str, int] = {}
+    while not (tmp_path / "killed").exists():
+        running = command(tmp_path, tree, "killed", 1 + kills % 2)
+        tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 8)  # it has done some more when it is killed
+        while running.poll() is None and (kills >= 10 or len(list(marks.rglob("*"))) < tasks):
+            time.sleep(0.01)
+        time.sleep(choose.random() / 20)
+        kills += running.poll() is None
+        running.kill()
+        running.wait()
+        now = {str(path): path.stat().st_mtime_ns for path in marks.rglob("*") if path.is_file()}
+        assert not now or before.items() <= now.items(), "a task that was done is done again"
+        before = now
+    assert kills == 10 and hashes(tmp_path / "killed") == expected
+
+
+def test_slurm_runs_the_same_tasks(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an sbatch that runs an array's jobs one after the other; a job's error is the command's."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        f"#!{sys.executable}\nimport os, re, subprocess, sys\nwords = ' '.join(sys.argv)\n"
+        "assert '--wait' in sys.argv and '--requeue' in sys.argv\n"
+        "log = re.search(r'--output=(\\S+)', words)[1].replace('%A_%a', '1_0')\n"
+        "for job in range(int(re.search(r'--array=0-(\\d+)', words)[1]) + 1):\n"
+        "    subprocess.run(['bash', '-c', sys.argv[-1].removeprefix('--wrap=')], stdout=open(log, 'a'), stderr=-2,\n"
+        "                   env=os.environ | {'SLURM_ARRAY_TASK_ID': str(job)})\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
+    _, tree = raw
+    tree = {"sources": tree["sources"][:2], "rules": {"dedup": "exact"}}
+    local = run(tmp_path, tree, out="local")
+    slurm = run(tmp_path, tree, "--executor", "slurm", "--workers", "2", out="slurm")
+    assert hashes(slurm) == hashes(local)
+    (tmp_path / "bad").write_text("a\tb\nc\n")
+    tree["sources"][1] = {"pairs": ["en", "xx"], "tsv": str(tmp_path / "bad"), "columns": [1, 2]}
+    with pytest.raises(UserError, match=r"bad: line 2 has 1 columns"):
+        run(tmp_path, tree, "--executor", "slurm", "--workers", "2", out="bad.out")
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:
+    """With exit code 4 and a line, not by waiting for ever."""
+    (tmp_path / "small.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom data_tools import engine\n"
+        "def step(folder, number):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n    engine.Executor('local', 2, Path('work')).run('step', step, 4)\n"
+    )
+    done = subprocess.run([sys.executable, "small.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                          env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)})  # fmt: skip
+    assert "MachineError" in done.stderr and "fewer --workers" in done.stderr
