@@ -28,7 +28,7 @@ from .ranks import Ranks, run
 Links = set[tuple[int, int]]
 """(word of the first text, word of the second)."""
 
-PROGRAM, PRIORS = "eflomal-align", "eflomal-makepriors"
+PROGRAM = "eflomal-align"
 NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
 
 
@@ -74,15 +74,14 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
     return align_words(((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs), out, symmetrize)
 
 
-def align_words(
-    pairs: Iterable[Iterable[str]],
-    out: Path,
-    symmetrize: str,
-    priors: Path | None = None,
-    priors_out: Path | None = None,
-) -> str:
-    """Likewise of texts whose words stand between spaces. The aligner sees them in lower case. priors: what it knows of
-    other text of the two languages; priors_out: a file for what it finds in this one."""
+def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
+    """Likewise of texts whose words stand between spaces. The aligner sees them in lower case."""
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
+    if not program:
+        raise UserError(
+            f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
+            f"another program and give its links to --links"
+        )
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
         paths = {name: Path(folder) / name for name in ("src", "tgt", "forward", "reverse")}
         given = aligned = unlinked = total = 0
@@ -92,10 +91,10 @@ def align_words(
                 for text, file in zip(texts, (src, tgt), strict=True):
                     file.write(text.lower() + "\n")
         options = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
-        flags = [word for flag, name in options.items() for word in (flag, str(paths[name]))]
-        _run(PROGRAM, [*flags, *(["-p", str(priors)] if priors else [])], paths["reverse"])
-        if priors_out:
-            _run(PRIORS, [*flags, "-p", str(priors_out)], priors_out)
+        command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or not paths["reverse"].exists():
+            raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
         with out.open("w", encoding="utf-8") as file:
             for both in zip(_lines(paths["forward"]), _lines(paths["reverse"]), strict=True):
                 links = sorted(SYMMETRIZE[symmetrize](*map(parse_links, both)))
@@ -104,19 +103,6 @@ def align_words(
     if aligned != given:
         raise UserError(f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs")
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
-
-
-def _run(program: str, flags: list[str], made: Path) -> None:
-    """Raises UserError unless the program makes the file."""
-    found = shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
-    if not found:
-        raise UserError(
-            f"{program} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
-            f"another program and give its links to --links"
-        )
-    done = subprocess.run([found, *flags], capture_output=True, text=True)
-    if done.returncode or not made.exists():
-        raise UserError(f"{program} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
 
 
 def _lines(path: Path) -> Iterator[str]:

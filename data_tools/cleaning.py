@@ -1,4 +1,4 @@
-"""The rules that a corpus's text passes: what each changes or removes of a unit, counted, with examples."""
+"""The rules that a corpus's text passes. What each removes is counted, with examples."""
 
 import re
 import unicodedata
@@ -6,27 +6,27 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xscale.data.text import read_lines
 from xscale.data.words import is_blank
-from xscale.errors import UserError
 
 from .corpus import Rules
-from .readers import Unit, place
+from .readers import Unit
 from .sentences import split_sentences
 
 EXAMPLES, EXAMPLE_LENGTH = 3, 200
-"""So many examples of what a rule removes are kept of a chunk, of so many characters a text."""
-SURE, LETTERS = 0.9, 20
-"""Another language is believed from this probability on, of a text with so many letters."""
+"""The number of examples of a rule, and the characters of a text in them."""
+LID_PROBABILITY, LID_LETTERS = 0.9, 20
+"""Another language is believed from this probability on, for a text with this number of letters."""
 PERMUTATIONS, BANDS, SHINGLE = 112, 14, 5
-"""MinHash of near duplicates: texts of which 75 % of the runs of 5 characters are common share one of 14 bands of 8
-permutations with a probability of 77 %, of which 50 % are common with 5 %, of which 85 % with 99 %."""
-WORDS_SAME = 4
-"""A pair with the same text on both sides is no translation where it has so many words."""
+"""MinHash of runs of 5 characters, in 14 bands of 8 permutations. Two texts share a band with a probability of 5 % if
+50 % of their runs are common, 77 % if 75 % are, and 99 % if 85 % are."""
+SAME_WORDS = 4
+"""A pair with the same text on both sides is no translation if it has this number of words."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
 _NO_LETTERS = re.compile(r"[\W_]+")
 
@@ -38,7 +38,7 @@ NORMALISE: dict[str, Callable[[str], str]] = {
 
 
 class Removed:
-    """How many units, or sentences of documents, each rule removed, with examples."""
+    """The numbers of units, or of documents' sentences, that each rule removed, with examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -51,11 +51,11 @@ class Removed:
             examples.append([text[:EXAMPLE_LENGTH] for text in texts])
 
     def join(self, other: dict[str, Any]) -> None:
-        """Take in what `to_json` has of another."""
+        """Add what `to_json` returned for others."""
         self.counts.update(other["counts"])
         for rule, examples in other["examples"].items():
-            mine = self.examples.setdefault(rule, [])
-            mine += examples[: max(EXAMPLES - len(mine), 0)]
+            known = self.examples.setdefault(rule, [])
+            known += examples[: max(EXAMPLES - len(known), 0)]
 
     def to_json(self) -> dict[str, Any]:
         return {"counts": dict(self.counts), "examples": self.examples}
@@ -64,34 +64,28 @@ class Removed:
 class Cleaner:
     """Applies the rules of a source to its units."""
 
-    def __init__(self, rules: Rules, langs: tuple[str, ...], whole: bool):
-        """whole: paragraphs are sentences already."""
-        self.rules, self.langs, self.whole, self.removed = rules, langs, whole, Removed()
+    def __init__(self, rules: Rules, langs: tuple[str, ...]):
+        self.rules, self.langs, self.removed, self.changed = rules, langs, Removed(), 0
         self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
-        self.excluded = excluded(tuple(rules.exclude))
-        self.changed = 0
+        self.excluded = excluded_letters(tuple(rules.exclude))
 
     def clean(self, unit: Unit) -> list[str]:
-        """Both sides of a pair, or a document's sentences; nothing where a rule removes the unit."""
+        """Both sides of a pair, or a document's sentences, or nothing if a rule removes the unit."""
         texts = [self.normalised(text) for text in unit.texts]
         self.changed += texts != [text.strip() for text in unit.texts]
         if len(self.langs) == 2:
-            reason = "empty" if any(map(is_blank, texts)) else self.reason_of_sentence(texts) or self.reason(texts)
+            reason = "empty" if any(map(is_blank, texts)) else self.sentence_reason(texts) or self.unit_reason(texts)
             if reason:
                 self.removed.add(reason, texts)
             return [] if reason else texts
-        if not self.whole:
-            texts = [sentence for text in texts for sentence in split_sentences(text, self.langs[0])]
+        texts = [sentence for text in texts for sentence in split_sentences(text, self.langs[0])]
         texts = [text for text in texts if not is_blank(text)]
-        if not texts:
-            self.removed.add("empty", [])
-            return []
-        if reason := self.reason(texts):
+        if reason := self.unit_reason(texts) if texts else "empty":
             self.removed.add(reason, texts[:1])
             return []
         kept = []
         for text in texts:
-            if reason := self.reason_of_sentence([text]):
+            if reason := self.sentence_reason([text]):
                 self.removed.add(f"{reason} (sentences)", [text])
             else:
                 kept.append(text)
@@ -102,62 +96,60 @@ class Cleaner:
             text = step(text)
         return text.strip()
 
-    def reason_of_sentence(self, texts: list[str]) -> str:
-        """Why a pair, or a sentence of a document, is not kept, or ""."""
+    def sentence_reason(self, texts: list[str]) -> str:
+        """The rule that removes a pair or a sentence, or ""."""
         sizes = [len(text) for text in texts]
         bounds = self.rules.length.characters
         if bounds and not (bounds[0] <= min(sizes) and max(sizes) <= bounds[1]):
             return "length"
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
-        if self.excluded and any(letters(text) in self.excluded for text in texts):
+        if self.excluded and any(letters_hash(text) in self.excluded for text in texts):
             return "exclude"
         return ""
 
-    def reason(self, texts: list[str]) -> str:
-        """Why a pair or a document is not kept, or ""."""
-        if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= WORDS_SAME:
+    def unit_reason(self, texts: list[str]) -> str:
+        """The rule that removes a pair or a document, or ""."""
+        if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
             return "identical sides"
         if not self.rules.lid:
             return ""
         sides = texts if len(self.langs) == 2 else [" ".join(texts)[:1000]]
         for text, lang in zip(sides, self.langs, strict=True):
-            if sum(map(str.isalpha, text)) >= LETTERS:
+            if sum(map(str.isalpha, text)) >= LID_LETTERS:
                 found, probability = identifier().classify(text)
-                if found != of_lid(lang) and probability >= SURE:
+                if found != lid_code(lang) and probability >= LID_PROBABILITY:
                     return "lid"
         return ""
 
 
-def letters(text: str) -> bytes:
-    """What tells a sentence from another whatever its case, spaces and punctuation: the hash of its letters, digits."""
+def letters_hash(text: str) -> bytes:
+    """A hash of the letters and digits, whatever their case; nothing for a text without any."""
     folded = _NO_LETTERS.sub("", unicodedata.normalize("NFKC", text).casefold())
     return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
 
 
 @cache
-def excluded(files: tuple[str, ...]) -> frozenset[bytes]:
-    """`letters` of every line of the files."""
-    return frozenset(letters(line) for name in files for _, line in read_lines(place(name))) - {b""}
+def excluded_letters(names: tuple[str, ...]) -> frozenset[bytes]:
+    """The `letters_hash` of every line of the files. Raises UserError."""
+    return frozenset(letters_hash(line) for name in names for _, line in read_lines(Path(name))) - {b""}
 
 
 @cache
 def identifier() -> Any:
-    """py3langid's, with probabilities. Raises UserError."""
-    try:
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError:
-        raise UserError("rules.lid needs py3langid: `pip install 'xscale[prepare]'`, or write lid: false") from None
+    """py3langid's identifier, which gives probabilities."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
-def of_lid(language: str) -> str:
-    """py3langid's name of a language: two letters."""
+def lid_code(language: str) -> str:
+    """py3langid's code of a language, which has two letters."""
     return language.partition("-")[0].lower()
 
 
-def fingerprints(units: list[list[str]], near: bool) -> np.ndarray:
-    """uint64 hashes of texts [n_units, 1 or 1 + BANDS]: of all of it, and of bands that texts alike have in common."""
+def text_hashes(units: list[list[str]], near: bool) -> np.ndarray:
+    """uint64 hashes [n_units, 1 or 1 + BANDS]: of a unit's whole text, and of the bands that similar texts share."""
     whole = b"".join(blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units)
     exact = np.frombuffer(whole, dtype="<u8").reshape(-1, 1)
     if not near or not units:
@@ -168,8 +160,6 @@ def fingerprints(units: list[list[str]], near: bool) -> np.ndarray:
     shingles = [[text[i : i + SHINGLE] for i in range(max(len(text) - SHINGLE + 1, 1))] for text in folded]
     rows = rensa.RMinHash.digest_matrix_from_token_sets(shingles, PERMUTATIONS, 42).to_rows()
     bands = np.array(rows, dtype=np.uint64).reshape(len(units), BANDS, -1)
-    odd = np.random.RandomState(0).randint(1 << 62, size=bands.shape[-1], dtype=np.int64).astype(np.uint64) | np.uint64(
-        1
-    )
-    mixed = (bands * odd).sum(-1, dtype=np.uint64)
+    factors = np.random.RandomState(0).randint(1 << 62, size=bands.shape[-1], dtype=np.int64).astype(np.uint64)
+    mixed = (bands * (factors | np.uint64(1))).sum(-1, dtype=np.uint64)
     return np.hstack([exact, mixed ^ (mixed >> np.uint64(29))])

@@ -1,4 +1,5 @@
-"""corpus.yaml: which sources `data_tools.prepare` reads, and what it does with them. Strict, all problems at once.
+"""The file corpus.yaml names the sources that `data_tools.prepare` reads and the rules that it applies. Unknown keys
+are errors, and all problems are reported at once.
 
     sources:
       - {pairs: [en, cs], text: [a.en.gz, a.cs.gz], licence: CC-BY-4.0}
@@ -7,7 +8,7 @@
     tokenizer: {type: wordpiece, vocab_size: 32000, alpha: 0.5}
     heldout: {pairs: 1000, mono: 1000}
 
-Paths are relative to the folder where the command is started; with `://` they are read through fsspec.
+Paths are relative to the folder in which the command is started.
 """
 
 import re
@@ -15,15 +16,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xscale.config import read_yaml
 from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-PAIRS_ONLY, MONO_ONLY = ("tmx", "tsv", "opus", "zst"), ("jsonl", "conllu")
-READERS = ("text", "tmx", "tsv", "jsonl", "parquet", "datasets", "opus", "zst", "conllu", "shards")
+FORMATS = ("text", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
+PAIRS_ONLY, MONO_ONLY = ("tsv", "tmx", "opus"), ("jsonl",)
 
 
 class Strict(BaseModel):
@@ -34,110 +34,112 @@ class Length(Strict):
     characters: tuple[int, int] | None = Field(default=None, strict=False)
     """The fewest and the most characters of a sentence, and of each side of a pair."""
     tokens: tuple[int, int] | None = Field(default=None, strict=False)
-    """The fewest tokens of a side, and the most of a whole sequence, as data.max_length counts; needs `tokenizer`."""
+    """The fewest tokens of a side, and the most tokens of a whole sequence, as data.max_length counts them. This needs
+    `tokenizer`."""
 
     @model_validator(mode="after")
-    def in_order(self) -> Self:
+    def check(self) -> Self:
         for name, bounds in (("characters", self.characters), ("tokens", self.tokens)):
             if bounds and not 0 <= bounds[0] <= bounds[1]:
-                raise ValueError(f"{name}: {list(bounds)} are not [fewest, most]")
+                raise ValueError(f"{name}: {list(bounds)} must be [fewest, most]")
         return self
 
 
 class Rules(Strict):
-    """The rules that text passes, in this order. A source's own rules take the place of the corpus's, each whole."""
+    """Text passes the rules in this order. A rule of a source replaces the whole rule of the corpus."""
 
     normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
-    """nfc: Unicode's composed form; controls: control characters become spaces; spaces: a run of any white space
-    becomes one space."""
+    """nfc is Unicode's composed form; controls makes spaces of control characters; spaces makes one space of each run
+    of white space."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
-    """The characters of a pair's longer side are at most so many times those of its shorter side."""
+    """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool = False
-    """A side that py3langid takes with confidence for another language drops the record."""
+    """A pair or a document is dropped if py3langid is sure that a side is in another language."""
     exclude: list[str] = []
-    """Files of evaluation text, a sentence a line: a sentence with the same letters and digits is dropped."""
+    """Files of evaluation text with a sentence a line. A sentence with the same letters and digits is dropped."""
     dedup: Literal["exact", "near"] | None = None
-    """Of equal (or nearly equal) pairs or documents, over all sources of their languages, the first is kept."""
+    """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
 
 class SourceSpec(Strict):
-    """A source: its languages, by `pairs` or `mono`, and one of READERS."""
+    """A source has languages, by `pairs` or `mono`, and one of FORMATS."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None
     text: str | list[str] | None = None
-    """Two files of which lines n are translations; or files and folders of running text."""
-    tmx: str | None = None
+    """Two files whose lines n are translations of each other; or files and folders of running text."""
     tsv: str | None = None
+    tmx: str | None = None
+    opus: str | None = None
+    """A zip of OPUS in Moses form."""
     jsonl: str | None = None
     parquet: str | None = None
     datasets: str | None = None
-    """A folder that `save_to_disk` wrote, or a name on the hub; its split `train`."""
-    opus: str | None = None
-    """A zip of OPUS in Moses form."""
-    zst: tuple[str, str] | None = Field(default=None, strict=False)
-    conllu: str | None = None
-    shards: str | None = None
-    """A folder of shards, with its index."""
+    """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
-    """Of a TSV the numbers, from 1, of both texts; of parquet and datasets their names (default: the languages)."""
+    """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
     field: str = "text"
-    """The field of a document's text in JSON lines, parquet and datasets."""
+    """The field that holds a document's text in JSON lines, parquet and datasets."""
     links: int | str | None = None
-    """Word links in Pharaoh form that count white-space words: a file with a line a pair, or a TSV's column."""
+    """Word links in Pharaoh form that count white-space words: a file with a line a pair, or a column of the TSV."""
     name: str | None = None
-    """The name of its shards; default: that of its file and languages."""
+    """The name of its shards. The default is made of its file's name and its languages."""
     first: int | None = Field(default=None, gt=0)
-    """Only so many of its pairs or documents are read."""
+    """Only this many of its pairs or documents are read."""
     licence: str | None = None
     rules: dict[str, Any] = {}
 
     @property
-    def reader(self) -> str:
-        return next(name for name in READERS if getattr(self, name) is not None)
+    def format(self) -> str:
+        return next(name for name in FORMATS if getattr(self, name) is not None)
 
     @property
     def paths(self) -> list[str]:
-        """Its files, as the corpus names them."""
-        given = getattr(self, self.reader)
+        """Its files and folders, as corpus.yaml names them; a file of links is the last."""
+        given = getattr(self, self.format)
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
     @property
     def langs(self) -> tuple[str, ...]:
-        """Its languages; those of shards are known when they are read."""
-        return self.pairs or ((self.mono,) if self.mono else ())
+        return self.pairs or (self.mono or "",)
 
     @model_validator(mode="after")
-    def fits(self) -> Self:
-        given = [name for name in READERS if getattr(self, name) is not None]
+    def check(self) -> Self:
+        given = [name for name in FORMATS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"needs one of {', '.join(READERS)}, has {', '.join(given) or 'none'}")
-        (reader,) = given
-        kinds = [kind for kind in ("pairs", "mono") if getattr(self, kind) is not None]
-        if len(kinds) != (reader != "shards"):
-            raise ValueError("shards name their languages themselves" if kinds else "needs pairs: [en, de] or mono: en")
-        if self.pairs and (reader in MONO_ONLY or self.pairs[0] == self.pairs[1]):
-            raise ValueError(f"pairs: {list(self.pairs)} are not two languages, or {reader} holds no pairs")
-        if self.mono and reader in PAIRS_ONLY:
-            raise ValueError(f"mono: {reader} holds pairs; write pairs: [en, de]")
+            raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(given) or 'none'}")
+        if (self.pairs is None) == (self.mono is None):
+            raise ValueError("needs pairs: [en, de] or mono: en")
+        if self.pairs and (given[0] in MONO_ONLY or self.pairs[0] == self.pairs[1]):
+            raise ValueError(f"pairs: {list(self.pairs)} must be two languages, and {given[0]} must hold pairs")
+        if self.mono and given[0] in PAIRS_ONLY:
+            raise ValueError(f"mono: {given[0]} holds pairs; write pairs: [en, de]")
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
-                raise ValueError(f"{language!r} names no language: letters, digits, _ and - between them, as zh-Hant")
-        if self.pairs and reader == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
-            raise ValueError(f"text: {self.text!r} of pairs are two files, [a.en, a.de]")
-        if self.links is not None and not (self.pairs and reader in ("text", "zst", "tsv")):
-            raise ValueError(f"links: {reader} has none beside it; they go with pairs of text, zst or tsv")
-        if isinstance(self.links, int) != (reader == "tsv") and self.links is not None:
-            raise ValueError(f"links: {self.links!r}: a TSV's are the number of a column, others' a file")
-        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
-        if reader == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
-            raise ValueError("columns: a TSV needs the numbers of two columns, from 1, such as [1, 2]")
-        if self.columns and reader not in ("tsv", "parquet", "datasets"):
-            raise ValueError(f"columns: {reader} has none")
+                raise ValueError(f"{language!r} must have letters, digits and _, with - between them, such as zh-Hant")
+        if self.pairs and given[0] == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
+            raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
+        if self.text == []:
+            raise ValueError("text: [] must name files or folders")
+        self._check_columns(given[0])
         if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name: {self.name!r}: letters, digits, _, - and . alone, and a letter or digit first")
+            raise ValueError(f"name: {self.name!r} must have letters, digits, _, - and ., and start with a letter")
         return self
+
+    def _check_columns(self, form: str) -> None:
+        """Raises ValueError if `columns` or `links` do not fit the format."""
+        if self.links is not None and (self.mono or form not in ("text", "tsv")):
+            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
+        if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
+            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for text")
+        if self.columns and form not in ("tsv", "parquet", "datasets"):
+            raise ValueError(f"columns: {form} has none; remove the key")
+        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
+        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
+            raise ValueError("columns: tsv needs the numbers of two columns, from 1, such as [1, 2]")
+        if form != "tsv" and numbers:
+            raise ValueError(f"columns: {form} needs two names, such as [en, de]")
 
 
 class TokenizerSpec(Strict):
@@ -147,39 +149,30 @@ class TokenizerSpec(Strict):
     """A language is sampled in proportion to its share of the text to the power of alpha."""
 
 
-class LinksSpec(Strict):
-    links: str
-
-
 class HeldoutSpec(Strict):
+    """So many pairs of each pair of languages, and sentences of each language, are kept apart, but at most a tenth."""
+
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
-    """So many pairs and sentences of each pair of languages and each language, at most a tenth, are kept apart."""
 
 
 class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
-    align: bool | LinksSpec = False
-    """true: pairs without links get them by eflomal; {links: F}: the only source of pairs has them in a file."""
     tokenizer: TokenizerSpec | None = None
-    lexicons: list[str] = []
     heldout: HeldoutSpec = HeldoutSpec()
 
     @model_validator(mode="after")
-    def fits(self) -> Self:
+    def check(self) -> Self:
         problems = []
         for number, source in enumerate(self.sources):
             try:
-                rules = self.rules_of(source)
-                if rules.length.tokens and not self.tokenizer:
+                if self.rules_of(source).length.tokens and not self.tokenizer:
                     problems.append(f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}}")
             except ValidationError as error:
-                problems += lines_of(error, f"sources[{number}].rules.")
+                problems += problem_lines(error, f"sources[{number}].rules.")
         twice = [name for name, times in Counter(self.names).items() if times > 1]
-        problems += [f"sources: {name} is the name of two; give each its `name`" for name in twice]
-        if isinstance(self.align, LinksSpec) and sum(source.pairs is not None for source in self.sources) != 1:
-            problems.append("align.links: there is not one source of pairs; give each source its own `links`")
+        problems += [f"sources: two are called {name}; give each a `name`" for name in twice]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -192,35 +185,39 @@ class Corpus(Strict):
         """The name of each source."""
         return [source.name or default_name(source) for source in self.sources]
 
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The languages, and the pairs of languages in either order. Duplicates are sought within a group."""
+        return sorted({group_of(source) for source in self.sources})
+
+
+def group_of(source: SourceSpec) -> tuple[str, ...]:
+    return tuple(sorted(source.langs))
+
 
 def default_name(source: SourceSpec) -> str:
     stem = source.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0]
-    return re.sub(r"[^\w-]", "_", stem).lstrip("-") + "".join(f".{'-'.join(source.langs)}" if source.langs else "")
+    return ".".join([re.sub(r"[^\w-]", "_", stem).lstrip("-"), "-".join(source.langs)])
 
 
-def load(path: Path) -> Corpus:
-    """The corpus of a file. Raises UserError with all problems."""
+def load_corpus(path: Path) -> Corpus:
+    """Read corpus.yaml. Raises UserError with all problems."""
     try:
         tree = read_yaml(path.read_text(encoding="utf-8"))
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML in UTF-8: {error}") from None
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; give the corpus.yaml to prepare") from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a corpus is a mapping with {', '.join(Corpus.model_fields)}")
+        raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
     try:
-        corpus = Corpus.model_validate(tree)
+        return Corpus.model_validate(tree)
     except ValidationError as error:
-        raise UserError(f"{path}:\n" + "\n".join(f"  {line}" for line in lines_of(error))) from None
-    if isinstance(corpus.align, LinksSpec):
-        links = corpus.align.links
-        sources = [s.model_copy(update={"links": links}) if s.pairs else s for s in corpus.sources]
-        corpus = corpus.model_copy(update={"sources": sources, "align": False})
-    return corpus
+        raise UserError(f"{path}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
 
 
-def lines_of(error: ValidationError, where: str = "") -> list[str]:
-    """A line about each of pydantic's problems: the place, the value and what is needed."""
+def problem_lines(error: ValidationError, where: str = "") -> list[str]:
+    """A line for each of pydantic's problems with the place, the value and what is needed."""
     lines = []
     for problem in error.errors():
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")

@@ -1,17 +1,18 @@
-"""From raw corpora to shards, tokenizer, dictionaries and held-out text, by one file that names them (corpus.py).
+"""Make shards, a tokenizer and held-out text of raw corpora. One file, corpus.yaml, names them (data_tools/corpus.py).
 
-    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
+    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm] [--workers N] [--dry_run]
 
-DIR appears when it is complete: shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until then
-all is in DIR.incomplete; a run that was killed goes on from there when the same command is started again, and the bytes
-are the same whatever the executor, the number of workers and the kills (but for eflomal's links, which differ from run
-to run where they are made anew). With `--executor slurm` start it where `sbatch` is, and let SBATCH_PARTITION,
-SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU, SBATCH_ACCOUNT say what your site wants.
+DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, report.html and report.json. Until then the
+work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task again. The
+bytes do not depend on the executor, the number of workers or on kills.
+
+For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
+SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants.
 """
 
 import argparse
-import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -19,29 +20,30 @@ from itertools import islice
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import MachineError, UserError, check_arguments, of_machine, run_command
+from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import prepare_report, readers, steps
-from .cleaning import identifier, of_lid
-from .corpus import Corpus, load
+from .cleaning import identifier, lid_code
+from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, Executor, do_share
-from .lexicon import oriented, write_entries
 
-GLANCE = 2000
-"""Units of a source that --dry_run reads."""
-COMPRESSED = 3
-"""A compressed file's text is taken for so many times as large."""
+EXTRA = ("sentencex", "rensa", "py3langid", "defusedxml", "zstandard")
+"""The packages of the extra `prepare`."""
+DRY_RUN_UNITS = 2000
+"""The number of units of a source that --dry_run reads."""
+COMPRESSION = 3
+"""The text of a compressed file is estimated as this many times its size."""
+RECORD_BYTES = 100
+"""The bytes of a record beside its texts, about."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout, ...")
+    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout")
     parser.add_argument("--out", type=Path, help="folder to make")
-    parser.add_argument("--executor", choices=list(EXECUTORS), default="local")
+    parser.add_argument("--executor", choices=EXECUTORS, default="local", help="processes here, or an array of jobs")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="tasks at once (default: the cores)")
-    parser.add_argument(
-        "--dry_run", action="store_true", help="say what would be done, with counts and disk; do nothing"
-    )
+    parser.add_argument("--dry_run", action="store_true", help="print what would be done, with counts and disk")
     parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if not args.tasks and (args.corpus is None or (args.out is None and not args.dry_run)):
@@ -49,152 +51,108 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def resolve(corpus: Corpus) -> steps.Plan:
-    """The corpus with its sources' languages. Raises UserError where a file or a dictionary cannot be read."""
-    langs = [source.langs or readers.shard_langs(source) for source in corpus.sources]
-    plan = steps.Plan(corpus, langs, corpus.names)
-    asked = [of for number, of in enumerate(langs) if plan.rules(number).lid]
-    unknown = {lang for of in asked for lang in of if of_lid(lang) not in identifier().labels}
-    if unknown:
-        raise UserError(
-            f"rules.lid: py3langid does not know {', '.join(sorted(unknown))}; give its source rules: {{lid: false}}"
-        )
-    for number, source in enumerate(corpus.sources):
-        for name in [*source.paths, *plan.rules(number).exclude]:
-            if "://" not in name and not Path(name).exists() and not (source.datasets == name and "/" in name):
-                raise UserError(f"{name} not found (source {plan.names[number]}); paths are relative to {Path.cwd()}")
-    lexicon_entries(plan)
-    return plan
+def check(corpus: Corpus) -> None:
+    """Raises UserError if a package, a file or a language of the identifier is missing."""
+    if missing := [name for name in EXTRA if not importlib.util.find_spec(name)]:
+        raise UserError(f"{', '.join(missing)} not installed: `pip install 'xscale[prepare]'`")
+    for source, name in zip(corpus.sources, corpus.names, strict=True):
+        rules = corpus.rules_of(source)
+        for path in (*source.paths, *rules.exclude):
+            if not Path(path).exists():
+                raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
+        for lang in source.langs if rules.lid else ():
+            if lid_code(lang) not in identifier().labels:
+                raise UserError(f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`")
 
 
-def lexicon_entries(plan: steps.Plan) -> dict[str, list[tuple[str, str]]]:
-    """Of each dictionary the entries, each once. Raises UserError."""
-    from xscale.data.lexicon import pair_of
-
-    known = {lang for langs in plan.langs for lang in langs}
-    found = {}
-    for name in plan.corpus.lexicons:
-        path = Path(name)
-        langs = pair_of(path, known)
-        if not set(langs) <= known:
-            raise UserError(
-                f"{path} is of {' and '.join(langs)}, the corpus of {', '.join(sorted(known))}; name its pair"
-            )
-        found[f"{'-'.join(langs)}.txt"] = list(dict.fromkeys(oriented(path, langs)))
-    return found
+def files_below(paths: list[str]) -> list[Path]:
+    below = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in map(Path, paths)]
+    return [file for found in below for file in found if file.is_file()]
 
 
-def input_files(plan: steps.Plan, number: int) -> list[Path]:
-    """The files of a source that are on this machine."""
-    source = plan.source(number)
-    names = [Path(name) for name in [*source.paths, *plan.rules(number).exclude] if "://" not in name]
-    return [file for path in names for file in (sorted(path.rglob("*")) if path.is_dir() else [path]) if file.is_file()]
-
-
-def fingerprint(plan: steps.Plan) -> str:
-    """The corpus, and sizes and times of its files: what is in DIR.incomplete goes on only for the same."""
-    seen = [
-        [str(file), file.stat().st_size, file.stat().st_mtime_ns]
-        for number in range(len(plan.langs))
-        for file in input_files(plan, number)
-    ]
-    text = json.dumps([plan.corpus.model_dump(mode="json"), plan.langs, seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
+def fingerprint(corpus: Corpus) -> str:
+    """A hash of the corpus, the sizes and times of its files, and the chunks."""
+    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
+            for source in corpus.sources
+            for file in files_below([*source.paths, *corpus.rules_of(source).exclude])]  # fmt: skip
+    text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def start(plan: steps.Plan, out: Path) -> Path:
-    """The folder to work in, locked by this process. Raises UserError."""
+def start(corpus: Corpus, folder: Path, out: Path) -> None:
+    """Write plan.json, or check that the folder's is the same. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already; choose another --out, or remove it")
-    folder = files.beside(out)
-    files.check_writable(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    os.set_inheritable(lock, False)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"{folder} is being written by another process; wait for it, or stop it") from None
-    except OSError:
-        pass  # a file system without locks
-    for of_another in (steps.plan_of, steps.chunks_of, steps.places_in):
-        of_another.cache_clear()
-    described = {
-        "fingerprint": fingerprint(plan),
-        "corpus": plan.corpus.model_dump(mode="json", exclude_unset=True),
-        "langs": plan.langs,
-        "names": plan.names,
-    }
-    if (folder / "plan.json").exists():
-        if steps.read_json(folder / "plan.json")["fingerprint"] != described["fingerprint"]:
-            raise UserError(
-                f"{folder} is of another corpus.yaml, or its input has changed since; remove it to start anew"
-            )
-        print(f"going on in {folder}", file=sys.stderr)
+        raise UserError(f"{out} exists; choose another --out, or remove it")
+    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in):
+        cache.cache_clear()
+    plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
+    if not (folder / "plan.json").exists():
+        steps.write_json(folder / "plan.json", plan)
+    elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
+        raise UserError(f"{folder} has another corpus.yaml, or its input has changed since; remove it to start anew")
     else:
-        steps.write_json(folder / "plan.json", described)
-    return folder
+        print(f"going on in {folder}", file=sys.stderr)
 
 
-def finish(plan: steps.Plan, folder: Path, out: Path) -> None:
-    """Dictionaries and report, and all that is no result goes."""
-    (folder / "lexicon").mkdir(exist_ok=True)
-    entries = lexicon_entries(plan)
-    for name, of_pair in entries.items():
-        write_entries(of_pair, folder / "lexicon" / name)
-    if not entries:
-        (folder / "lexicon").rmdir()
-    report = prepare_report.collect(folder, plan, {name: len(of_pair) for name, of_pair in entries.items()})
-    files.write_text(folder / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
-    files.write_text(folder / "report.html", prepare_report.page(report))
-    for path in folder.iterdir():
-        if path.name not in ("shards", "heldout", "tokenizer", "lexicon", "report.json", "report.html"):
-            files.remove(path)
-    files.move_in(folder, out)
+def finish(corpus: Corpus, folder: Path, out: Path) -> None:
+    """Write the report, and move the result to its place."""
+    result = folder / "result"
+    for path in result.glob(f"*{files.PARTIAL}"):  # of a task that was killed
+        files.remove(path)
+    report = prepare_report.collect(folder, corpus)
+    files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+    files.write_text(result / "report.html", prepare_report.page(report))
+    files.move_in(result, out)
+    files.remove(folder)
     print(prepare_report.summary(out, report))
 
 
-def forecast(plan: steps.Plan) -> str:
-    """What would be done, by a look at the first units of every source."""
+def describe(corpus: Corpus) -> str:
+    """What would be done, by the first units of every source."""
     lines, disk = [], 0
-    for number, source in enumerate(plan.corpus.sources):
-        seen = list(islice(readers.read(source), GLANCE))
-        size = sum(len(readers.to_line(unit).encode()) for unit in seen)
-        of_files = sum(f.stat().st_size * (COMPRESSED if f.suffix in (*files.COMPRESSED, ".zip", ".parquet") else 1)
-                       for f in input_files(plan, number))  # fmt: skip
-        exact = len(seen) < GLANCE
-        count = len(seen) if exact else max(int(of_files / size * len(seen)), len(seen))
-        count = min(count, source.first or count)
-        disk += int(count * size / max(len(seen), 1))
-        kind = "pairs" if len(plan.langs[number]) == 2 else "documents"
+    for source, name in zip(corpus.sources, corpus.names, strict=True):
+        seen = list(islice(readers.read_units(source), DRY_RUN_UNITS))
+        size = sum(len(text.encode()) + 1 for unit in seen for text in unit.texts) / max(len(seen), 1)
+        packed = (*files.COMPRESSED, ".zip", ".parquet")
+        text = sum(file.stat().st_size * (COMPRESSION if file.suffix in packed else 1)
+                   for file in files_below(source.paths))  # fmt: skip
+        exact = len(seen) < DRY_RUN_UNITS
+        count = len(seen) if exact else min(int(text / size), source.first or sys.maxsize)
+        disk += int(count * (size + RECORD_BYTES))
+        kind = "pairs" if source.pairs else "documents"
         about = "" if exact or count == source.first else "about "
-        lines.append(f"{plan.names[number]}: {source.reader}, {'-'.join(plan.langs[number])}, {about}{count:,} {kind}, "
-                     f"about {-(-count // steps.CHUNK_UNITS):,} tasks a step")  # fmt: skip
-    asked = [name for name in ("align", "tokenizer", "lexicons") if getattr(plan.corpus, name)]
-    return "\n".join([*lines, f"then: {', '.join(asked) or 'nothing else'}; heldout: {plan.corpus.heldout}",
-                      f"disk: about {disk / 1e6:,.0f} MB of shards, and three times as much meanwhile"])  # fmt: skip
+        lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, {about}{count:,} {kind}")
+    trained = f"a tokenizer of {corpus.tokenizer.vocab_size:,} tokens" if corpus.tokenizer else "no tokenizer"
+    held = f"held out of each language: {corpus.heldout.pairs:,} pairs, {corpus.heldout.mono:,} sentences"
+    return "\n".join([*lines, trained, held, f"disk: about {disk / 1e6:,.1f} MB, and three times as much meanwhile"])
 
 
 def run(args: argparse.Namespace) -> None:
     if args.tasks:
         folder, name = Path(args.tasks[0]), args.tasks[1]
-        do_share(folder, name, steps.STEPS[name][0], steps.STEPS[name][1](folder), args.tasks[2:])
+        step, count = steps.STEPS[name]
+        do_share(folder, name, step, count(folder), *map(int, args.tasks[2:]))
         return
     if args.workers < 1:
-        raise UserError(f"--workers {args.workers} must be positive")
-    plan = resolve(load(args.corpus))
+        raise UserError(f"--workers {args.workers} must be at least 1")
+    corpus = load_corpus(args.corpus)
+    check(corpus)
     if args.dry_run:
-        print(forecast(plan))
+        print(describe(corpus))
         return
-    folder = start(plan, args.out)
-    executor = Executor(args.executor, args.workers, folder)
+    files.check_writable(args.out)
+    folder = files.beside(args.out)
+    folder.mkdir(exist_ok=True)
+    lock, executor = files.lock_folder(folder), Executor(args.executor, args.workers, folder)
     try:
-        for name, (step, tasks) in steps.STEPS.items():
-            done = executor.run(name, step, tasks(folder))
-            print(f"{name}: {done:,} of {tasks(folder):,} tasks were to do", file=sys.stderr, flush=True)
+        start(corpus, folder, args.out)
+        for name, (step, count) in steps.STEPS.items():
+            done = executor.run(name, step, count(folder))
+            print(f"{name}: did {done:,} of {count(folder):,} tasks", file=sys.stderr, flush=True)
+        finish(corpus, folder, args.out)
     finally:
         executor.close()
-    finish(plan, folder, args.out)
+        os.close(lock)
 
 
 def main() -> int:
@@ -205,7 +163,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 4
     except OSError as error:
-        return of_machine(error)
+        return report_environment_error(error)
     except KeyboardInterrupt:
         return 130
     return 0

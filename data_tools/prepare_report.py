@@ -1,4 +1,4 @@
-"""What `data_tools.prepare` did with each source, language and rule: report.json, a page of it, and a summary."""
+"""The report of `data_tools.prepare`: what it did with each source, language and rule, as JSON, a page and lines."""
 
 from collections import Counter
 from html import escape
@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from .cleaning import Removed
-from .steps import Plan, chunks_of, read_json
+from .corpus import Corpus
+from .steps import chunks_of, read_json
 
 
-def collect(folder: Path, plan: Plan, lexicons: dict[str, int]) -> dict[str, Any]:
+def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
     sources = []
-    for number, name in enumerate(plan.names):
+    for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
         counts: Counter[str] = Counter()
         removed = Removed()
         for chunk in (chunk for chunk in chunks_of(folder) if chunk.source == number):
@@ -19,21 +20,22 @@ def collect(folder: Path, plan: Plan, lexicons: dict[str, int]) -> dict[str, Any
                 found = read_json(folder / f"{step}/{chunk.number}.json")
                 removed.join(found.pop("removed"))
                 counts.update(found)
-        index = folder / "shards" / name / "index.json"
+        index = folder / "result/shards" / name / "index.json"
         shards = read_json(index) if index.exists() else {}
-        source = {
+        sources.append({
             "name": name,
-            "languages": list(plan.langs[number]),
-            "licence": plan.source(number).licence,
-            "rules": plan.rules(number).model_dump(mode="json"),
+            "languages": list(source.langs),
+            "licence": source.licence,
+            "rules": corpus.rules_of(source).model_dump(mode="json"),
             "counts": dict(counts),
             "removed": dict(removed.counts),
             "examples": removed.examples,
-        }
-        sources.append(source | {name: shards.get(name, 0) for name in ("bytes", "text")})
-    heldout = {p.parent.name: read_json(p)["records"] for p in sorted((folder / "heldout").glob("*/index.json"))}
-    tokenizer = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer, "lexicons": lexicons}
+            "bytes": shards.get("bytes", 0),
+            "text": shards.get("text"),
+        })  # fmt: skip
+    heldout = {p.parent.name: read_json(p)["records"] for p in sorted(folder.glob("result/heldout/*/index.json"))}
+    tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
+    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
 
 
 def summary(out: Path, report: dict[str, Any]) -> str:
@@ -69,9 +71,6 @@ def page(report: dict[str, Any]) -> str:
         parts.append(table(["language", "sentences", "tokens a word", "characters a token", "share unknown"], rows))
     parts.append(
         "<h2>Held out</h2>" + table(["languages", "records"], [list(row) for row in report["heldout"].items()])
-    )
-    parts.append(
-        "<h2>Dictionaries</h2>" + table(["file", "entries"], [list(row) for row in report["lexicons"].items()])
     )
     parts.append("<h2>What the rules removed</h2>")
     for source in report["sources"]:

@@ -22,10 +22,12 @@ import pytest
 import yaml
 
 from data_tools import cleaning, prepare, readers, steps
-from data_tools.corpus import Rules, SourceSpec, load
+from data_tools.corpus import Rules, SourceSpec, load_corpus
 from data_tools.demo_world import World
 from data_tools.sentences import split_sentences
 from tests import launch
+from tests.slurm_cluster import cluster, wait_for
+from xscale import files
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
@@ -33,6 +35,7 @@ zstandard = pytest.importorskip("zstandard")
 
 ODD = ["a b", "a\u2028b c", "a\x85b", "a\x0bb d", "\u00a0x\u3000y", "z\u2029"]
 """White space at which str.splitlines splits, and others."""
+ZIP = b"PK\x05\x06" + b"\0" * 18
 PAIRS = [(f"{n} {text} one", f"{n} {text} zwei") for n, text in enumerate(ODD)]
 
 
@@ -72,9 +75,15 @@ def tmx(folder: Path, pairs: list, other: str = "de") -> str:
         for a, b in pairs
     )
     (folder / "m.tmx").write_text(
-        f'<?xml version="1.0"?><tmx version="1.4"><header/><body>{units}</body></tmx>', encoding="utf-8"
+        f'<?xml version="1.0"?><!DOCTYPE tmx SYSTEM "tmx14.dtd"><tmx version="1.4"><header/><body>{units}</body></tmx>',
+        encoding="utf-8",
     )
     return str(folder / "m.tmx")
+
+
+def packed(name: str, suffix: str, pack: Callable[[bytes], bytes]) -> str:
+    Path(name + suffix).write_bytes(pack(Path(name).read_bytes()))
+    return name + suffix
 
 
 def opus(folder: Path, pairs: list) -> str:
@@ -111,9 +120,12 @@ FORMATS: dict[str, Callable[[Path, list], dict]] = {
     "plain": lambda folder, pairs: {"text": moses(folder, pairs)},
     "gz": lambda folder, pairs: {"text": moses(folder, pairs, ".gz", gzip.compress)},
     "xz": lambda folder, pairs: {"text": moses(folder, pairs, ".xz", lzma.compress)},
-    "zst": lambda folder, pairs: {"zst": moses(folder, pairs, ".zst", zstandard.compress)},
+    "zst": lambda folder, pairs: {"text": moses(folder, pairs, ".zst", zstandard.compress)},
     "tsv": lambda folder, pairs: {"tsv": tsv(folder, pairs), "columns": [3, 2]},
     "tmx": lambda folder, pairs: {"tmx": tmx(folder, pairs)},
+    "tmx.gz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".gz", gzip.compress)},
+    "tmx.xz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".xz", lzma.compress)},
+    "tmx.zst": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".zst", zstandard.compress)},
     "opus": lambda folder, pairs: {"opus": opus(folder, pairs)},
     "parquet": lambda folder, pairs: {"parquet": parquet(folder, pairs)},
     "datasets": lambda folder, pairs: {"datasets": data_set(folder, pairs)},
@@ -123,12 +135,13 @@ FORMATS: dict[str, Callable[[Path, list], dict]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_line_n_meets_line_n_in_every_format(tmp_path: Path, name: str) -> None:
     """Whatever separators stand in the text; NUL and CR too where the format can hold them."""
-    pairs = [*PAIRS] if name == "tmx" else [*PAIRS, ("c\rd \0 e", "f \0 g\rh")]
-    pairs = [pair for pair in pairs if name != "tmx" or "\x0b" not in pair[0]]
+    xml = name.startswith("tmx")
+    pairs = [pair for pair in PAIRS if not xml or "\x0b" not in pair[0]]
+    pairs += [] if xml else [("c\rd \0 e", "f \0 g\rh")]
     source = SourceSpec(pairs=("en", "de"), **FORMATS[name](tmp_path, pairs))
-    found = [(unit.number, *unit.texts) for unit in readers.read(source)]
+    found = [(unit.number, *unit.texts) for unit in readers.read_units(source)]
     assert found == [(n, *pair) for n, pair in enumerate(pairs, start=1)]
-    first = [unit.number for unit in readers.read(source.model_copy(update={"first": 2}))]
+    first = [unit.number for unit in readers.read_units(source.model_copy(update={"first": 2}))]
     assert first == [1, 2]
 
 
@@ -140,7 +153,7 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
     data = Path(names[0]).read_bytes()
     Path(names[0]).write_bytes(data[: len(data) // 2])
     with pytest.raises(UserError, match=rf"m.en\{suffix}.*damaged"):
-        list(readers.read(SourceSpec(pairs=("en", "de"), text=names)))
+        list(readers.read_units(SourceSpec(pairs=("en", "de"), text=names)))
 
 
 def test_documents_stay_documents(tmp_path: Path) -> None:
@@ -149,23 +162,18 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         '<doc id="1" title="A">\nA\n\nOne here. Two there.\nThree.\n</doc>\n<doc id="2">\nB\n</doc>\n', encoding="utf-8"
     )
     (tmp_path / "d.jsonl").write_text('{"body": "A\\nB\\u2028C"}\n{"body": "D"}\n', encoding="utf-8")
-    ud = "# newdoc\n# text = A b.\n1\tA\t" + "_\t" * 7 + "_\n2\tb.\t" + "_\t" * 7 + "_\n\n1\tC\t" + "_\t" * 7 + "_\n\n"
-    (tmp_path / "u.conllu").write_text(ud + ud.replace("A b", "D"), encoding="utf-8")
     kinds = {
         "text": (str(tmp_path / "wiki"), {}, [["A", "One here. Two there.", "Three."], ["B"]]),
         "jsonl": (str(tmp_path / "d.jsonl"), {"field": "body"}, [["A", "B\u2028C"], ["D"]]),
-        "conllu": (str(tmp_path / "u.conllu"), {}, [["A b.", "C"], ["D.", "C"]]),
     }
     for name, (path, more, expected) in kinds.items():
-        units = readers.read(SourceSpec(mono="en", **{name: path}, **more))
+        units = readers.read_units(SourceSpec(mono="en", **{name: path}, **more))
         assert [unit.texts for unit in units] == expected, name
     tree = {"sources": [{"mono": "en", "text": str(tmp_path / "wiki")}], "rules": {}}
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     records = [source.read(0, n) for n in range(source.records)]
     assert [record.texts[0] for record in records] == ["A", "One here.", "Two there.", "Three.", "B"]
-    assert [source.goes_on(0, n) for n in range(5)] == [False, True, True, True, False]
-    again = readers.read(SourceSpec(shards=str(tmp_path / "out" / "shards")))
-    assert [unit.texts for unit in again] == [["A", "One here.", "Two there.", "Three."], ["B"]]
+    assert [source.continues_document(0, n) for n in range(5)] == [False, True, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +183,7 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "looks like a table"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "line 2 has 1 columns"),
-        ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "is html, not tmx"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "first element is html"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "after translation unit 0"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"", "after translation unit 0"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
@@ -184,7 +192,8 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "fields a"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "line 2 is not a JSON object"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
-        ({"mono": "en", "conllu": "f"}, b"1\tA\n\n", "line 1 has 2 columns"),
+        ({"pairs": ["en", "de"], "opus": "f"}, ZIP, "ends in .en"),
+        ({"pairs": ["en", "de"], "datasets": "f"}, b"", "save_to_disk"),
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "looks like JSON"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "line 1 is not UTF-8"),
     ],
@@ -196,7 +205,7 @@ def test_what_is_another_format_is_refused(
     Path("f").write_bytes(content)
     Path("g").write_bytes(b"a\n" if content == b"a\nb\n" else content)
     with pytest.raises(UserError, match=re.escape(named)):
-        list(readers.read(SourceSpec.model_validate(fields)))
+        list(readers.read_units(SourceSpec.model_validate(fields)))
 
 
 def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
@@ -213,15 +222,15 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
         "aligned": True,
     }
     with pytest.raises(UserError) as told:
-        load(written(tmp_path, tree))
-    for named in ("en", "text, tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
+        load_corpus(written(tmp_path, tree))
+    for named in ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
         assert named in str(told.value), named
     tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
     with pytest.raises(UserError, match="lenght"):
-        load(written(tmp_path, tree))
+        load_corpus(written(tmp_path, tree))
     twice = {"sources": [{"mono": "de", "text": "x/a"}, {"mono": "de", "text": "y/a"}]}
-    with pytest.raises(UserError, match=r"a\.de is the name of two"):
-        load(written(tmp_path, twice))
+    with pytest.raises(UserError, match=r"two are called a\.de"):
+        load_corpus(written(tmp_path, twice))
 
 
 def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
@@ -229,7 +238,7 @@ def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
     rules = Rules.model_validate(
         {"length": {"characters": [3, 40]}, "ratio": 3, "exclude": [str(tmp_path / "test.en")]}
     )
-    cleaner = cleaning.Cleaner(rules, ("en", "de"), whole=False)
+    cleaner = cleaning.Cleaner(rules, ("en", "de"))
     kept = {("cafe\u0301\u00a0 au\x00lait", "Kaffee mit\u2028Milch"): ["caf\u00e9 au lait", "Kaffee mit Milch"]}
     gone = {
         ("ab", "abc"): "length",
@@ -249,7 +258,7 @@ def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
 
 def test_language_identification_removes_sure_mistakes() -> None:
     pytest.importorskip("py3langid")
-    cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"), whole=False)
+    cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"))
     german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
     english = "The weather is very nice today, and we are going to the park."
     assert cleaner.clean(readers.Unit(1, [english, german]))
@@ -322,7 +331,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
     for text in base:
         cut = choose.randrange(0, len(text))
         texts += [[text], [text[:cut] + choose.choice(["", "x", "yy"]) + text[cut + choose.randrange(60) :]]]
-    found = cleaning.fingerprints(texts, near=True)[:, 1:]
+    found = cleaning.text_hashes(texts, near=True)[:, 1:]
 
     def runs(text: str) -> set[str]:
         return {text[i : i + 5] for i in range(len(text) - 4)}
@@ -356,20 +365,6 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     record = source.read(0, 0)
     assert record.texts == ("a, b c", "x y z") and record.links == "0-0 2-1 3-2"
-
-
-def test_other_file_systems_read_the_same(tmp_path: Path) -> None:
-    pytest.importorskip("upath")
-    import fsspec
-
-    local = moses(tmp_path, PAIRS, ".gz", gzip.compress)
-    memory = fsspec.filesystem("memory")
-    for side, name in enumerate(("en", "de")):
-        memory.pipe(f"/m.{name}.gz", Path(local[side]).read_bytes())
-    source = SourceSpec(pairs=("en", "de"), text=["memory://m.en.gz", "memory://m.de.gz"])
-    assert [tuple(unit.texts) for unit in readers.read(source)] == PAIRS
-    with pytest.raises(UserError, match=r"no\.gz not found"):
-        list(readers.read(SourceSpec(pairs=("en", "de"), text=["memory://no.gz", "memory://m.de.gz"])))
 
 
 @pytest.fixture(scope="module")
@@ -409,8 +404,78 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
     assert report["sources"][1]["licence"] == "CC0"
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="out exists"):
         run(tmp_path, tree)
+
+
+def test_a_task_that_was_killed_before_its_mark_is_done_again(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task is done twice, as if it had been killed between its last file and its mark."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    expected = hashes(run(tmp_path, tree, out="once"))
+    for name, (step, count) in list(steps.STEPS.items()):
+        twice = lambda folder, number, step=step: [step(folder, number) for _ in range(2)]  # noqa: E731
+        monkeypatch.setitem(steps.STEPS, name, (twice, count))
+    assert hashes(run(tmp_path, tree, out="twice")) == expected
+
+
+def test_dry_run_counts_and_writes_nothing(
+    tmp_path: Path, raw: tuple[Path, dict], capsys: pytest.CaptureFixture
+) -> None:
+    folder, tree = raw
+    sources = [*tree["sources"], {"mono": "xx", "text": str(folder / "wiki"), "first": 7, "name": "first"}]
+    run(tmp_path, tree | {"sources": sources}, "--dry_run")
+    told = capsys.readouterr().out
+    for line in ("memory: tmx, en-xx, 300 pairs", "wiki.xx: text, xx, 59 documents", "first: text, xx, 7 documents",
+                 "a tokenizer of 400 tokens", "20 pairs, 10 sentences"):  # fmt: skip
+        assert line in told
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.yaml"]
+    (tmp_path / "long").write_text("a b c\td e f\n" * 10_000)
+    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "long"), "columns": [1, 2]}]}
+    run(tmp_path, tree, "--dry_run")
+    count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
+    assert 9_000 < count < 11_000
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["none.yaml", "--out", "out"], "none.yaml"),
+        (["corpus.yaml", "--out", "out"], "gone.tmx not found.*relative to"),
+        (["corpus.yaml", "--out", "out", "--workers", "0"], "--workers 0"),
+        (["corpus.yaml"], "--out or --dry_run"),
+        (["corpus.yaml", "--out", "out", "--executor", "ray"], "ray.*local.*slurm"),
+    ],
+)
+def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture) -> None:  # fmt: skip
+    written(tmp_path, {"sources": [{"pairs": ["en", "de"], "tmx": "gone.tmx"}]})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prepare", *words])
+    try:
+        code = prepare.main()
+    except SystemExit as end:  # argparse's
+        code = end.code
+    assert code == 2 and re.search(named, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]) -> None:
+    """A folder goes on for the same corpus.yaml and the same input only, and for one process at a time."""
+    _, tree = raw
+    folder = tmp_path / "out.incomplete"
+    tree = {"sources": [tree["sources"][0] | {"first": 5}]}
+    lock = files.claim_folder(folder)
+    with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
+        run(tmp_path, tree)
+    os.close(lock)
+    steps.write_json(folder / "plan.json", {"fingerprint": "another"})
+    with pytest.raises(UserError, match=r"out\.incomplete.*remove it"):
+        run(tmp_path, tree)
+    files.remove(folder / "plan.json")
+    assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
 
 
 SMALL = """
@@ -438,12 +503,12 @@ def command(folder: Path, tree: dict, out: str, workers: int, **environment: str
 
 @pytest.mark.slow
 def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
-    """With 1 and 2 workers, and killed at 10 random moments: what was done by then is not done again."""
+    """With 1, 2 and 4 workers, and killed at 10 random moments: what was done by then is not done again."""
     _, tree = raw
-    for out, workers in (("one", 1), ("two", 2)):
+    for out, workers in (("one", 1), ("two", 2), ("four", 4)):
         assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
     expected, choose, kills = hashes(tmp_path / "one"), random.Random(0), 0
-    assert hashes(tmp_path / "two") == expected and len(expected) > 20
+    assert hashes(tmp_path / "two") == expected == hashes(tmp_path / "four") and len(expected) > 20
     marks = tmp_path / "killed.incomplete" / "done"
     before: dict[str, int] = {}
     while not (tmp_path / "killed").exists():
@@ -455,36 +520,43 @@ def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Pat
         kills += running.poll() is None
         running.kill()
         running.wait()
-        now = {str(path): path.stat().st_mtime_ns for path in marks.rglob("*") if path.is_file()}
+        now = {str(path): path.stat().st_mtime_ns for path in marks.rglob("*[0-9]") if path.is_file()}
         assert not now or before.items() <= now.items(), "a task that was done is done again"
         before = now
     assert kills == 10 and hashes(tmp_path / "killed") == expected
 
 
-def test_slurm_runs_the_same_tasks(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an sbatch that runs an array's jobs one after the other; a job's error is the command's."""
-    sbatch = tmp_path / "bin" / "sbatch"
-    sbatch.parent.mkdir()
-    sbatch.write_text(
-        f"#!{sys.executable}\nimport os, re, subprocess, sys\nwords = ' '.join(sys.argv)\n"
-        "assert '--wait' in sys.argv and '--requeue' in sys.argv\n"
-        "log = re.search(r'--output=(\\S+)', words)[1].replace('%A_%a', '1_0')\n"
-        "for job in range(int(re.search(r'--array=0-(\\d+)', words)[1]) + 1):\n"
-        "    subprocess.run(['bash', '-c', sys.argv[-1].removeprefix('--wrap=')], stdout=open(log, 'a'), stderr=-2,\n"
-        "                   env=os.environ | {'SLURM_ARRAY_TASK_ID': str(job)})\n"
-    )
-    sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
-    _, tree = raw
-    tree = {"sources": tree["sources"][:2], "rules": {"dedup": "exact"}}
-    local = run(tmp_path, tree, out="local")
-    slurm = run(tmp_path, tree, "--executor", "slurm", "--workers", "2", out="slurm")
-    assert hashes(slurm) == hashes(local)
-    (tmp_path / "bad").write_text("a\tb\nc\n")
-    tree["sources"][1] = {"pairs": ["en", "xx"], "tsv": str(tmp_path / "bad"), "columns": [1, 2]}
-    with pytest.raises(UserError, match=r"bad: line 2 has 1 columns"):
-        run(tmp_path, tree, "--executor", "slurm", "--workers", "2", out="bad.out")
+@pytest.mark.slow
+def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
+    """The jobs are on two nodes. The command is killed while it waits, and started again. A job's error is its own."""
+    for number, name in enumerate(("a", "b")):
+        lines = (f"word {n % 15000} here\tWort {n % 15000} da\n" for n in range(number * 9000, 9000 + number * 9000))
+        (tmp_path / name).write_text("".join(lines))
+    tree: dict = {"sources": [], "rules": {"dedup": "exact"}, "heldout": {"pairs": 50}}
+    tree["sources"] = [{"pairs": ["en", "de"], "tsv": str(tmp_path / name), "columns": [1, 2]} for name in ("a", "b")]
+    expected = hashes(run(tmp_path, tree, out="local"))
+    words = [sys.executable, "-m", "data_tools.prepare", str(tmp_path / "corpus.yaml"), "--executor", "slurm"]
+    words += ["--workers", "2", "--out", str(tmp_path / "slurm")]
+    with cluster() as slurm:
+        environment = slurm.environment | {"PYTHONPATH": str(launch.ROOT), "SBATCH_EXCLUSIVE": "exclusive"}
+        first = subprocess.Popen(words, env=environment, cwd=tmp_path)
+        marks = tmp_path / "slurm.incomplete" / "done"
+        wait_for(lambda: len(list(marks.rglob("0*"))) >= 3, 300, slurm.logs)
+        first.kill()
+        first.wait()
+        done = {path: path.stat().st_mtime_ns for path in marks.rglob("0*")}
+        again = subprocess.Popen(words, env=environment, cwd=tmp_path)
+        while again.poll() is None:
+            assert not marks.exists() or all(path.stat().st_mtime_ns == time for path, time in done.items())
+            time.sleep(0.2)
+        assert again.returncode == 0 and hashes(tmp_path / "slurm") == expected
+        jobs = [
+            dict(re.findall(r"(\S+?)=(\S*)", line)) for line in slurm.run("scontrol", "show", "job", "-o").splitlines()
+        ]
+        assert {job["NodeList"] for job in jobs} == {"n1", "n2"}
+        (tmp_path / "b").write_text("a\tb\nc\n")
+        bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
+        assert bad.returncode == 2 and f"error: cut, 1 of 2 tasks: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:
