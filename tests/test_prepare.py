@@ -14,6 +14,7 @@ import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -419,6 +420,28 @@ def test_a_task_that_was_killed_before_its_mark_is_done_again(
         twice = lambda folder, number, step=step: [step(folder, number) for _ in range(2)]  # noqa: E731
         monkeypatch.setitem(steps.STEPS, name, (twice, count))
     assert hashes(run(tmp_path, tree, out="twice")) == expected
+
+
+def test_a_run_that_failed_goes_on(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of each step a task fails once. Every other task is done once, and the bytes are the same."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    expected, original = hashes(run(tmp_path, tree, out="whole")), dict(steps.STEPS)
+    done = Counter[tuple[str, int]]()
+
+    def counting(name: str, folder: Path, number: int) -> None:
+        done[name, number] += 1
+        if number == original[name][1](folder) // 2 and done[name, number] == 1:
+            raise UserError(f"{name} fails")
+        original[name][0](folder, number)
+
+    for name, (_, count) in original.items():
+        monkeypatch.setitem(steps.STEPS, name, (partial(counting, name), count))
+    for name in original:
+        with pytest.raises(UserError, match=f"{name} fails"):
+            run(tmp_path, tree, out="failed")
+    assert hashes(run(tmp_path, tree, out="failed")) == expected
+    assert Counter(done.values())[2] == len(original) and max(done.values()) == 2
 
 
 def test_dry_run_counts_and_writes_nothing(
