@@ -6,6 +6,7 @@ run again, so a run that was killed goes on from there, whatever ran it before. 
 executor does not tell whether tasks failed. submitit needs SLURM's accounting data base.)
 """
 
+import importlib
 import multiprocessing
 import os
 import shlex
@@ -83,9 +84,9 @@ class Executor:
 
     def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
         if not self._pool:
-            context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload([f"{__package__}.steps", f"{__package__}.write_shards"])
-            self._pool = ProcessPoolExecutor(self.workers, context, start_worker)
+            # Forked workers hold the lock of the folder too: no start writes beside the workers of a killed one.
+            importlib.import_module(f"{__package__}.write_shards")  # once for all, since it takes seconds
+            self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), start_worker)
         waiting, last = {self._pool.submit(do_task, self.folder, name, step, n) for n in left}, time.monotonic()
         try:
             while waiting:

@@ -7,7 +7,8 @@ work is in DIR.incomplete. If the command is killed, start it again: it goes on,
 bytes do not depend on the executor, the number of workers or on kills.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
-SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants.
+SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants. Jobs go on when the
+command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -77,6 +79,16 @@ def fingerprint(corpus: Corpus) -> str:
             for file in files_below([*source.paths, *corpus.rules_of(source).exclude])]  # fmt: skip
     text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def claim(folder: Path) -> int:
+    """Lock the folder, for which workers of a killed start may be waited for. Raises UserError."""
+    for _ in range(files.LOCK_SECONDS):
+        try:
+            return files.lock_folder(folder)
+        except UserError:
+            time.sleep(1)
+    return files.lock_folder(folder)
 
 
 def start(corpus: Corpus, folder: Path, out: Path) -> None:
@@ -143,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
     files.check_writable(args.out)
     folder = files.beside(args.out)
     folder.mkdir(exist_ok=True)
-    lock, executor = files.lock_folder(folder), Executor(args.executor, args.workers, folder)
+    lock, executor = claim(folder), Executor(args.executor, args.workers, folder)
     try:
         start(corpus, folder, args.out)
         for name, (step, count) in steps.STEPS.items():

@@ -249,6 +249,7 @@ def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
         ("these four words are", "these four words are"): "identical sides",
         ("\u200b", "abc"): "empty",
     }
+    kept[("abc", "abcdefghi")] = ["abc", "abcdefghi"]
     for texts, expected in kept.items():
         assert cleaner.clean(readers.Unit(1, [*texts])) == expected
     for texts in gone:
@@ -309,13 +310,18 @@ def test_repeats_go_whatever_their_chunk_and_source(tmp_path: Path, monkeypatch:
         if pair not in seen:
             expected.append(pair)
         seen.add(pair)
-    held = stored(out / "heldout")
-    assert len(held) == 5
-    everything = [texts if langs == ("en", "de") else texts[::-1] for langs, texts in [*held, *stored(out / "shards")]]
-    assert sorted(everything) == sorted(expected)
+    everything = [*stored(out / "heldout"), *stored(out / "shards")]
+    assert len(stored(out / "heldout")) == 5
+    assert sorted(t if langs == ("en", "de") else t[::-1] for langs, t in everything) == sorted(expected)
     report = json.loads((out / "report.json").read_text())
     assert sum(source["removed"]["dedup"] for source in report["sources"]) == 100 - len(expected)
     assert (out / "report.html").read_text().count("<tr>") > 3
+    repeats = run(tmp_path, tree | {"rules": {}}, out="repeats")
+    held, kept = (
+        [texts if langs == ("en", "de") else texts[::-1] for langs, texts in stored(repeats / name)]
+        for name in ("heldout", "shards")
+    )
+    assert len(held) == 5 and sorted(kept) == sorted(pair for pair in pairs if pair not in held)
 
 
 def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -485,11 +491,14 @@ def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str
     assert not (tmp_path / "out").exists()
 
 
-def test_another_corpus_or_run_is_refused(tmp_path: Path, raw: tuple[Path, dict]) -> None:
+def test_another_corpus_or_run_is_refused(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A folder goes on for the same corpus.yaml and the same input only, and for one process at a time."""
     _, tree = raw
     folder = tmp_path / "out.incomplete"
     tree = {"sources": [tree["sources"][0] | {"first": 5}]}
+    monkeypatch.setattr(files, "LOCK_SECONDS", 1)
     lock = files.claim_folder(folder)
     with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
         run(tmp_path, tree)
