@@ -330,7 +330,7 @@ def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 
 def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
-    """Of pairs of sentences: all those at 0.95 and none at 0.3, by sets of runs of 5 characters."""
+    """Of pairs of sentences: all those at 0.95 and few below 0.6, by sets of runs of 5 characters."""
     pytest.importorskip("rensa")
     world = World(0)
     base = [" ".join(world.document("en", n)[:6])[:300] for n in range(1, 200)]
@@ -350,7 +350,7 @@ def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
         if not 0.6 < share < 0.9:
             by_share.setdefault(share >= 0.9, []).append(bool((found[a] == found[b]).any()))
     assert len(by_share[True]) > 20 and np.mean(by_share[True]) > 0.97
-    assert not by_share.get(False) or np.mean(by_share[False]) < 0.3
+    assert not by_share.get(False) or np.mean(by_share[False]) < 0.1
 
 
 def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
