@@ -366,12 +366,12 @@ def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
-    """OpusTrainer's TSV, with spaces that the rules change; words of `a,b` are three."""
-    (tmp_path / "l.tsv").write_text("a,\u00a0  b c\tx  y z\t0-0 1-1 2-2\n", encoding="utf-8")
+    """OpusTrainer's TSV: the links count words of the given text, of which the rules change one into two."""
+    (tmp_path / "l.tsv").write_text("a,\u00a0  b\x01c d\tx  y z\t0-0 1-1 2-2\n", encoding="utf-8")
     tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     record = source.read(0, 0)
-    assert record.texts == ("a, b c", "x y z") and record.links == "0-0 2-1 3-2"
+    assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
 
 
 @pytest.fixture(scope="module")
