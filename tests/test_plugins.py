@@ -18,7 +18,7 @@ from xscale.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
-from xscale.run.status import FAULT, code_of, message_of
+from xscale.run.folder import FAULT, code_of, message_of
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 
@@ -98,7 +98,12 @@ WRONG = [
     ),
     ("return StreamBatch(", "return (lambda *_, **fields: fields)(", "collate", "returned dict"),
     ("return StreamBatch(", "return 1 / 0 and StreamBatch(", "collate", "division by zero"),
-    ("Reads(first.starts)", "Reads(first.starts + 10**6)", "collate", "reads.'source'. has places from 1000000 "),
+    (
+        "StateIndices(first.starts)",
+        "StateIndices(first.starts + 10**6)",
+        "collate",
+        "reads.'source'. has places from 1000000 ",
+    ),
     ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, and not rank"),
     ("samples=len(pairs), ", 'samples=len(pairs), labels={"odd": first.ids}, ', "collate", "labels has odd, none of"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.ranks import Process
 from xscale.run.synchronizer import FEWEST, MOST, StepSynchronizer
 
@@ -41,7 +41,7 @@ def batch(step: int) -> Any:
     return SimpleNamespace(
         step=step,
         targets=lambda: {("tlm", "mlm"): step},
-        work=lambda: Work(*[0] * len(Work._fields)),
+        work=lambda: RowCost(*[0] * len(RowCost._fields)),
         too_long=lambda: empty,
         auxiliary=lambda: empty,
         samples=lambda: 1,
@@ -51,7 +51,7 @@ def batch(step: int) -> Any:
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     watch: Any = SimpleNamespace(note=lambda doing: None)
-    checkpoint_manager: Any = SimpleNamespace(saver=SimpleNamespace(written=False), under_way=None)
+    checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
     told: Any = stop
     return StepSynchronizer(
         0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), host_group, told, watch, checkpoint_manager, []
