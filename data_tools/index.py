@@ -8,6 +8,7 @@ Tars may hold `.jsonl` members (one record a line), or one sample per record: KE
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from xscale.errors import UserError
 from .ranks import Ranks, run
 
 TOOL = "data_tools.index"
+Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
+"""Of some tars: (index.json's entry, layout, languages, documents) of each, and a survey of their texts."""
 
 
 def build(
@@ -43,7 +46,18 @@ def build(
     if made_by["tool"] != TOOL:
         counted = {}
 
-    parts = ranks.together(lambda: _scan(tars[ranks.rank :: ranks.size], langs, counted))
+    parts = ranks.together(lambda: scan(tars[ranks.rank :: ranks.size], langs, counted))
+    index = described(directory, parts, made_by, links_count)
+    if ranks.is_main:
+        write(directory, index)
+    ranks.gather(None)
+    return index
+
+
+def described(
+    directory: Path, parts: Sequence[Scanned], made_by: dict[str, Any], links_count: str | None
+) -> dict[str, Any]:
+    """index.json's content, of what was found in all tars of the directory. Raises UserError."""
     found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
     _, layout, all_langs, _ = found[0]
     for shard, other_layout, other_langs, _ in found:
@@ -53,11 +67,11 @@ def build(
                 f"{all_langs} ({layout}); keep one directory for each"
             )
     survey = Survey(len(all_langs))
-    for of_rank in (of_rank for _, of_rank in parts if of_rank):
-        survey.join(of_rank)
+    for of_part in (of_part for _, of_part in parts if of_part):
+        survey.join(of_part)
     records = sum(shard["records"] for shard, *_ in found)
     documents = {"documents": sum(documents for *_, documents in found)} if len(all_langs) == 1 else {}
-    index = {
+    return {
         "format": "xscale shards",
         "version": FORMAT_VERSION,
         "kind": "pair" if len(all_langs) == 2 else "mono",
@@ -72,18 +86,17 @@ def build(
         "made_by": made_by,
         "shards": [shard for shard, *_ in found],
     }
-    if ranks.is_main:
-        with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
-            for shard, *_ in found:
-                all_entries.write(idx_path(directory / shard["name"]).read_bytes())
-        files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
-    ranks.gather(None)
-    return index
 
 
-def _scan(
-    tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]
-) -> tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]:
+def write(directory: Path, index: dict[str, Any]) -> None:
+    """The entries of all shards, and index.json last."""
+    with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
+        for shard in index["shards"]:
+            all_entries.write(idx_path(directory / shard["name"]).read_bytes())
+    files.write_text(directory / "index.json", json.dumps(index, indent=1, ensure_ascii=False) + "\n")
+
+
+def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> Scanned:
     """Write the .idx of each; what it holds, and a survey of the texts of all that have as many languages as the first
     has."""
     found, survey = [], None

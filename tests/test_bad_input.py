@@ -618,7 +618,7 @@ def test_an_xz_file_is_read_to_its_end(tmp_path: Path, content: bytes, lines: in
 @pytest.mark.parametrize(
     ("content", "remedy"),
     [
-        (b"\x28\xb5\x2f\xfd" + b"\0" * 9, "zstd -d"),
+        (b"\x28\xb5\x2f\xfd" + b"\0" * 9, "zst"),
         (gzip.compress(b"a\n", mtime=0), "name it .gz"),
         (XZ, "name it .xz"),
         ("one two\n".encode("utf-16"), "iconv -f UTF-16"),

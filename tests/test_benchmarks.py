@@ -29,6 +29,13 @@ def test_the_stock_loop_has_the_same_loss() -> None:
 
 
 @pytest.mark.slow
+def test_preparation_is_measured() -> None:
+    found = run(sys.executable, "benchmarks/prepare.py", "--pairs", "300", "--workers", "1")
+    rates = re.findall(r"^ +(datasets|prepare)\b.* ([\d,]+) +([\d,]+)$", found, re.MULTILINE)
+    assert [kind for kind, *_ in rates] == ["datasets"] + ["prepare"] * 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", ["rows modern", "check head gather train"])
 def test_gpu_sh_at_toy_size(parts: str, tmp_path: Path) -> None:
     """Each part runs, and the end says of each goal whether it is met. benchmarks/step.py has a test of its own."""

@@ -171,6 +171,10 @@ def write_texts(folder: Path) -> None:
             (folder / f"{name}.{language}.xz").write_bytes(lzma.compress(text.encode()))
     words = {f"{a} {b}\n" for n in range(300) for a, b in [(t.split()[0] for t in world.pair(n)[:2])]}
     (folder / "en-de.txt").write_text("".join(sorted(words)), encoding="utf-8")
+    web = "".join(f"{n}\t{a} now\t{b} jetzt\n" for n in range(300) for a, b in [world.pair(n)[:2]])
+    (folder / "web.tsv").write_text(web, encoding="utf-8")
+    (corpus,) = re.findall(r"```yaml\n(sources:.*?)```", PAGES["docs/data.md"], re.DOTALL)
+    (folder / "corpus.yaml").write_text(corpus.replace("32000", "600").replace("lid: true", "lid: false"))
     (folder / "scores.json").write_text('{"model": "hf/xlm", "results": {}, "failed": {}}')
     (folder / "ner").mkdir()
     for name in ("train-en", "train-de", "dev-en", "dev-de"):

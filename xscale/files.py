@@ -73,13 +73,14 @@ def claim_folder(partial: Path) -> int:
     """Make an empty folder for this process and lock it. The lock lasts as long as the descriptor that is returned.
     Raises UserError if another process has the lock."""
     if partial.is_dir():
-        os.close(_hold(partial))
+        os.close(lock_folder(partial))
     remove(partial)
     partial.mkdir(parents=True, exist_ok=True)
-    return _hold(partial)
+    return lock_folder(partial)
 
 
-def _hold(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
+    """Lock a folder for this process as long as the descriptor that is returned. Raises UserError."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Text files, read as streams to their last byte: plain, .gz or .xz, one line at a time, errors with file and line."""
+"""Text files, read as streams to their last byte: plain, .gz, .xz or .zst, errors with file and line."""
 
 import gzip
 import lzma
@@ -17,7 +17,7 @@ _BLOCK = 1 << 15
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
-    b"\x28\xb5\x2f\xfd": "is compressed by zstd; decompress it first: `zstd -d`",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd; name it .zst",
     b"BZh": "is compressed by bzip2; decompress it first: `bunzip2`",
     b"PK\x03\x04": "is a zip archive; extract it first",
     b"7z\xbc\xaf": "is a 7z archive; extract it first",
@@ -118,7 +118,28 @@ def _unxz(file: BinaryIO) -> Iterator[bytes]:
         yield rest
 
 
-_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".xz": _unxz}
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of all frames of a .zst file. zstandard's reader takes an end inside a frame for that of the text."""
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(".zst files need zstandard: `pip install 'xscale[prepare]'`, or `zstd -d` them") from None
+    decoder, data, rest = None, b"", b""
+    try:
+        while data := data or file.read(_BLOCK):
+            decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
+            *lines, rest = (rest + decoder.decompress(data)).split(b"\n")
+            yield from lines
+            data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    except zstandard.ZstdError as error:
+        raise EOFError(str(error)) from None
+    if decoder or not file.tell():
+        raise EOFError("it ends inside a frame" if decoder else "it has no byte")
+    if rest:
+        yield rest
+
+
+_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".xz": _unxz, ".zst": _unzstd}
 
 
 def files_of(paths: list[Path]) -> list[Path]:

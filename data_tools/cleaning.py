@@ -1,0 +1,166 @@
+"""The rules that a corpus's text passes. What each removes is counted, with examples."""
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xscale.data.text import read_lines
+from xscale.data.words import is_blank
+
+from .corpus import Rules
+from .readers import Unit
+from .sentences import split_sentences
+
+EXAMPLES, EXAMPLE_LENGTH = 3, 200
+"""The number of examples of a rule, and the characters of a text in them."""
+LID_PROBABILITY, LID_LETTERS = 0.9, 20
+"""Another language is believed from this probability on, for a text with this number of letters."""
+PERMUTATIONS, BANDS, SHINGLE = 108, 9, 5
+"""MinHash of runs of 5 characters, in 9 bands of 12 permutations. Two texts share a band with a probability of 2 % if
+60 % of their runs are common, 25 % if 75 % are, 95 % if 90 % are. (14 bands of 8 removed one in six pairs of
+Tatoeba, most of them below 75 %.)"""
+SAME_WORDS = 4
+"""A pair with the same text on both sides is no translation if it has this number of words."""
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
+_NO_LETTERS = re.compile(r"[\W_]+")
+
+NORMALISE: dict[str, Callable[[str], str]] = {
+    "nfc": lambda text: unicodedata.normalize("NFC", text),
+    "controls": lambda text: _CONTROLS.sub(" ", text),
+    "spaces": lambda text: " ".join(text.split()),
+}
+
+
+class Removed:
+    """The numbers of units, or of documents' sentences, that each rule removed, with examples."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.examples: dict[str, list[list[str]]] = {}
+
+    def add(self, rule: str, texts: list[str]) -> None:
+        self.counts[rule] += 1
+        examples = self.examples.setdefault(rule, [])
+        if len(examples) < EXAMPLES:
+            examples.append([text[:EXAMPLE_LENGTH] for text in texts])
+
+    def join(self, other: dict[str, Any]) -> None:
+        """Add what `to_json` returned for others."""
+        self.counts.update(other["counts"])
+        for rule, examples in other["examples"].items():
+            known = self.examples.setdefault(rule, [])
+            known += examples[: max(EXAMPLES - len(known), 0)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts), "examples": self.examples}
+
+
+class Cleaner:
+    """Applies the rules of a source to its units."""
+
+    def __init__(self, rules: Rules, langs: tuple[str, ...]):
+        self.rules, self.langs, self.removed, self.changed = rules, langs, Removed(), 0
+        self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
+        self.excluded = excluded_letters(tuple(rules.exclude))
+
+    def clean(self, unit: Unit) -> list[str]:
+        """Both sides of a pair, or a document's sentences, or nothing if a rule removes the unit."""
+        texts = [self.normalised(text) for text in unit.texts]
+        self.changed += texts != [text.strip() for text in unit.texts]
+        if len(self.langs) == 2:
+            reason = "empty" if any(map(is_blank, texts)) else self.sentence_reason(texts) or self.unit_reason(texts)
+            if reason:
+                self.removed.add(reason, texts)
+            return [] if reason else texts
+        texts = [sentence for text in texts for sentence in split_sentences(text, self.langs[0])]
+        texts = [text for text in texts if not is_blank(text)]
+        if reason := self.unit_reason(texts) if texts else "empty":
+            self.removed.add(reason, texts[:1])
+            return []
+        kept = []
+        for text in texts:
+            if reason := self.sentence_reason([text]):
+                self.removed.add(f"{reason} (sentences)", [text])
+            else:
+                kept.append(text)
+        return kept
+
+    def normalised(self, text: str) -> str:
+        for step in self.normalise:
+            text = step(text)
+        return text.strip()
+
+    def sentence_reason(self, texts: list[str]) -> str:
+        """The rule that removes a pair or a sentence, or ""."""
+        sizes = [len(text) for text in texts]
+        bounds = self.rules.length.characters
+        if bounds and not (bounds[0] <= min(sizes) and max(sizes) <= bounds[1]):
+            return "length"
+        if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
+            return "ratio"
+        if self.excluded and any(letters_hash(text) in self.excluded for text in texts):
+            return "exclude"
+        return ""
+
+    def unit_reason(self, texts: list[str]) -> str:
+        """The rule that removes a pair or a document, or ""."""
+        if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
+            return "identical sides"
+        if not self.rules.lid:
+            return ""
+        sides = texts if len(self.langs) == 2 else [" ".join(texts)[:1000]]
+        for text, lang in zip(sides, self.langs, strict=True):
+            if sum(map(str.isalpha, text)) >= LID_LETTERS:
+                found, probability = identifier().classify(text)
+                if found != lid_code(lang) and probability >= LID_PROBABILITY:
+                    return "lid"
+        return ""
+
+
+def letters_hash(text: str) -> bytes:
+    """A hash of the letters and digits, whatever their case; nothing for a text without any."""
+    folded = _NO_LETTERS.sub("", unicodedata.normalize("NFKC", text).casefold())
+    return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
+
+
+@cache
+def excluded_letters(names: tuple[str, ...]) -> frozenset[bytes]:
+    """The `letters_hash` of every line of the files. Raises UserError."""
+    return frozenset(letters_hash(line) for name in names for _, line in read_lines(Path(name))) - {b""}
+
+
+@cache
+def identifier() -> Any:
+    """py3langid's identifier, which gives probabilities."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+
+
+def lid_code(language: str) -> str:
+    """py3langid's code of a language, which has two letters."""
+    return language.partition("-")[0].lower()
+
+
+def text_hashes(units: list[list[str]], near: bool) -> np.ndarray:
+    """uint64 hashes [n_units, 1 or 1 + BANDS]: of a unit's whole text, and of the bands that similar texts share."""
+    whole = b"".join(blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units)
+    exact = np.frombuffer(whole, dtype="<u8").reshape(-1, 1)
+    if not near or not units:
+        return exact
+    import rensa
+
+    folded = [" ".join("\n".join(texts).casefold().split()) for texts in units]
+    shingles = [[text[i : i + SHINGLE] for i in range(max(len(text) - SHINGLE + 1, 1))] for text in folded]
+    rows = rensa.RMinHash.digest_matrix_from_token_sets(shingles, PERMUTATIONS, 42).to_rows()
+    bands = np.array(rows, dtype=np.uint64).reshape(len(units), BANDS, -1)
+    factors = np.random.RandomState(0).randint(1 << 62, size=bands.shape[-1], dtype=np.int64).astype(np.uint64)
+    mixed = (bands * (factors | np.uint64(1))).sum(-1, dtype=np.uint64)
+    return np.hstack([exact, mixed ^ (mixed >> np.uint64(29))])

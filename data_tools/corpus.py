@@ -1,0 +1,232 @@
+"""The file corpus.yaml names the sources that `data_tools.prepare` reads and the rules that it applies. Unknown keys
+are errors, and all problems are reported at once.
+
+    sources:
+      - {pairs: [en, cs], text: [a.en.gz, a.cs.gz], licence: CC-BY-4.0}
+      - {mono: ja, text: wiki_ja/, first: 100000, rules: {lid: true}}
+    rules: {normalise: [nfc, controls, spaces], length: {characters: [1, 2000]}, ratio: 4, dedup: exact}
+    tokenizer: {type: wordpiece, vocab_size: 32000, alpha: 0.5}
+    heldout: {pairs: 1000, mono: 1000}
+
+Paths are relative to the folder in which the command is started.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from xscale.config import read_yaml
+from xscale.errors import UserError
+
+LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
+FORMATS = ("text", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
+PAIRS_ONLY, MONO_ONLY = ("tsv", "tmx", "opus"), ("jsonl",)
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Length(Strict):
+    characters: tuple[int, int] | None = Field(default=None, strict=False)
+    """The fewest and the most characters of a sentence, and of each side of a pair."""
+    tokens: tuple[int, int] | None = Field(default=None, strict=False)
+    """The fewest tokens of a side, and the most tokens of a whole sequence, as data.max_length counts them. This needs
+    `tokenizer`."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        for name, bounds in (("characters", self.characters), ("tokens", self.tokens)):
+            if bounds and not 0 <= bounds[0] <= bounds[1]:
+                raise ValueError(f"{name}: {list(bounds)} must be [fewest, most]")
+        return self
+
+
+class Rules(Strict):
+    """Text passes the rules in this order. A rule of a source replaces the whole rule of the corpus."""
+
+    normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
+    """nfc is Unicode's composed form; controls makes spaces of control characters; spaces makes one space of each run
+    of white space."""
+    length: Length = Length()
+    ratio: float | None = Field(default=None, ge=1)
+    """The longer side of a pair has at most this many times the characters of the shorter side."""
+    lid: bool = False
+    """A pair or a document is dropped if py3langid is sure that a side is in another language."""
+    exclude: list[str] = []
+    """Files of evaluation text with a sentence a line. A sentence with the same letters and digits is dropped."""
+    dedup: Literal["exact", "near"] | None = None
+    """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
+
+
+class SourceSpec(Strict):
+    """A source has languages, by `pairs` or `mono`, and one of FORMATS."""
+
+    pairs: tuple[str, str] | None = Field(default=None, strict=False)
+    mono: str | None = None
+    text: str | list[str] | None = None
+    """Two files whose lines n are translations of each other; or files and folders of running text."""
+    tsv: str | None = None
+    tmx: str | None = None
+    opus: str | None = None
+    """A zip of OPUS in Moses form."""
+    jsonl: str | None = None
+    parquet: str | None = None
+    datasets: str | None = None
+    """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
+    columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
+    """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
+    field: str = "text"
+    """The field that holds a document's text in JSON lines, parquet and datasets."""
+    links: int | str | None = None
+    """Word links in Pharaoh form that count white-space words: a file with a line a pair, or a column of the TSV."""
+    name: str | None = None
+    """The name of its shards. The default is made of its file's name and its languages."""
+    first: int | None = Field(default=None, gt=0)
+    """Only this many of its pairs or documents are read."""
+    licence: str | None = None
+    rules: dict[str, Any] = {}
+
+    @property
+    def format(self) -> str:
+        return next(name for name in FORMATS if getattr(self, name) is not None)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its files and folders, as corpus.yaml names them; a file of links is the last."""
+        given = getattr(self, self.format)
+        return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
+
+    @property
+    def langs(self) -> tuple[str, ...]:
+        return self.pairs or (self.mono or "",)
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        given = [name for name in FORMATS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"needs one of {', '.join(FORMATS)}, has {', '.join(given) or 'none'}")
+        if (self.pairs is None) == (self.mono is None):
+            raise ValueError("needs pairs: [en, de] or mono: en")
+        if self.pairs and (given[0] in MONO_ONLY or self.pairs[0] == self.pairs[1]):
+            raise ValueError(f"pairs: {list(self.pairs)} must be two languages, and {given[0]} must hold pairs")
+        if self.mono and given[0] in PAIRS_ONLY:
+            raise ValueError(f"mono: {given[0]} holds pairs; write pairs: [en, de]")
+        for language in self.langs:
+            if not LANGUAGE.fullmatch(language):
+                raise ValueError(f"{language!r} must have letters, digits and _, with - between them, such as zh-Hant")
+        if self.pairs and given[0] == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
+            raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
+        if self.text == []:
+            raise ValueError("text: [] must name files or folders")
+        self._check_columns(given[0])
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ValueError(f"name: {self.name!r} must have letters, digits, _, - and ., and start with a letter")
+        return self
+
+    def _check_columns(self, form: str) -> None:
+        """Raises ValueError if `columns` or `links` do not fit the format."""
+        if self.links is not None and (self.mono or form not in ("text", "tsv")):
+            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
+        if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
+            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for text")
+        if self.columns and form not in ("tsv", "parquet", "datasets"):
+            raise ValueError(f"columns: {form} has none; remove the key")
+        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
+        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
+            raise ValueError("columns: tsv needs the numbers of two columns, from 1, such as [1, 2]")
+        if form != "tsv" and numbers:
+            raise ValueError(f"columns: {form} needs two names, such as [en, de]")
+
+
+class TokenizerSpec(Strict):
+    type: Literal["wordpiece", "unigram", "bpe"] = "wordpiece"
+    vocab_size: int = Field(default=32000, gt=0)
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    """A language is sampled in proportion to its share of the text to the power of alpha."""
+
+
+class HeldoutSpec(Strict):
+    """So many pairs of each pair of languages, and sentences of each language, are kept apart, but at most a tenth."""
+
+    pairs: int = Field(default=0, ge=0)
+    mono: int = Field(default=0, ge=0)
+
+
+class Corpus(Strict):
+    sources: list[SourceSpec] = Field(min_length=1)
+    rules: Rules = Rules()
+    tokenizer: TokenizerSpec | None = None
+    heldout: HeldoutSpec = HeldoutSpec()
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        problems = []
+        for number, source in enumerate(self.sources):
+            try:
+                if self.rules_of(source).length.tokens and not self.tokenizer:
+                    problems.append(f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}}")
+            except ValidationError as error:
+                problems += problem_lines(error, f"sources[{number}].rules.")
+        twice = [name for name, times in Counter(self.names).items() if times > 1]
+        problems += [f"sources: two are called {name}; give each a `name`" for name in twice]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def rules_of(self, source: SourceSpec) -> Rules:
+        return Rules.model_validate(self.rules.model_dump(exclude_unset=True) | source.rules)
+
+    @property
+    def names(self) -> list[str]:
+        """The name of each source."""
+        return [source.name or default_name(source) for source in self.sources]
+
+    @property
+    def groups(self) -> list[tuple[str, ...]]:
+        """The languages, and the pairs of languages in either order. Duplicates are sought within a group."""
+        return sorted({group_of(source) for source in self.sources})
+
+
+def group_of(source: SourceSpec) -> tuple[str, ...]:
+    return tuple(sorted(source.langs))
+
+
+def default_name(source: SourceSpec) -> str:
+    stem = source.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0]
+    return ".".join([re.sub(r"[^\w-]", "_", stem).lstrip("-"), "-".join(source.langs)])
+
+
+def load_corpus(path: Path) -> Corpus:
+    """Read corpus.yaml. Raises UserError with all problems."""
+    try:
+        tree = read_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML in UTF-8: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; give the corpus.yaml to prepare") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
+    try:
+        return Corpus.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}:\n" + "\n".join(f"  {line}" for line in problem_lines(error))) from None
+
+
+def problem_lines(error: ValidationError, where: str = "") -> list[str]:
+    """A line for each of pydantic's problems with the place, the value and what is needed."""
+    lines = []
+    for problem in error.errors():
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"]).lstrip(".")
+        if problem["type"] == "value_error":
+            inner = str(problem["ctx"]["error"]).splitlines()
+            lines += [f"{where}{place}{': ' if place else ''}{line}" for line in inner]
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"{where}{place}: unknown key; remove it")
+        else:
+            given = "" if problem["type"] == "missing" else f": {problem['input']!r}"
+            lines.append(f"{where}{place}{given}: {problem['msg']}")
+    return lines

@@ -1,0 +1,157 @@
+"""Runs the tasks of a step, in processes of this machine or as an array of SLURM jobs.
+
+A task is a pure function of the plan. It writes whole files (`put`) and last its mark. A task that has its mark is not
+run again, so a run that was killed goes on from there, whatever ran it before. The executors are concurrent.futures and
+`sbatch --wait --array`. (datatrove's local executor waits forever for a worker that the kernel killed, and its SLURM
+executor does not tell whether tasks failed. submitit needs SLURM's accounting data base.)
+"""
+
+import importlib
+import multiprocessing
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+
+from xscale import files
+from xscale.errors import MachineError, UserError
+
+PROGRESS_SECONDS = 10
+EXECUTORS = ("local", "slurm")
+Step = Callable[[Path, int], None]
+"""Does task number n of the plan in a folder."""
+
+
+@contextmanager
+def put(path: Path) -> Iterator[Path]:
+    """Yield a path to write to, which then replaces `path`. Two processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
+    try:
+        yield partial
+        files.sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        files.remove(partial)
+        raise
+
+
+def mark(folder: Path, step: str, number: int) -> Path:
+    """The file that says that a task is done."""
+    return folder / "done" / step / f"{number:06d}"
+
+
+def do_task(folder: Path, name: str, step: Step, number: int) -> None:
+    if not mark(folder, name, number).exists():
+        step(folder, number)
+        with put(mark(folder, name, number)) as partial:
+            partial.touch()
+
+
+class Executor:
+    """Runs steps with a number of workers."""
+
+    def __init__(self, kind: str, workers: int, folder: Path):
+        self.kind, self.workers, self.folder = kind, workers, folder
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(self, name: str, step: Step, tasks: int) -> int:
+        """Do the tasks of a step that are not done. Returns their number. Raises UserError and MachineError."""
+        left = [number for number in range(tasks) if not mark(self.folder, name, number).exists()]
+        if left and self.kind == "slurm":
+            self._run_array(name, left)
+        elif left and self.workers == 1:
+            last = time.monotonic()
+            for n, number in enumerate(left, start=1):
+                do_task(self.folder, name, step, number)
+                last = report_progress(last, name, n, len(left))
+        elif left:
+            self._run_pool(name, step, left)
+        return len(left)
+
+    def close(self) -> None:
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
+        if not self._pool:
+            # Forked workers hold the lock of the folder too: no start writes beside the workers of a killed one.
+            importlib.import_module(f"{__package__}.write_shards")  # once for all, since it takes seconds
+            self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), start_worker)
+        waiting, last = {self._pool.submit(do_task, self.folder, name, step, n) for n in left}, time.monotonic()
+        try:
+            while waiting:
+                done, waiting = wait(waiting, PROGRESS_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                last = report_progress(last, name, len(left) - len(waiting), len(left))
+        except BrokenProcessPool:
+            raise MachineError(
+                f"a worker was killed during `{name}`, perhaps because memory ran out (`dmesg` tells); start again "
+                f"with fewer --workers: finished tasks are not done again"
+            ) from None
+        finally:
+            for future in waiting:
+                future.cancel()
+
+    def _run_array(self, name: str, left: list[int]) -> None:
+        """Run an array of jobs, each of which does a share of the tasks."""
+        jobs, logs = min(self.workers, len(left)), self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        words = [sys.executable, "-m", f"{__package__}.prepare", "--tasks", str(self.folder), name]
+        flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
+        flags += [f"--job-name=prepare-{name}", f"--output={logs}/{name}-%A_%a.out", "--open-mode=append"]
+        command = f"exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}"
+        # Variables of an allocation in which this process runs would be taken for flags.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
+        try:
+            done = subprocess.run(
+                ["sbatch", *flags, f"--wrap={command}"], env=environment, capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            raise UserError("--executor slurm needs `sbatch` on PATH; or choose --executor local") from None
+        missing = [number for number in left if not mark(self.folder, name, number).exists()]
+        if missing:
+            job = done.stdout.strip().partition(";")[0]
+            texts = [path.read_text(errors="replace") for path in sorted(logs.glob(f"{name}-{job}_*.out"))]
+            text = next((text for text in texts if "error: " in text), "\n".join(texts)) or done.stderr
+            problem = text.rpartition("error: ")[2].strip()[-2000:]
+            raise (UserError if done.returncode == 2 else MachineError)(
+                f"{name}, {len(missing)} of {len(left)} tasks: {problem}; see {logs}"
+            )
+
+
+def do_share(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: int) -> None:
+    """Do a job's share of the tasks of a step."""
+    for number in range(job, tasks, jobs):
+        do_task(folder, name, step, number)
+
+
+def report_progress(last: float, name: str, done: int, tasks: int) -> float:
+    """Print how many tasks are done if the last report is old. Returns the time of the last report."""
+    if time.monotonic() - last < PROGRESS_SECONDS:
+        return last
+    print(f"{name}: {done:,} of {tasks:,} tasks", file=sys.stderr, flush=True)
+    return time.monotonic()
+
+
+def start_worker() -> None:
+    """Let a worker end when the process that started it is gone, and leave Ctrl-C to that process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,185 @@
+"""Make shards, a tokenizer and held-out text of raw corpora. One file, corpus.yaml, names them (data_tools/corpus.py).
+
+    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm] [--workers N] [--dry_run]
+
+DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, report.html and report.json. Until then the
+work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task again. The
+bytes do not depend on the executor, the number of workers or on kills.
+
+For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
+SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants. Jobs go on when the
+command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+from xscale import files
+from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
+
+from . import prepare_report, readers, steps
+from .cleaning import identifier, lid_code
+from .corpus import Corpus, load_corpus
+from .engine import EXECUTORS, Executor, do_share
+
+EXTRA = ("sentencex", "rensa", "py3langid", "defusedxml", "zstandard")
+"""The packages of the extra `prepare`."""
+DRY_RUN_UNITS = 2000
+"""The number of units of a source that --dry_run reads."""
+COMPRESSION = 3
+"""The text of a compressed file is estimated as this many times its size."""
+RECORD_BYTES = 100
+"""The bytes of a record beside its texts, about."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout")
+    parser.add_argument("--out", type=Path, help="folder to make")
+    parser.add_argument("--executor", choices=EXECUTORS, default="local", help="processes here, or an array of jobs")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="tasks at once (default: the cores)")
+    parser.add_argument("--dry_run", action="store_true", help="print what would be done, with counts and disk")
+    parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if not args.tasks and (args.corpus is None or (args.out is None and not args.dry_run)):
+        parser.error("give a corpus.yaml, and --out or --dry_run")
+    return args
+
+
+def check(corpus: Corpus) -> None:
+    """Raises UserError if a package, a file or a language of the identifier is missing."""
+    if missing := [name for name in EXTRA if not importlib.util.find_spec(name)]:
+        raise UserError(f"{', '.join(missing)} not installed: `pip install 'xscale[prepare]'`")
+    for source, name in zip(corpus.sources, corpus.names, strict=True):
+        rules = corpus.rules_of(source)
+        for path in (*source.paths, *rules.exclude):
+            if not Path(path).exists():
+                raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
+        for lang in source.langs if rules.lid else ():
+            if lid_code(lang) not in identifier().labels:
+                raise UserError(f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`")
+
+
+def files_below(paths: list[str]) -> list[Path]:
+    below = [sorted(path.rglob("*")) if path.is_dir() else [path] for path in map(Path, paths)]
+    return [file for found in below for file in found if file.is_file()]
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """A hash of the corpus, the sizes and times of its files, and the chunks."""
+    seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
+            for source in corpus.sources
+            for file in files_below([*source.paths, *corpus.rules_of(source).exclude])]  # fmt: skip
+    text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def claim(folder: Path) -> int:
+    """Lock the folder, for which workers of a killed start may be waited for. Raises UserError."""
+    for _ in range(files.LOCK_SECONDS):
+        try:
+            return files.lock_folder(folder)
+        except UserError:
+            time.sleep(1)
+    return files.lock_folder(folder)
+
+
+def start(corpus: Corpus, folder: Path, out: Path) -> None:
+    """Write plan.json, or check that the folder's is the same. Raises UserError."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists; choose another --out, or remove it")
+    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in):
+        cache.cache_clear()
+    plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
+    if not (folder / "plan.json").exists():
+        steps.write_json(folder / "plan.json", plan)
+    elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
+        raise UserError(f"{folder} has another corpus.yaml, or its input has changed since; remove it to start anew")
+    else:
+        print(f"going on in {folder}", file=sys.stderr)
+
+
+def finish(corpus: Corpus, folder: Path, out: Path) -> None:
+    """Write the report, and move the result to its place."""
+    result = folder / "result"
+    for path in result.glob(f"*{files.PARTIAL}"):  # of a task that was killed
+        files.remove(path)
+    report = prepare_report.collect(folder, corpus)
+    files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
+    files.write_text(result / "report.html", prepare_report.page(report))
+    files.move_in(result, out)
+    files.remove(folder)
+    print(prepare_report.summary(out, report))
+
+
+def describe(corpus: Corpus) -> str:
+    """What would be done, by the first units of every source."""
+    lines, disk = [], 0
+    for source, name in zip(corpus.sources, corpus.names, strict=True):
+        seen = list(islice(readers.read_units(source), DRY_RUN_UNITS))
+        size = sum(len(text.encode()) + 1 for unit in seen for text in unit.texts) / max(len(seen), 1)
+        packed = (*files.COMPRESSED, ".zip", ".parquet")
+        text = sum(file.stat().st_size * (COMPRESSION if file.suffix in packed else 1)
+                   for file in files_below(source.paths))  # fmt: skip
+        exact = len(seen) < DRY_RUN_UNITS
+        count = len(seen) if exact else min(int(text / size), source.first or sys.maxsize)
+        disk += int(count * (size + RECORD_BYTES))
+        kind = "pairs" if source.pairs else "documents"
+        about = "" if exact or count == source.first else "about "
+        lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, {about}{count:,} {kind}")
+    trained = f"a tokenizer of {corpus.tokenizer.vocab_size:,} tokens" if corpus.tokenizer else "no tokenizer"
+    held = f"held out of each language: {corpus.heldout.pairs:,} pairs, {corpus.heldout.mono:,} sentences"
+    return "\n".join([*lines, trained, held, f"disk: about {disk / 1e6:,.1f} MB, and three times as much meanwhile"])
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.tasks:
+        folder, name = Path(args.tasks[0]), args.tasks[1]
+        step, count = steps.STEPS[name]
+        do_share(folder, name, step, count(folder), *map(int, args.tasks[2:]))
+        return
+    if args.workers < 1:
+        raise UserError(f"--workers {args.workers} must be at least 1")
+    corpus = load_corpus(args.corpus)
+    check(corpus)
+    if args.dry_run:
+        print(describe(corpus))
+        return
+    files.check_writable(args.out)
+    folder = files.beside(args.out)
+    folder.mkdir(exist_ok=True)
+    lock, executor = claim(folder), Executor(args.executor, args.workers, folder)
+    try:
+        start(corpus, folder, args.out)
+        for name, (step, count) in steps.STEPS.items():
+            done = executor.run(name, step, count(folder))
+            print(f"{name}: did {done:,} of {count(folder):,} tasks", file=sys.stderr, flush=True)
+        finish(corpus, folder, args.out)
+    finally:
+        executor.close()
+        os.close(lock)
+
+
+def main() -> int:
+    try:
+        check_arguments(sys.argv[1:])
+        run(parse_arguments())
+    except (UserError, MachineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 4
+    except OSError as error:
+        return report_environment_error(error)
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,94 @@
+"""The report of `data_tools.prepare`: what it did with each source, language and rule, as JSON, a page and lines."""
+
+from collections import Counter
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .cleaning import Removed
+from .corpus import Corpus
+from .steps import chunks_of, read_json
+
+
+def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
+    sources = []
+    for number, (name, source) in enumerate(zip(corpus.names, corpus.sources, strict=True)):
+        counts: Counter[str] = Counter()
+        removed = Removed()
+        for chunk in (chunk for chunk in chunks_of(folder) if chunk.source == number):
+            for step in ("clean", "tars"):
+                found = read_json(folder / f"{step}/{chunk.number}.json")
+                removed.join(found.pop("removed"))
+                counts.update(found)
+        index = folder / "result/shards" / name / "index.json"
+        shards = read_json(index) if index.exists() else {}
+        sources.append({
+            "name": name,
+            "languages": list(source.langs),
+            "licence": source.licence,
+            "rules": corpus.rules_of(source).model_dump(mode="json"),
+            "counts": dict(counts),
+            "removed": dict(removed.counts),
+            "examples": removed.examples,
+            "bytes": shards.get("bytes", 0),
+            "text": shards.get("text"),
+        })  # fmt: skip
+    heldout = {p.parent.name: read_json(p)["records"] for p in sorted(folder.glob("result/heldout/*/index.json"))}
+    tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
+    return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
+
+
+def summary(out: Path, report: dict[str, Any]) -> str:
+    lines = []
+    for source in report["sources"]:
+        removed = ", ".join(f"{n:,} {rule}" for rule, n in source["removed"].items()) or "nothing"
+        lines.append(
+            f"{out}/shards/{source['name']}: {source['counts']['records']:,} records of "
+            f"{source['counts']['read']:,} units ({'-'.join(source['languages'])}); removed: {removed}"
+        )
+    for lang, found in (report["tokenizer"] or {"languages": {}})["languages"].items():
+        lines.append(
+            f"{out}/tokenizer: {lang}: {found['tokens_per_word']} tokens a word, {found['unknown']:.3%} unknown"
+        )
+    lines += [f"{out}/heldout/{name}: {count:,} records" for name, count in report["heldout"].items()]
+    return "\n".join([*lines, f"{out}/report.html says what each rule removed, with examples"])
+
+
+def page(report: dict[str, Any]) -> str:
+    parts = ["<h1>Corpus</h1>", "<h2>Sources</h2>"]
+    head = ["source", "languages", "licence", "read", "changed", "removed", "held out", "records", "linked", "MB"]
+    rows = []
+    for source in report["sources"]:
+        counts = source["counts"]
+        rows.append([source["name"], "-".join(source["languages"]), source["licence"] or "not said", counts["read"],
+                     counts["changed"], sum(source["removed"].values()), counts["held"], counts["records"],
+                     counts["linked"], round(source["bytes"] / 1e6, 1)])  # fmt: skip
+    parts.append(table(head, rows))
+    if report["tokenizer"]:
+        parts.append(f"<h2>Tokenizer: {report['tokenizer']['tokens']:,} tokens</h2>")
+        columns = ["sentences", "tokens_per_word", "characters_per_token", "unknown"]
+        rows = [[lang, *(of[c] for c in columns)] for lang, of in report["tokenizer"]["languages"].items()]
+        parts.append(table(["language", "sentences", "tokens a word", "characters a token", "share unknown"], rows))
+    parts.append(
+        "<h2>Held out</h2>" + table(["languages", "records"], [list(row) for row in report["heldout"].items()])
+    )
+    parts.append("<h2>What the rules removed</h2>")
+    for source in report["sources"]:
+        rows = [[rule, n, *[" | ".join(texts) for texts in source["examples"].get(rule, [])]]
+                for rule, n in source["removed"].items()]  # fmt: skip
+        if rows:
+            parts.append(f"<h3>{escape(source['name'])}</h3>" + table(["rule", "removed", "examples"], rows))
+    style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:top}"
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Corpus</title><style>{style}</style>'
+            f"<body>{''.join(parts)}</body></html>\n")  # fmt: skip
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    if not rows:
+        return "<p>none</p>"
+
+    def cell(value: Any) -> str:
+        return f"{value:,}" if isinstance(value, int) else escape(str(value))
+
+    top = "".join(f"<th>{escape(name)}" for name in head)
+    return f"<table><tr>{top}" + "".join("<tr>" + "".join(f"<td>{cell(v)}" for v in row) for row in rows) + "</table>"

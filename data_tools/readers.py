@@ -1,0 +1,260 @@
+"""Readers of a corpus's sources. Each yields the units of a source one after the other.
+
+A unit is a pair of sentences or a document. It has a number (of its line, row or translation unit in the source, from
+1), texts (both sides, or the document's paragraphs), and word links as the source has them. What looks like another
+format is refused. Every error names the file, the place and the remedy.
+"""
+
+import gzip
+import json
+import lzma
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+from xscale.data.text import files_of, read_lines
+from xscale.errors import UserError, can_be_encoded
+
+from .corpus import SourceSpec
+from .documents import passages
+from .formats import HEAD_LINES, check_sides, check_text, object_of
+
+PARAGRAPHS = 1000
+"""A document with more paragraphs goes on as another document."""
+XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
+
+
+class Unit(NamedTuple):
+    number: int
+    texts: list[str]
+    links: str | None = None
+
+
+def read_units(source: SourceSpec) -> Iterator[Unit]:
+    """The units of a source, or its first ones. Raises UserError."""
+    for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
+        if not all(map(can_be_encoded, unit.texts)):
+            raise UserError(
+                f"{source.paths[0]}: unit {unit.number} has half a character, such as \\ud800; mend or remove it"
+            )
+        yield unit
+
+
+def text_pairs(source: SourceSpec) -> Iterator[Unit]:
+    paths = [Path(name) for name in source.paths]
+    sides = [_checked_lines(path, side, source.langs) for side, path in enumerate(paths[:2])]
+    heads = [list(islice(side, HEAD_LINES)) for side in sides]
+    check_sides(paths[0], paths[1], [[line for _, line in head] for head in heads])
+    columns = [chain(head, side) for head, side in zip(heads, sides, strict=True)] + [read_lines(p) for p in paths[2:]]
+    for number, row in enumerate(_together(paths, columns), start=1):
+        yield Unit(number, row[:2], row[2] if len(row) > 2 else None)
+
+
+def _together(paths: list[Path], columns: list[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
+    """Lines n of files. Raises UserError if one ends before the others."""
+    for number, row in enumerate(zip_longest(*columns), start=1):
+        if None in row:
+            ended = row.index(None)
+            others = " and ".join(str(path) for n, path in enumerate(paths) if n != ended)
+            raise UserError(
+                f"{paths[ended]} ends after line {number - 1}, but {others} goes on: line n of one must be the "
+                f"counterpart of line n of the other"
+            )
+        yield [line for _, line in row]
+
+
+def _checked_lines(path: Path, side: int, langs: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    lines = read_lines(path)
+    head = list(islice(lines, HEAD_LINES))
+    check_text(path, [line for _, line in head], side, langs[side])
+    yield from chain(head, lines)
+
+
+def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
+    path = Path(source.paths[0])
+    wanted = [int(column) for column in (*(source.columns or ()), source.links) if column is not None]
+    for number, line in read_lines(path):
+        columns = line.split("\t")
+        if len(columns) < max(wanted):
+            raise UserError(f"{path}: line {number} has {len(columns)} columns, needs {max(wanted)}; mend or remove it")
+        first, second, *links = (columns[column - 1] for column in wanted)
+        yield Unit(number, [first, second], links[0] if links else None)
+
+
+def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
+    """Translation units that have both languages; `de` is also found as de-DE."""
+    import defusedxml
+    from defusedxml.ElementTree import ParseError, iterparse
+
+    path, number, found = Path(source.paths[0]), 0, 0
+    try:
+        with _open_bytes(path) as file:
+            elements = iterparse(file, events=("start", "end"))
+            _, body = next(elements)
+            if body.tag != "tmx":
+                raise UserError(f"{path}: its first element is {body.tag}, not tmx; give a TMX")
+            for event, element in elements:
+                body = element if event == "start" and element.tag == "body" else body
+                if event == "end" and element.tag == "tu":
+                    number += 1
+                    texts = _variants(element, source.langs)
+                    body.clear()
+                    if None not in texts:
+                        found += 1
+                        yield Unit(number, cast(list[str], texts))
+    except FileNotFoundError:
+        raise UserError(f"{path} not found") from None
+    except (ParseError, defusedxml.DefusedXmlException, StopIteration, *_damages()) as error:
+        raise UserError(
+            f"{path}: after translation unit {number}: {error or 'the file is empty'}; mend the TMX"
+        ) from None
+    if not found:
+        raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
+
+
+def _variants(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
+    texts: dict[str, str] = {}
+    for variant in unit.iter("tuv"):
+        segment = variant.find("seg")
+        if segment is not None:
+            language = (variant.get(XML_LANG) or variant.get("lang") or "").lower().replace("_", "-")
+            texts.setdefault(language, "".join(segment.itertext()).replace("\n", " "))
+    return [next((text for name, text in texts.items() if f"{name}-".startswith(f"{lang.lower()}-")), None)
+            for lang in langs]  # fmt: skip
+
+
+def _open_bytes(path: Path) -> BinaryIO:
+    """Open a file, decompressed by its suffix."""
+    if path.suffix == ".zst":
+        import zstandard
+
+        return cast(BinaryIO, zstandard.open(path, "rb"))
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+    return cast(BinaryIO, openers.get(path.suffix, open)(path, "rb"))
+
+
+def _damages() -> tuple[type[Exception], ...]:
+    """The errors of a compressed file that is damaged."""
+    import zstandard
+
+    return EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError
+
+
+def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
+    path = Path(source.paths[0])
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [[name for name in archive.namelist() if name.endswith(f".{lang}")] for lang in source.langs]
+            if any(len(of_side) != 1 for of_side in names):
+                raise UserError(
+                    f"{path} holds {', '.join(archive.namelist()[:8])}; a zip of OPUS in Moses form has one file whose "
+                    f"name ends in .{' and one in .'.join(source.langs)}"
+                )
+            members = [cast(Path, zipfile.Path(archive, of_side[0])) for of_side in names]
+            sides = [_checked_lines(member, side, source.langs) for side, member in enumerate(members)]
+            yield from (Unit(number, row) for number, row in enumerate(_together(members, sides), start=1))
+    except FileNotFoundError:
+        raise UserError(f"{path} not found") from None
+    except (zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: a zip with a password
+        raise UserError(f"{path} is damaged, or no zip: {error}; download it again") from None
+
+
+def documents(source: SourceSpec) -> Iterator[Unit]:
+    """Documents by WikiExtractor's markup, JSON lines with `text` or `content`, or blank lines; else a line each."""
+    total = 0
+    for path in files_of([Path(name) for name in source.paths]):
+        number, paragraphs = 0, list[str]()
+        for _, starts, texts in passages(path, "auto")[1]:
+            total += 1
+            if (starts or len(paragraphs) >= PARAGRAPHS) and paragraphs:
+                yield Unit(number, paragraphs)
+                paragraphs = []
+            number = number if paragraphs else total
+            paragraphs += texts
+        if paragraphs:
+            yield Unit(number, paragraphs)
+
+
+def json_documents(source: SourceSpec) -> Iterator[Unit]:
+    path = Path(source.paths[0])
+    for number, line in read_lines(path):
+        if line.strip():
+            fields = object_of(line)
+            if fields is None:
+                raise UserError(f"{path}: line {number} is not a JSON object; mend or remove it")
+            yield _document(f"{path}: line {number}", number, fields, source.field)
+
+
+def _document(place: str, number: int, fields: dict[str, Any], field: str) -> Unit:
+    text = fields.get(field)
+    if not isinstance(text, str):
+        raise UserError(f"{place} has no text in `{field}`, but the fields {', '.join(fields)}; name its `field`")
+    return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()])
+
+
+def table_rows(source: SourceSpec) -> Iterator[Unit]:
+    """Rows of a parquet file, or of a folder that `save_to_disk` wrote."""
+    path = source.paths[0]
+    for number, fields in enumerate((_parquet if source.format == "parquet" else _data_set)(path), start=1):
+        if source.mono:
+            yield _document(f"{path}: row {number}", number, fields, source.field)
+            continue
+        found = fields["translation"] if isinstance(fields.get("translation"), dict) else fields
+        names = [str(column) for column in source.columns or source.langs]
+        texts = [found.get(name) for name in names]
+        if not all(isinstance(text, str) for text in texts):
+            raise UserError(
+                f"{path}: row {number} has no texts in {' and '.join(names)}, but the fields {', '.join(found)}; name "
+                f"two of them in `columns`"
+            )
+        yield Unit(number, [str(text).replace("\n", " ") for text in texts])
+
+
+def _parquet(name: str) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(name) as file:
+            for batch in file.iter_batches(1024):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"{name} is missing, damaged or no parquet file: {error}") from None
+
+
+def _data_set(name: str) -> Iterator[dict[str, Any]]:
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(name)
+        return iter(found["train"] if isinstance(found, datasets.DatasetDict) else found)
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"{name} must be a folder of save_to_disk, with a split `train`: {error}") from None
+
+
+Reader = Callable[[SourceSpec], Iterator[Unit]]
+READERS: dict[tuple[str, str], Reader] = {
+    ("pairs", "text"): text_pairs,
+    ("pairs", "tsv"): tsv_pairs,
+    ("pairs", "tmx"): tmx_pairs,
+    ("pairs", "opus"): opus_pairs,
+    ("pairs", "parquet"): table_rows,
+    ("pairs", "datasets"): table_rows,
+    ("mono", "text"): documents,
+    ("mono", "jsonl"): json_documents,
+    ("mono", "parquet"): table_rows,
+    ("mono", "datasets"): table_rows,
+}
+
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
+def to_line(unit: Unit) -> str:
+    return _encode(unit)
+
+
+def from_line(line: str) -> Unit:
+    return Unit(*json.loads(line))

@@ -1,0 +1,603 @@
+"""data_tools.prepare: every reader gives the same pairs, rules remove what they name, and the bytes are the same
+however the work is done and interrupted. Expectations are written down, or come from plain loops over the input."""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+import pytest
+import yaml
+
+from data_tools import cleaning, prepare, readers, steps
+from data_tools.corpus import Rules, SourceSpec, load_corpus
+from data_tools.demo_world import World
+from data_tools.sentences import split_sentences
+from tests import launch
+from tests.slurm_cluster import cluster, wait_for
+from xscale import files
+from xscale.data.shards import find_sources
+from xscale.errors import UserError
+
+zstandard = pytest.importorskip("zstandard")
+
+ODD = ["a b", "a\u2028b c", "a\x85b", "a\x0bb d", "\u00a0x\u3000y", "z\u2029"]
+"""White space at which str.splitlines splits, and others."""
+ZIP = b"PK\x05\x06" + b"\0" * 18
+PAIRS = [(f"{n} {text} one", f"{n} {text} zwei") for n, text in enumerate(ODD)]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of every file below a folder."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def written(folder: Path, tree: dict) -> Path:
+    path = folder / "corpus.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    return path
+
+
+def run(folder: Path, tree: dict, *words: str, out: str = "out") -> Path:
+    """The command in this process. Returns --out."""
+    argv = [str(written(folder, tree)), "--out", str(folder / out), "--workers", "1", *words]
+    prepare.run(prepare.parse_arguments(argv))
+    return folder / out
+
+
+def moses(folder: Path, pairs: list, suffix: str = "", pack: Callable[[bytes], bytes] = bytes) -> list[str]:
+    names = [folder / f"m.en{suffix}", folder / f"m.de{suffix}"]
+    for side, name in enumerate(names):
+        name.write_bytes(pack("".join(pair[side] + "\n" for pair in pairs).encode()))
+    return [str(name) for name in names]
+
+
+def tmx(folder: Path, pairs: list, other: str = "de") -> str:
+    units = "".join(
+        f'<tu><tuv xml:lang="EN-gb"><seg>{escape(a)}</seg></tuv>'
+        f'<tuv lang="{other}"><seg><b>{escape(b)}</b></seg></tuv></tu>'
+        for a, b in pairs
+    )
+    (folder / "m.tmx").write_text(
+        f'<?xml version="1.0"?><!DOCTYPE tmx SYSTEM "tmx14.dtd"><tmx version="1.4"><header/><body>{units}</body></tmx>',
+        encoding="utf-8",
+    )
+    return str(folder / "m.tmx")
+
+
+def packed(name: str, suffix: str, pack: Callable[[bytes], bytes]) -> str:
+    Path(name + suffix).write_bytes(pack(Path(name).read_bytes()))
+    return name + suffix
+
+
+def opus(folder: Path, pairs: list) -> str:
+    with zipfile.ZipFile(folder / "m.zip", "w") as archive:
+        for side, lang in enumerate(("en", "de")):
+            archive.writestr(f"M.de-en.{lang}", "".join(pair[side] + "\n" for pair in pairs))
+        archive.writestr("README", "of M")
+    return str(folder / "m.zip")
+
+
+def tsv(folder: Path, pairs: list) -> str:
+    (folder / "m.tsv").write_text("".join(f"x\t{b}\t{a}\n" for a, b in pairs), encoding="utf-8", newline="\n")
+    return str(folder / "m.tsv")
+
+
+def parquet(folder: Path, pairs: list) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {"en": [a for a, _ in pairs], "de": [b for _, b in pairs]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "m.parquet")
+    return str(folder / "m.parquet")
+
+
+def data_set(folder: Path, pairs: list) -> str:
+    import datasets
+
+    rows = [{"translation": {"en": a, "de": b}} for a, b in pairs]
+    datasets.Dataset.from_list(rows).save_to_disk(folder / "m.set")
+    return str(folder / "m.set")
+
+
+FORMATS: dict[str, Callable[[Path, list], dict]] = {
+    "plain": lambda folder, pairs: {"text": moses(folder, pairs)},
+    "gz": lambda folder, pairs: {"text": moses(folder, pairs, ".gz", gzip.compress)},
+    "xz": lambda folder, pairs: {"text": moses(folder, pairs, ".xz", lzma.compress)},
+    "zst": lambda folder, pairs: {"text": moses(folder, pairs, ".zst", zstandard.compress)},
+    "tsv": lambda folder, pairs: {"tsv": tsv(folder, pairs), "columns": [3, 2]},
+    "tmx": lambda folder, pairs: {"tmx": tmx(folder, pairs)},
+    "tmx.gz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".gz", gzip.compress)},
+    "tmx.xz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".xz", lzma.compress)},
+    "tmx.zst": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".zst", zstandard.compress)},
+    "opus": lambda folder, pairs: {"opus": opus(folder, pairs)},
+    "parquet": lambda folder, pairs: {"parquet": parquet(folder, pairs)},
+    "datasets": lambda folder, pairs: {"datasets": data_set(folder, pairs)},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_line_n_meets_line_n_in_every_format(tmp_path: Path, name: str) -> None:
+    """Whatever separators stand in the text; NUL and CR too where the format can hold them."""
+    xml = name.startswith("tmx")
+    pairs = [pair for pair in PAIRS if not xml or "\x0b" not in pair[0]]
+    pairs += [] if xml else [("c\rd \0 e", "f \0 g\rh")]
+    source = SourceSpec(pairs=("en", "de"), **FORMATS[name](tmp_path, pairs))
+    found = [(unit.number, *unit.texts) for unit in readers.read_units(source)]
+    assert found == [(n, *pair) for n, pair in enumerate(pairs, start=1)]
+    first = [unit.number for unit in readers.read_units(source.model_copy(update={"first": 2}))]
+    assert first == [1, 2]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".xz", ".zst"])
+def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
+    pack = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[suffix]
+    lines = [(str(random.Random(n).random()), str(n)) for n in range(5000)]
+    names = moses(tmp_path, lines, suffix, pack)
+    data = Path(names[0]).read_bytes()
+    Path(names[0]).write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=rf"m.en\{suffix}.*damaged"):
+        list(readers.read_units(SourceSpec(pairs=("en", "de"), text=names)))
+
+
+def test_documents_stay_documents(tmp_path: Path) -> None:
+    (tmp_path / "wiki").mkdir()
+    (tmp_path / "wiki" / "wiki_00").write_text(
+        '<doc id="1" title="A">\nA\n\nOne here. Two there.\nThree.\n</doc>\n<doc id="2">\nB\n</doc>\n', encoding="utf-8"
+    )
+    (tmp_path / "d.jsonl").write_text('{"body": "A\\nB\\u2028C"}\n{"body": "D"}\n', encoding="utf-8")
+    kinds = {
+        "text": (str(tmp_path / "wiki"), {}, [["A", "One here. Two there.", "Three."], ["B"]]),
+        "jsonl": (str(tmp_path / "d.jsonl"), {"field": "body"}, [["A", "B\u2028C"], ["D"]]),
+    }
+    for name, (path, more, expected) in kinds.items():
+        units = readers.read_units(SourceSpec(mono="en", **{name: path}, **more))
+        assert [unit.texts for unit in units] == expected, name
+    tree = {"sources": [{"mono": "en", "text": str(tmp_path / "wiki")}], "rules": {}}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    records = [source.read(0, n) for n in range(source.records)]
+    assert [record.texts[0] for record in records] == ["A", "One here.", "Two there.", "Three.", "B"]
+    assert [source.continues_document(0, n) for n in range(5)] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "content", "named"),
+    [
+        ({"pairs": ["en", "de"], "text": ["f", "f"]}, b"a\n", "same file"),
+        ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "looks like a table"),
+        ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
+        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "line 2 has 1 columns"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "first element is html"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "after translation unit 0"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b"", "after translation unit 0"),
+        ({"pairs": ["en", "de"], "tmx": "f"}, b'<!DOCTYPE tmx [<!ENTITY a "b">]><tmx>&a;</tmx>', "Entit"),
+        ({"pairs": ["en", "de"], "opus": "f"}, b"PK no zip", "no zip"),
+        ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "no parquet"),
+        ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "fields a"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "line 2 is not a JSON object"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
+        ({"pairs": ["en", "de"], "opus": "f"}, ZIP, "ends in .en"),
+        ({"pairs": ["en", "de"], "datasets": "f"}, b"", "save_to_disk"),
+        ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "looks like JSON"),
+        ({"mono": "en", "text": "f"}, b"a\xff\n", "line 1 is not UTF-8"),
+    ],
+)
+def test_what_is_another_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict, content: bytes, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("f").write_bytes(content)
+    Path("g").write_bytes(b"a\n" if content == b"a\nb\n" else content)
+    with pytest.raises(UserError, match=re.escape(named)):
+        list(readers.read_units(SourceSpec.model_validate(fields)))
+
+
+def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
+    tree = {
+        "sources": [
+            {"pairs": ["en", "en"], "text": ["a", "b"]},
+            {"mono": "de", "text": "a", "tmx": "b"},
+            {"pairs": ["en", "de"], "tsv": "a", "columns": [0, 1]},
+            {"mono": "de", "jsonl": "a", "wieght": 3},
+            {"pairs": ["en", "de"], "text": ["a", "b"], "first": -1},
+        ],
+        "rules": {"dedup": "fuzzy"},
+        "tokenizer": {"vocab_size": "many"},
+        "aligned": True,
+    }
+    with pytest.raises(UserError) as told:
+        load_corpus(written(tmp_path, tree))
+    for named in ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
+        assert named in str(told.value), named
+    tree = {"sources": [{"mono": "de", "text": "a", "rules": {"lenght": 3}}], "rules": {"length": {"tokens": [1, 9]}}}
+    with pytest.raises(UserError, match="lenght"):
+        load_corpus(written(tmp_path, tree))
+    twice = {"sources": [{"mono": "de", "text": "x/a"}, {"mono": "de", "text": "y/a"}]}
+    with pytest.raises(UserError, match=r"two are called a\.de"):
+        load_corpus(written(tmp_path, twice))
+
+
+def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
+    (tmp_path / "test.en").write_text("Keep this OUT, please!\n")
+    rules = Rules.model_validate(
+        {"length": {"characters": [3, 40]}, "ratio": 3, "exclude": [str(tmp_path / "test.en")]}
+    )
+    cleaner = cleaning.Cleaner(rules, ("en", "de"))
+    kept = {("cafe\u0301\u00a0 au\x00lait", "Kaffee mit\u2028Milch"): ["caf\u00e9 au lait", "Kaffee mit Milch"]}
+    gone = {
+        ("ab", "abc"): "length",
+        ("x" * 41, "x" * 30): "length",
+        ("abc", "abcdefghij"): "ratio",
+        ("keep this out please", "lass das draussen"): "exclude",
+        ("these four words are", "these four words are"): "identical sides",
+        ("\u200b", "abc"): "empty",
+    }
+    kept[("abc", "abcdefghi")] = ["abc", "abcdefghi"]
+    for texts, expected in kept.items():
+        assert cleaner.clean(readers.Unit(1, [*texts])) == expected
+    for texts in gone:
+        assert cleaner.clean(readers.Unit(1, [*texts])) == []
+    assert cleaner.removed.counts == Counter(gone.values()) and cleaner.changed >= 1
+    assert cleaner.removed.examples["ratio"] == [["abc", "abcdefghij"]]
+
+
+def test_language_identification_removes_sure_mistakes() -> None:
+    pytest.importorskip("py3langid")
+    cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"))
+    german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
+    english = "The weather is very nice today, and we are going to the park."
+    assert cleaner.clean(readers.Unit(1, [english, german]))
+    assert not cleaner.clean(readers.Unit(2, [german, english]))
+    assert cleaner.clean(readers.Unit(3, ["OK", "OK"])), "too few letters to tell"
+
+
+def test_sentences_of_many_scripts() -> None:
+    expected = {
+        "en": ["Mr. Smith left.", "He came back!"],
+        "de": ["Das ist z. B. Hier.", "Und noch einer."],
+        "hi": ["यह एक वाक्य है।", "यह दूसरा है।"],
+        "ar": ["كيف حالك؟", "أنا بخير."],
+        "my": ["ဒါကစာကြောင်းပါ။", "နောက်တစ်ခု။"],
+        "am": ["ይህ ነው።", "ሌላ ነው።"],
+        "hy": ["Սա է։", "Մյուսը։"],
+        "zh": ["你好。", "世界！"],
+        "km": ["នេះជាប្រយោគ។", "មួយទៀត។"],
+        "tok": ["Mi moku.", "Sina lape."],
+    }
+    for lang, sentences in expected.items():
+        joined = ("" if lang == "zh" else " ").join(sentences)
+        assert split_sentences(joined, lang) == sentences, lang
+    thai = " ".join(["วันนี้อากาศดีมากและผมจะไปตลาดกับเพื่อนของผมตอนเช้า"] * 4)
+    found = split_sentences(thai, "th")
+    assert len(found) == 2 and " ".join(found) == thai
+
+
+def test_repeats_go_whatever_their_chunk_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a plain loop; the second source has the pairs the other way round."""
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 7)
+    choose = random.Random(0)
+    pairs = [(f"text {choose.randrange(40)} here", f"Text {choose.randrange(2)} dort") for _ in range(100)]
+    (tmp_path / "second").mkdir()
+    first, second = moses(tmp_path, pairs[:50]), moses(tmp_path / "second", pairs[50:])
+    tree = {
+        "sources": [
+            {"pairs": ["en", "de"], "text": first},
+            {"pairs": ["de", "en"], "text": second[::-1], "name": "second"},
+        ],
+        "rules": {"dedup": "exact"},
+        "heldout": {"pairs": 5},
+    }
+    out = run(tmp_path, tree)
+    seen, expected = set[tuple[str, str]](), list[tuple[str, str]]()
+    for pair in pairs:
+        if pair not in seen:
+            expected.append(pair)
+        seen.add(pair)
+    everything = [*stored(out / "heldout"), *stored(out / "shards")]
+    assert len(stored(out / "heldout")) == 5
+    assert sorted(t if langs == ("en", "de") else t[::-1] for langs, t in everything) == sorted(expected)
+    report = json.loads((out / "report.json").read_text())
+    assert sum(source["removed"]["dedup"] for source in report["sources"]) == 100 - len(expected)
+    assert (out / "report.html").read_text().count("<tr>") > 3
+    repeats = run(tmp_path, tree | {"rules": {}}, out="repeats")
+    held, kept = (
+        [texts if langs == ("en", "de") else texts[::-1] for langs, texts in stored(repeats / name)]
+        for name in ("heldout", "shards")
+    )
+    assert len(held) == 5 and sorted(kept) == sorted(pair for pair in pairs if pair not in held)
+
+
+def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Languages and texts of all records below a folder."""
+    return [(s.langs, s.read(*place).texts) for s in find_sources([folder]) for place in s.places(np.arange(s.records))]
+
+
+def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
+    """Of pairs of sentences: all those at 0.95 and few below 0.6, by sets of runs of 5 characters."""
+    pytest.importorskip("rensa")
+    world = World(0)
+    base = [" ".join(world.document("en", n)[:6])[:300] for n in range(1, 200)]
+    choose, texts = random.Random(1), list[list[str]]()
+    for text in base:
+        cut = choose.randrange(0, len(text))
+        texts += [[text], [text[:cut] + choose.choice(["", "x", "yy"]) + text[cut + choose.randrange(60) :]]]
+    found = cleaning.text_hashes(texts, near=True)[:, 1:]
+
+    def runs(text: str) -> set[str]:
+        return {text[i : i + 5] for i in range(len(text) - 4)}
+
+    by_share = dict[bool, list[bool]]()
+    for a, b in zip(range(0, len(texts), 2), range(1, len(texts), 2), strict=True):
+        first, second = runs(texts[a][0].casefold()), runs(texts[b][0].casefold())
+        share = len(first & second) / len(first | second)
+        if not 0.6 < share < 0.9:
+            by_share.setdefault(share >= 0.9, []).append(bool((found[a] == found[b]).any()))
+    assert len(by_share[True]) > 20 and np.mean(by_share[True]) > 0.97
+    assert not by_share.get(False) or np.mean(by_share[False]) < 0.1
+
+
+def test_samples_for_the_tokenizer_follow_alpha(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Counter({"en": 100_000, "de": 10_000, "sw": 1_000})
+    monkeypatch.setattr(steps, "SAMPLE", 2_000)
+    texts = [(lang, str(n)) for lang, count in counts.items() for n in range(count)]
+    for alpha in (0.0, 0.5, 1.0):
+        found = Counter(lang for lang, _ in steps.sampled(texts, counts, alpha))
+        total = sum(count**alpha for count in counts.values())
+        assert {lang: abs(found[lang] - 2000 * counts[lang] ** alpha / total) <= 1 for lang in counts} == dict.fromkeys(
+            counts, True
+        )
+
+
+def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
+    """OpusTrainer's TSV: the links count words of the given text, of which the rules change one into two."""
+    (tmp_path / "l.tsv").write_text("a,\u00a0  b\x01c d\tx  y z\t0-0 1-1 2-2\n", encoding="utf-8")
+    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3}]}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    record = source.read(0, 0)
+    assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A corpus of the demo world in several formats."""
+    folder = tmp_path_factory.mktemp("raw")
+    world = World(0)
+    pairs = [world.pair(n)[:2] for n in range(900)]
+    wiki = [f'<doc id="{n}">\n' + "\n".join(world.document("xx", n)) + "\n</doc>\n" for n in range(1, 60)]
+    (folder / "wiki").mkdir()
+    (folder / "wiki" / "wiki_00").write_text("".join(wiki), encoding="utf-8")
+    return folder, {
+        "sources": [
+            {"pairs": ["en", "xx"], "tmx": tmx(folder, pairs[:300], "xx"), "name": "memory"},
+            {"pairs": ["en", "xx"], "tsv": tsv(folder, pairs[200:]), "columns": [3, 2], "licence": "CC0"},
+            {"mono": "xx", "text": str(folder / "wiki")},
+        ],
+        "rules": {"dedup": "exact", "length": {"characters": [2, 400], "tokens": [1, 128]}},
+        "tokenizer": {"type": "wordpiece", "vocab_size": 400, "alpha": 0.5},
+        "heldout": {"pairs": 20, "mono": 10},
+    }
+
+
+def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a plain loop over the input; the tokenizer's report, and no sentence both held out and trained on."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    out = run(tmp_path, tree)
+    world = World(0)
+    expected = list(dict.fromkeys(world.pair(n)[:2] for n in [*range(300), *range(200, 900)]))
+    found = [texts for langs, texts in stored(out / "shards") if len(langs) == 2]
+    held = [texts for _, texts in stored(out / "heldout")]
+    of_pairs = [texts for texts in held if len(texts) == 2]
+    assert len(of_pairs) == 20 and len(held) >= 30 and not set(of_pairs) & set(found)
+    assert sorted([*found, *of_pairs]) == sorted(expected)
+    report = json.loads((out / "report.json").read_text())
+    assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
+    assert report["sources"][1]["licence"] == "CC0"
+    assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
+    with pytest.raises(UserError, match="out exists"):
+        run(tmp_path, tree)
+
+
+def test_a_task_that_was_killed_before_its_mark_is_done_again(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every task is done twice, as if it had been killed between its last file and its mark."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    expected = hashes(run(tmp_path, tree, out="once"))
+    for name, (step, count) in list(steps.STEPS.items()):
+        twice = lambda folder, number, step=step: [step(folder, number) for _ in range(2)]  # noqa: E731
+        monkeypatch.setitem(steps.STEPS, name, (twice, count))
+    assert hashes(run(tmp_path, tree, out="twice")) == expected
+
+
+def test_a_run_that_failed_goes_on(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of each step a task fails once. Every other task is done once, and the bytes are the same."""
+    _, tree = raw
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
+    expected, original = hashes(run(tmp_path, tree, out="whole")), dict(steps.STEPS)
+    done = Counter[tuple[str, int]]()
+
+    def counting(name: str, folder: Path, number: int) -> None:
+        done[name, number] += 1
+        if number == original[name][1](folder) // 2 and done[name, number] == 1:
+            raise UserError(f"{name} fails")
+        original[name][0](folder, number)
+
+    for name, (_, count) in original.items():
+        monkeypatch.setitem(steps.STEPS, name, (partial(counting, name), count))
+    for name in original:
+        with pytest.raises(UserError, match=f"{name} fails"):
+            run(tmp_path, tree, out="failed")
+    assert hashes(run(tmp_path, tree, out="failed")) == expected
+    assert Counter(done.values())[2] == len(original) and max(done.values()) == 2
+
+
+def test_dry_run_counts_and_writes_nothing(
+    tmp_path: Path, raw: tuple[Path, dict], capsys: pytest.CaptureFixture
+) -> None:
+    folder, tree = raw
+    sources = [*tree["sources"], {"mono": "xx", "text": str(folder / "wiki"), "first": 7, "name": "first"}]
+    run(tmp_path, tree | {"sources": sources}, "--dry_run")
+    told = capsys.readouterr().out
+    for line in ("memory: tmx, en-xx, 300 pairs", "wiki.xx: text, xx, 59 documents", "first: text, xx, 7 documents",
+                 "a tokenizer of 400 tokens", "20 pairs, 10 sentences"):  # fmt: skip
+        assert line in told
+    assert [path.name for path in tmp_path.iterdir()] == ["corpus.yaml"]
+    (tmp_path / "long").write_text("a b c\td e f\n" * 10_000)
+    tree = {"sources": [{"pairs": ["en", "de"], "tsv": str(tmp_path / "long"), "columns": [1, 2]}]}
+    run(tmp_path, tree, "--dry_run")
+    count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
+    assert 9_000 < count < 11_000
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["none.yaml", "--out", "out"], "none.yaml"),
+        (["corpus.yaml", "--out", "out"], "gone.tmx not found.*relative to"),
+        (["corpus.yaml", "--out", "out", "--workers", "0"], "--workers 0"),
+        (["corpus.yaml"], "--out or --dry_run"),
+        (["corpus.yaml", "--out", "out", "--executor", "ray"], "ray.*local.*slurm"),
+    ],
+)
+def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch,
+                                    capsys: pytest.CaptureFixture) -> None:  # fmt: skip
+    written(tmp_path, {"sources": [{"pairs": ["en", "de"], "tmx": "gone.tmx"}]})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["prepare", *words])
+    try:
+        code = prepare.main()
+    except SystemExit as end:  # argparse's
+        code = end.code
+    assert code == 2 and re.search(named, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_corpus_or_run_is_refused(
+    tmp_path: Path, raw: tuple[Path, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder goes on for the same corpus.yaml and the same input only, and for one process at a time."""
+    _, tree = raw
+    folder = tmp_path / "out.incomplete"
+    tree = {"sources": [tree["sources"][0] | {"first": 5}]}
+    monkeypatch.setattr(files, "LOCK_SECONDS", 1)
+    lock = files.claim_folder(folder)
+    with pytest.raises(UserError, match=r"out\.incomplete.*another process"):
+        run(tmp_path, tree)
+    os.close(lock)
+    steps.write_json(folder / "plan.json", {"fingerprint": "another"})
+    with pytest.raises(UserError, match=r"out\.incomplete.*remove it"):
+        run(tmp_path, tree)
+    files.remove(folder / "plan.json")
+    assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
+
+
+SMALL = """
+import sys
+from data_tools import prepare, steps
+steps.CHUNK_UNITS = 40
+if __name__ == "__main__":
+    prepare.run_command(prepare.main)
+"""
+"""The command with small chunks, in workers too, which import it."""
+
+
+def command(folder: Path, tree: dict, out: str, workers: int, **environment: str) -> subprocess.Popen:
+    """The command as a user runs it."""
+    (folder / "small.py").write_text(SMALL)
+    words = [folder / "small.py", written(folder, tree), "--out", folder / out, "--workers", workers]
+    return subprocess.Popen(
+        [sys.executable, *map(str, words)],
+        env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)} | environment,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "log").open("a"),
+        start_new_session=True,
+    )
+
+
+@pytest.mark.slow
+def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
+    """With 1, 2 and 4 workers, and killed at 10 random moments: what was done by then is not done again."""
+    _, tree = raw
+    for out, workers in (("one", 1), ("two", 2), ("four", 4)):
+        assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
+    expected, choose, kills = hashes(tmp_path / "one"), random.Random(0), 0
+    assert hashes(tmp_path / "two") == expected == hashes(tmp_path / "four") and len(expected) > 20
+    marks = tmp_path / "killed.incomplete" / "done"
+    before: dict[str, int] = {}
+    while not (tmp_path / "killed").exists():
+        running = command(tmp_path, tree, "killed", 1 + kills % 2)
+        tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 8)  # it has done some more when it is killed
+        while running.poll() is None and (kills >= 10 or len(list(marks.rglob("*"))) < tasks):
+            time.sleep(0.01)
+        time.sleep(choose.random() / 20)
+        kills += running.poll() is None
+        running.kill()
+        running.wait()
+        now = {str(path): path.stat().st_mtime_ns for path in marks.rglob("*[0-9]") if path.is_file()}
+        assert not now or before.items() <= now.items(), "a task that was done is done again"
+        before = now
+    assert kills == 10 and hashes(tmp_path / "killed") == expected
+
+
+@pytest.mark.slow
+def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
+    """The jobs are on two nodes. The command is killed while it waits, and started again. A job's error is its own."""
+    for number, name in enumerate(("a", "b")):
+        lines = (f"word {n % 15000} here\tWort {n % 15000} da\n" for n in range(number * 9000, 9000 + number * 9000))
+        (tmp_path / name).write_text("".join(lines))
+    tree: dict = {"sources": [], "rules": {"dedup": "exact"}, "heldout": {"pairs": 50}}
+    tree["sources"] = [{"pairs": ["en", "de"], "tsv": str(tmp_path / name), "columns": [1, 2]} for name in ("a", "b")]
+    expected = hashes(run(tmp_path, tree, out="local"))
+    words = [sys.executable, "-m", "data_tools.prepare", str(tmp_path / "corpus.yaml"), "--executor", "slurm"]
+    words += ["--workers", "2", "--out", str(tmp_path / "slurm")]
+    with cluster() as slurm:
+        environment = slurm.environment | {"PYTHONPATH": str(launch.ROOT), "SBATCH_EXCLUSIVE": "exclusive"}
+        first = subprocess.Popen(words, env=environment, cwd=tmp_path)
+        marks = tmp_path / "slurm.incomplete" / "done"
+        wait_for(lambda: len(list(marks.rglob("0*"))) >= 3, 300, slurm.logs)
+        first.kill()
+        first.wait()
+        done = {path: path.stat().st_mtime_ns for path in marks.rglob("0*")}
+        again = subprocess.Popen(words, env=environment, cwd=tmp_path)
+        while again.poll() is None:
+            assert not marks.exists() or all(path.stat().st_mtime_ns == time for path, time in done.items())
+            time.sleep(0.2)
+        assert again.returncode == 0 and hashes(tmp_path / "slurm") == expected
+        jobs = [
+            dict(re.findall(r"(\S+?)=(\S*)", line)) for line in slurm.run("scontrol", "show", "job", "-o").splitlines()
+        ]
+        assert {job["NodeList"] for job in jobs} == {"n1", "n2"}
+        (tmp_path / "b").write_text("a\tb\nc\n")
+        bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
+        assert bad.returncode == 2 and f"error: cut, 1 of 2 tasks: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
+
+
+def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:
+    """With exit code 4 and a line, not by waiting for ever."""
+    (tmp_path / "small.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom data_tools import engine\n"
+        "def step(folder, number):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if __name__ == '__main__':\n    engine.Executor('local', 2, Path('work')).run('step', step, 4)\n"
+    )
+    done = subprocess.run([sys.executable, "small.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100,
+                          env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)})  # fmt: skip
+    assert "MachineError" in done.stderr and "fewer --workers" in done.stderr
