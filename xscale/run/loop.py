@@ -354,8 +354,8 @@ class Trainer:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
-        background, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
-        self.checkpoint_manager.save(self.step, self.manifest(), sound=sound, background=background, must=must)
+        background, good = self.recipe.checkpoint.background, not self.skips.in_a_row
+        self.checkpoint_manager.save(self.step, self.manifest(), good=good, background=background, must=must)
 
     def manifest(self) -> dict[str, Any]:
         """What a checkpoint's manifest says beside its files (checkpoint/store.py's Checkpoint)."""
