@@ -296,7 +296,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
-    check_sizes(sources, host_group)
+    check_file_sizes(sources, host_group)
     specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
@@ -349,7 +349,7 @@ def check_language_names(sources: list[Source]) -> None:
                 )
 
 
-def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
+def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
     """Check the size of every file of the sources, each by one rank. Raises UserError."""
     size = host_group.size if host_group else 1
     # Two lists, and no list of pairs: the garbage collector would search 10^5 of them.

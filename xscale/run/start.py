@@ -121,7 +121,7 @@ def train_on(
             with closing(trainer):
                 if not checkpoint:
                     if trainer.validation.due(0):
-                        trainer.measure()
+                        trainer.evaluate()
                     trainer.save(must=True)  # a run that cannot save fails now, not after a day
                 return trainer.loop(batches)
         except NotFinite as error:
