@@ -159,7 +159,9 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group
     if found is None and resume != "auto":
         raise UserError(f"--resume {resume}: no complete checkpoint there")
     if found is None and checkpoints.complete_steps(folder):
-        raise UserError(f"no checkpoint in {folder} is usable; remove them all to begin again at step 0")
+        raise UserError(
+            f"no checkpoint in {folder} is usable; bring one back, or move {out} away to begin again at step 0"
+        )
     if found is None and has_steps(out / "metrics.jsonl"):
         raise UserError(
             f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {folder} has its {checkpoints.MANIFEST}: "

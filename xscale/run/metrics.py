@@ -323,9 +323,8 @@ class Reporter:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
-        measured = (
-            self.measured_every and step % self.measured_every == 0
-        )  # an evaluation's line follows the training loss
+        # The line of an evaluation follows that of the training loss.
+        measured = self.measured_every and step % self.measured_every == 0
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
             if self.bar is None:
