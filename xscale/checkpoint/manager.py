@@ -23,7 +23,7 @@ from xscale.ranks import HostGroup
 
 LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
-"""This much disk space must stay free after a save."""
+"""The disk space that must stay free after a save."""
 WriteMore = Callable[[Path], None]
 """A function that adds the model's config and the tokenizer to a checkpoint's directory. Rank 0 calls it."""
 

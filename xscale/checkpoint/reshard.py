@@ -62,7 +62,7 @@ class SavedPartitions:
         """The groups in each open file, by rank."""
         self.places: dict[str, SavedPlace] = {}
         if self.files:
-            # Not the last file: it lacks the numbers that fill up all parts to one length.
+            # The last file is not taken: it lacks the numbers that fill up all parts to one length.
             self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
             self.scaler, self.like = None, self._whole(names)

@@ -269,7 +269,7 @@ class RunSpec:
         """Return the plans of steps, for `batches`. If there are workers, a process draws the plans ahead. With
         `host_group`, for which all ranks call this together, each node has only one such process."""
         for source in self.sources:
-            source.close()  # a worker opens the files again
+            source.close()  # reading opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
