@@ -50,9 +50,9 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
     if saved and (differences := changed(saved, identity)):
         raise UserError(
-            f"{out} belongs to another run; go on with what it was started with (fields that were None may be newer "
-            f"than it: {STARTS} names its version of xscale), or choose another --out, to start from its weights with "
-            f"--set model.init={out}:\n" + indented(differences)
+            f"{out} belongs to another run. Start with its settings (fields that were None may be newer than it; "
+            f"{STARTS} names its version of xscale), or choose another --out, where --set model.init={out} starts from "
+            f"its weights:\n" + indented(differences)
         )
 
 
@@ -152,12 +152,12 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group
         folder /= "checkpoints"
     if (folder / checkpoints.MANIFEST).exists():
         if problem := checkpoints.verify(folder, host_group):
-            raise UserError(f"checkpoint {folder} is not usable: {problem}")
+            raise UserError(f"checkpoint {folder} is not usable ({problem}); choose another for --resume")
         found: Checkpoint | None = checkpoints.read(folder)
     else:
         found = checkpoints.newest_valid(folder, host_group, LOG.warning)
     if found is None and resume != "auto":
-        raise UserError(f"--resume {resume}: no complete checkpoint there")
+        raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
     if found is None and checkpoints.complete_steps(folder):
         raise UserError(
             f"no checkpoint in {folder} is usable; bring one back, or move {out} away to begin again at step 0"
@@ -168,7 +168,10 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group
             f"bring them back, or move {out} away to begin again at step 0"
         )
     if found and (differences := changed(found.identity, identity)):
-        raise UserError(f"checkpoint {found.path} was made with other settings:\n" + indented(differences))
+        raise UserError(
+            f"checkpoint {found.path} was made with other settings. Start with those, or give model.init={found.path} "
+            f"instead of --resume:\n" + indented(differences)
+        )
     return found
 
 

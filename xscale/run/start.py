@@ -163,7 +163,7 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, found[:3]))):
         if lines:
             raise UserError(
-                f"rank {rank} on {host} was started otherwise than rank 0; start all ranks by the same command, with "
+                f"rank {rank} on {host} was started otherwise than rank 0. Start all ranks by the same command with "
                 f"the same files:\n" + indented(lines)
             )
 
@@ -175,14 +175,15 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         return
     if saved["precision"] != config.precision:
         raise UserError(
-            f"{checkpoint.path} was saved in {saved['precision']}, this ds_config asks for {config.precision}; go on "
-            f"with the former, or start a new run from it: model.init={checkpoint.path} and another --out"
+            f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
+            f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
+            f"model.init={checkpoint.path} and another --out"
         )
     kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved}
     if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
         raise UserError(
-            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would go on with; go on with the "
-            f"ds_config that it was started with:\n" + indented(changed)
+            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would use further. Give the "
+            f"ds_config of the run's first start:\n" + indented(changed)
         )
 
 
@@ -262,5 +263,5 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
                 break
         if have < wanted:
             LOG.warning(
-                f"{name}: only {have:,} of {wanted:,} samples; over half of those read are longer than data.max_length"
+                f"{name}: only {have:,} of {wanted:,} samples were read, since most are longer than data.max_length"
             )
