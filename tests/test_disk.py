@@ -198,7 +198,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", looking(replace))
     saver = CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
     for step in (0, 1):
-        saver.save(step, manifest(step), sound=True, background=False, must=True)
+        saver.save(step, manifest(step), good=True, background=False, must=True)
     assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10
 
 
@@ -210,7 +210,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
         Engine(), folder, HostGroup(), keep=2, saved=None, write_more=lambda path: None,
         published=lambda step, path: best,
     )  # fmt: skip
-    for step, sound, stay in [
+    for step, good, stay in [
         (0, True, [0]),
         (1, True, [0, 1]),
         (2, True, [1, 2]),
@@ -219,7 +219,7 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
         (5, True, [1, 4, 5]),
     ]:
         best |= {1} if step == 1 else set()
-        saver.save(step, manifest(step), sound=sound, background=step % 2 == 0, must=False)
+        saver.save(step, manifest(step), good=good, background=step % 2 == 0, must=False)
         saver.settle()
         assert steps_saved(tmp_path) == stay, step
     assert saver.good == 5

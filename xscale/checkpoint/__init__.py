@@ -1,1 +1,1 @@
-"""Checkpoints: what is written, which stay, and how another run reads them."""
+"""This package writes a run's checkpoints, removes the old ones and reads them into another run."""

@@ -1,6 +1,6 @@
-"""When a run's checkpoints are written and which of them stay: the newest, the newest good one, and those asked for.
+"""The checkpoint manager saves a run and decides which checkpoints stay: the newest, the newest good one, the best.
 
-Every rank writes and hashes its own files, in the background where the recipe says so, while training goes on.
+Every rank writes and hashes its own files. With checkpoint.background a thread does so while training goes on.
 """
 
 import errno
@@ -23,9 +23,9 @@ from xscale.ranks import HostGroup
 
 LOG = logging.getLogger("xscale")
 SPARE_BYTES = 1 << 28
-"""This much disk space must stay free after a save."""
+"""The disk space that must stay free after a save."""
 WriteMore = Callable[[Path], None]
-"""Writes into a checkpoint's directory what belongs there beside DeepSpeed's files, on rank 0."""
+"""A function that adds the model's config and the tokenizer to a checkpoint's directory. Rank 0 calls it."""
 
 
 class CheckpointManager:
@@ -43,17 +43,20 @@ class CheckpointManager:
         note: Callable[[str], None] = lambda doing: None,
         published: Callable[[int, Path], set[int]] = lambda step, path: set(),
     ):
-        """keep: how many of the newest checkpoints stay. saved: the step that the engine was loaded from. note: called
-        with what the rank does now. published: called on rank 0 with each new checkpoint; returns the steps whose
-        checkpoints must stay."""
+        """Begin without a checkpoint under way.
+
+        keep: the number of newest checkpoints that stay. saved: the step that the engine was loaded from. note: gets
+        what the rank is doing. published: gets each new checkpoint on rank 0, and returns the steps whose checkpoints
+        must stay.
+        """
         self.folder, self.host_group, self.keep, self.note, self.published = folder, host_group, keep, note, published
         self.writer = CheckpointWriter(engine, folder, host_group, write_more)
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
         """The step of the newest checkpoint that was begun while no step was skipped."""
-        self.sound = True
-        """Whether the checkpoint under way is a good one."""
+        self.good_under_way = True
+        """True if the checkpoint under way was begun while no step was skipped."""
         self.blocked, self.times = 0.0, dict[str, float]()
         """The seconds that training has waited for the checkpoint under way, and metrics for the next step."""
 
@@ -67,13 +70,16 @@ class CheckpointManager:
         """Whether this rank has written its part of the checkpoint under way."""
         return self.writer.written
 
-    def save(self, step: int, manifest: dict[str, Any], *, sound: bool, background: bool, must: bool) -> None:
-        """Save the steps done, unless that is done already. sound: no step is being skipped. background: write while
-        training goes on. must: wait for it, and raise OSError where it fails."""
+    def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must: bool) -> None:
+        """Save a checkpoint of `step`, unless it exists.
+
+        good: no step is being skipped, so that a rollback may load this checkpoint. background: files are written while
+        training goes on. must: the call waits until they are written, and raises OSError if that fails.
+        """
         self.settle()
         if step == self.saved:
             return
-        started, self.sound, background = time.monotonic(), sound, background and not must
+        started, self.good_under_way, background = time.monotonic(), good, background and not must
         self.note(f"saving step {step}")
         self.writer.begin(step, manifest, background)
         self._add_wait(started)
@@ -81,7 +87,7 @@ class CheckpointManager:
             self.settle(must)
 
     def settle(self, must: bool = False) -> None:
-        """Wait until all ranks have written the checkpoint under way, and publish it."""
+        """Wait until all ranks have written the checkpoint under way, then publish it and remove old ones."""
         if self.under_way is None:
             return
         started, step, path = time.monotonic(), self.under_way, self.writer.final
@@ -93,11 +99,11 @@ class CheckpointManager:
             raise OSError(errno.EIO, text, str(self.folder))
         if problem and self.host_group.is_main:
             LOG.error(
-                f"{self.folder}: step {step} is not saved ({problem}); training goes on, older checkpoints are "
+                f"{self.folder}: step {step} is not saved ({problem}). Training goes on, older checkpoints are "
                 f"untouched, and the next save tries again"
             )
         if not problem:
-            self.saved, self.good = step, step if self.sound else self.good
+            self.saved, self.good = step, step if self.good_under_way else self.good
             if self.host_group.is_main:
                 good = {self.good} if self.good is not None else set()
                 store.clean(self.folder, self.keep, self.published(step, path) | good)
@@ -113,7 +119,7 @@ class CheckpointManager:
         self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
 
     def take_times(self) -> dict[str, float]:
-        """The metrics of saving since the last call."""
+        """Return the seconds that saving has taken since the last call, by metric."""
         times, self.times = self.times, {}
         return times
 
@@ -132,11 +138,11 @@ class CheckpointWriter:
         self.manifest: dict[str, Any] = {}
         self.thread: threading.Thread | None = None
         self.problem: Exception | None = None
-        """Why this rank could not write its part."""
+        """The error that kept this rank from writing its part."""
         self.sealed: dict[str, Any] = {}
         """The size and hash of each file that this rank has written."""
         self.seconds = 0.0
-        """How long this rank has written."""
+        """The seconds that this rank has spent writing."""
 
     @property
     def final(self) -> Path:
@@ -148,12 +154,15 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Whether `finish` would not wait for this rank."""
+        """Whether `finish` would find this rank done."""
         return self.step is not None and not (self.thread and self.thread.is_alive())
 
     def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
-        """manifest: what it says beside the files. background: a thread writes a copy in host memory, so that training
-        may go on; else all is written on return."""
+        """Begin to write the checkpoint of `step`. All ranks call it together, and `finish` later.
+
+        manifest: the manifest without its list of files. background: a thread writes a copy in host memory, so that
+        training may go on. Otherwise the files are written when the call returns.
+        """
         assert self.step is None
         self.step, self.manifest, self.sealed, self.thread, self.seconds = step, manifest, {}, None, 0.0
         self.problem = self._make_room() if self.host_group.is_main else None
@@ -164,7 +173,9 @@ class CheckpointWriter:
         if self.host_group.is_main and auxiliary:
             taken.save(auxiliary, store.AUXILIARY_STATES)
         if taken.problem:
-            self.problem = OSError(errno.ENOMEM, f"{taken.problem}; checkpoint.background=false takes no copy")
+            self.problem = OSError(
+                errno.ENOMEM, f"{taken.problem}; checkpoint.background=false makes no copy in memory"
+            )
             return
         if background:
             self.thread = threading.Thread(target=self._write, args=(taken.taken,), name="checkpoint", daemon=True)
@@ -173,7 +184,7 @@ class CheckpointWriter:
             self._write(taken.taken)
 
     def _make_room(self) -> OSError | None:
-        """Make an empty directory, and check that the disk has room. Rank 0 only."""
+        """Make an empty directory, and return an error if that fails or the disk lacks room. Rank 0 only."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
@@ -188,7 +199,7 @@ class CheckpointWriter:
         return None
 
     def _write(self, states: dict[str, Any]) -> None:
-        """Write this rank's files."""
+        """Write, check and hash this rank's files. An error becomes `problem`, which `finish` reports."""
         started, partial = time.monotonic(), self.partial
         try:
             names = list(states)
@@ -205,9 +216,9 @@ class CheckpointWriter:
         self.seconds = time.monotonic() - started
 
     def finish(self) -> tuple[str, float]:
-        """Publish the checkpoint. Returns what went wrong ("": nothing), and the longest time that a rank has written.
+        """Publish the checkpoint. Returns a message ("" if all went well) and the longest writing time of a rank.
 
-        Where something did, nothing of the checkpoint stays, and older ones are untouched.
+        If a rank has failed, the new files are removed and older checkpoints stay untouched.
         """
         if self.thread:
             self.thread.join()
@@ -233,13 +244,13 @@ class CheckpointWriter:
 
 
 def write_state(state: Any, path: Path) -> None:
-    """torch.save into a file of Python's: a full disk is an OSError then, not a RuntimeError of unknown cause."""
+    """Save with torch.save through a Python file, so that a full disk raises OSError and not a bare RuntimeError."""
     with path.open("wb") as file:
         torch.save(state, file)
 
 
 def os_error_behind(error: Exception) -> Exception:
-    """The OSError that caused an error, or the error itself: torch raises its own over that of a failed write."""
+    """Return the OSError that caused an error, or else the error: torch wraps the one of a failed write."""
     at: BaseException | None = error
     while at and not isinstance(at, OSError):
         at = at.__cause__ or at.__context__
@@ -247,13 +258,13 @@ def os_error_behind(error: Exception) -> Exception:
 
 
 def refuse_foreign(written: list[Path]) -> None:
-    """Raises UserError for files that a resume would refuse: DeepSpeed may write other types one day."""
+    """Check that a resume can read the files: a new DeepSpeed may write unknown types. Raises UserError."""
     for path in written:
         if foreign := store.foreign_types(path):
             import deepspeed
 
             raise UserError(
                 f"{path.name} holds {', '.join(foreign)}, which a resume would refuse: DeepSpeed "
-                f"{deepspeed.__version__} writes other types than xscale knows. Install the version that "
+                f"{deepspeed.__version__} writes types that xscale does not know. Install the version that "
                 f"constraints.txt names"
             )

@@ -1,8 +1,8 @@
-"""Loading a checkpoint of another number of ranks, or another ZeRO stage.
+"""`load_rescaled` loads a checkpoint of another number of ranks, or of another ZeRO stage.
 
 Each rank reads its own slices of every weight, and of the optimizer's numbers for it, from the files of all ranks that
-saved them. DeepSpeed's universal checkpoints do not serve: another program has to write everything once more, they have
-no stage 0, and at stage 3 the training differs from the third step on.
+saved them. DeepSpeed's universal checkpoints are no substitute: another program has to write everything once more, they
+have no stage 0, and at stage 3 the training differs from the third step on.
 """
 
 from collections.abc import Iterator
@@ -17,26 +17,27 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of the weights. The optimizer has keys of its own, such as exp_avg."""
+"""The key of the weights, beside the optimizer's keys, such as exp_avg."""
 
 
 @dataclass(frozen=True)
 class SavedPlace:
-    """Where a parameter is in the files."""
+    """The place of a parameter in the saved flat tensors."""
 
     group: int
     start: int
     share: int | None
-    """How many of its numbers each rank has from `start` on (stage 3). None: the ranks' parts are one vector."""
+    """The count of its numbers that each rank's file has, from `start` on (stage 3). None: the files' parts form one
+    vector, which `start` indexes."""
 
 
 class SavedGroup(NamedTuple):
-    """What one rank has saved of a group of weights."""
+    """One rank's saved part of a group of weights."""
 
     flats: dict[str, Tensor]
-    """The flat tensors by key."""
+    """The flat tensors of the weights and of the optimizer's states, by key."""
     steps: dict[str, Any]
-    """What the optimizer has beside tensors, such as its count of steps."""
+    """The optimizer's other values, such as its count of steps."""
 
     @classmethod
     def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
@@ -46,25 +47,28 @@ class SavedGroup(NamedTuple):
 
 
 class SavedPartitions:
-    """A checkpoint's numbers by parameter. A rank's file is opened when it is needed, and mapped: only what is taken
-    is read."""
+    """The saved numbers of a checkpoint, by parameter. A rank's file is mapped when first needed, so that only the
+    numbers that are taken are read."""
 
     def __init__(self, path: Path, names: list[str], at: float = 0.0):
-        """names: the module's parameters, in their order. at: about where among the ranks, from 0 to 1, this rank's
-        slices are; one file there tells what is alike in all of them."""
+        """Open one of the files, which has the places of all parameters.
+
+        names: the module's parameters, in their order. at: this rank's number divided by the number of ranks; the file
+        at that place among the saved ones probably holds some of its slices.
+        """
         self.model = _load(private.model_file(path))
         self.files = private.partition_files(path)
         self.opened: dict[int, list[SavedGroup]] = {}
-        """The groups of the ranks whose files are open."""
+        """The groups in each open file, by rank."""
         self.places: dict[str, SavedPlace] = {}
         if self.files:
-            # Not the last file: it lacks the numbers that fill up all parts to one length.
+            # The last file is not taken: it lacks the numbers that fill up all parts to one length.
             self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
             self.scaler, self.like = None, self._whole(names)
 
     def _partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Find the places at stages 1 to 3. Returns the loss scaler and a rank's groups."""
+        """Set the places from a rank's file of stage 1, 2 or 3. Returns the loss scaler and the rank's groups."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0
@@ -75,13 +79,13 @@ class SavedPartitions:
         return private.saved_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
-        """Open the file of a rank, and return its content."""
+        """Open the file of a rank, keep its groups in `opened`, and return its content."""
         found = _load(self.files[rank])
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
         return found
 
     def _whole(self, names: list[str]) -> list[SavedGroup]:
-        """Find the places at stage 0, where the model file has everything and the optimizer numbers the weights."""
+        """Set the places at stage 0, where the model's file has everything and the optimizer numbers the weights."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         self.places = {name: SavedPlace(group, 0, None) for group, name in enumerate(decayed_first)}
@@ -92,7 +96,7 @@ class SavedPartitions:
         return groups
 
     def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """The numbers from start to stop of a flattened parameter."""
+        """Return the numbers of a flattened parameter from start to stop."""
         place = self.places[name]
         length, within = place.share, place.start
         if length is None:
@@ -113,7 +117,7 @@ def _load(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """A rank's slice of a parameter: its numbers from first to last, in the rank's flat tensor from `at` on."""
+    """A rank's slice of a parameter: its numbers from first to last, which start at `at` in the rank's flat tensor."""
 
     name: str
     first: int
@@ -122,7 +126,7 @@ class PartitionSlice:
 
 
 def partition_slices(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
-    """This rank's flat tensors, for which the optimizer has states, with their slices."""
+    """Yield each flat tensor that this rank's optimizer updates, with the slices of parameters in it."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     if engine.zero_optimization_stage() == 0:
         for parameter, name in names.items():
@@ -134,7 +138,7 @@ def partition_slices(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]
 
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
-    """Load weights, optimizer, loss scale, schedule and counters. All ranks call it together."""
+    """Load weights, optimizer, loss scale, schedule and counters into the engine. All ranks call it together."""
     names = [name for name, _ in engine.module.named_parameters()]
     saved, base = SavedPartitions(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
     fused = any(group.get("fused") for group in base.param_groups)

@@ -1,4 +1,4 @@
-"""Reading what was trained: an engine's whole state, or the Hugging Face model and the objectives' heads."""
+"""Checkpoints are read here: into an engine, or as a Hugging Face model with the objectives' heads."""
 
 import contextlib
 import io
@@ -19,20 +19,20 @@ from xscale.models.heads import KeptHeads, load_heads
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
-"""The names of the encoder's parameters in the engine's module begin with this."""
+"""The prefix of the encoder's parameters in the engine's module."""
 HEADS = "heads."
-"""The names of the objectives' own parameters begin with this. The stream's name follows."""
+"""The prefix of the objectives' own parameters. The stream's name follows."""
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
-    """Load weights, optimizer, loss scale, schedule and auxiliary states, also from another number of ranks or another
-    ZeRO stage. All ranks call it together."""
+    """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. The checkpoint may be of
+    another number of ranks or another ZeRO stage. All ranks call it together."""
     path, stage = checkpoint.path, engine.zero_optimization_stage()
     stage_before = checkpoint.engine["stage"] if checkpoint.engine else stage
-    if (checkpoint.ranks, stage_before) != (host_group.size, stage):
+    if (checkpoint.world_size, stage_before) != (host_group.size, stage):
         load_rescaled(engine, path)
     elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
-        raise UserError(f"{path}: DeepSpeed found nothing to load there")
+        raise UserError(f"{path} has no files that DeepSpeed can load; remove it to go on from an older checkpoint")
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
     if (auxiliary := path / store.AUXILIARY_STATES).exists():
         for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
@@ -41,7 +41,7 @@ def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> N
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """The fp32 weights of the whole module, from the ZeRO partitions where there are any."""
+    """Return the fp32 weights of the whole module, joined from the ZeRO partitions if there are any."""
     if partition_files(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -52,16 +52,16 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """The model and the heads of `model.init`, in fp32: of a run, a checkpoint, a Hugging Face directory or a hub name.
-    Raises UserError."""
+    """Load the model and the heads of `model.init` in fp32. It is a run, a checkpoint, a Hugging Face directory or a
+    hub name. Raises UserError."""
     if store.is_run(Path(init)):
         return load_run(init, dropout)
     return load_pretrained(init, dropout), load_heads(Path(init))
 
 
 def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """The Hugging Face model of a checkpoint or run, and its heads by stream, in fp32. dropout: replaces the trained
-    model's. Raises UserError."""
+    """Load the Hugging Face model of a checkpoint or run, and its heads by stream, in fp32. dropout: a rate that
+    replaces the trained model's. Raises UserError."""
     path = store.find(Path(path))
     problem = store.verify(path, HostGroup())
     if problem:

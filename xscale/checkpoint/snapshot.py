@@ -1,8 +1,8 @@
-"""A snapshot of an engine: the content of the files that DeepSpeed would write, in host memory.
+"""A snapshot of an engine holds, in host memory, the content of the files that DeepSpeed would write.
 
-DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) do not serve: they hand live
-tensors to another process and wait for it before the next update, they need a compiled aio, and a write that fails ends
-one rank while the others wait for it. Here DeepSpeed's interface is kept, and checkpoint/manager.py writes.
+DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) are no substitute: they hand live
+tensors to another process and wait for it before the next update, they need a compiled aio, and a failed write ends
+one rank while the others wait for it. `SnapshotEngine` has DeepSpeed's interface, and checkpoint/manager.py writes.
 """
 
 import copy
@@ -18,11 +18,11 @@ from xscale import deepspeed_private as private
 
 
 class SnapshotEngine:
-    """A checkpoint engine of DeepSpeed's that keeps what it is told to save. It raises nothing: its errors would come
-    between DeepSpeed's barriers, where other ranks wait."""
+    """A DeepSpeed checkpoint engine that keeps in memory what it is told to save. It raises nothing, since other ranks
+    wait at DeepSpeed's next barrier."""
 
     def __init__(self, copies: bool):
-        """copies: copy tensors, since training goes on; else take them as they are."""
+        """Begin empty. copies: tensors are copied, since training goes on; otherwise they are kept as they are."""
         self.copies = copies
         self.taken: dict[str, Any] = {}
         """The content of each file, by its name."""
@@ -34,12 +34,12 @@ class SnapshotEngine:
     def save(self, state_dict: Any, path: str) -> None:
         try:
             self.taken[os.path.basename(path)] = on_host(state_dict) if self.copies else state_dict
-        except (MemoryError, RuntimeError) as error:  # RuntimeError is torch's where memory ends
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory runs out
             self.problem = error
 
 
 def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
-    """The files that this rank would write into `partial`. All ranks call it together."""
+    """Return the files that this rank would write into `partial`. All ranks call it together."""
     snapshot_engine = SnapshotEngine(copies)
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
     private.save_by(engine, snapshot_engine, partial.parent, partial.name, client_state)
@@ -47,7 +47,7 @@ def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
 
 
 def on_host(state: Any) -> Any:
-    """A copy in host memory of which torch.save makes the same bytes: tensors that share memory still do."""
+    """Copy the state into host memory. Tensors that share memory still do, so torch.save makes the same bytes."""
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}
     for tensor in _tensors(state):

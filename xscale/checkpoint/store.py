@@ -1,4 +1,4 @@
-"""Checkpoints on disk, each complete or absent.
+"""Checkpoints on disk are each complete or absent.
 
 A checkpoint is written into checkpoints/step_X.incomplete. When all ranks have written their files, rank 0 adds
 manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces
@@ -25,11 +25,11 @@ from xscale.ranks import HostGroup
 
 MANIFEST, BEST = "manifest.json", "best"
 OWN_HASH = "sha256"
-"""The manifest's hash of itself, without this key. Checkpoints of earlier versions do not have it."""
+"""The manifest's key for the hash of its other keys. Checkpoints of earlier versions lack it."""
 HF = "hf"
-"""This folder of a checkpoint holds the model's Hugging Face config and the tokenizer."""
+"""The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
-"""This file holds momentum encoders and queues by stream. They are the same on every rank, so rank 0 writes it."""
+"""The file with the momentum encoders and queues, by stream. Every rank has the same, so rank 0 writes it."""
 NAME = re.compile(r"step_\d{8,}")
 
 
@@ -46,8 +46,8 @@ class Checkpoint:
         return self.manifest["step"]
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks that saved it."""
+    def world_size(self) -> int:
+        """The number of ranks that saved the checkpoint."""
         return self.manifest["world_size"]
 
     @property
@@ -57,12 +57,12 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the streams have consumed (data/mixture.py)."""
+        """The positions of the streams in their data (data/mixture.py)."""
         return self.manifest["state"]
 
     @property
     def excluded_steps(self) -> list[int]:
-        """Steps that read their records and changed nothing, since the run was not finite with them."""
+        """The 1-based steps that read their records and changed nothing, as their loss or gradient was not finite."""
         return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
 
     @property
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @property
     def engine(self) -> dict[str, Any] | None:
-        """ZeRO's stage, the precision and the optimizer. None in checkpoints of earlier versions."""
+        """The ZeRO stage, the precision and the optimizer. None in checkpoints of earlier versions."""
         return self.manifest.get("engine")
 
 
@@ -80,30 +80,31 @@ class Checkpoint:
 
 
 def complete_steps(folder: Path) -> list[Path]:
-    """The directories step_X that have a manifest, oldest first."""
+    """Return the directories step_X that have a manifest, oldest first."""
     found = folder.glob("step_*") if folder.is_dir() else []
     return sorted(path for path in found if NAME.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def is_run(path: Path) -> bool:
-    """Whether `path` is a run or a checkpoint of ours rather than a Hugging Face directory."""
+    """Whether `path` is a run or a checkpoint of xscale rather than a Hugging Face directory."""
     return (path / MANIFEST).exists() or (path / "checkpoints").is_dir()
 
 
 def find(path: Path) -> Path:
-    """`path` itself where it is a checkpoint, or the newest complete one of the run that it is. Raises UserError."""
+    """Return `path` if it is a checkpoint, or the newest checkpoint if it is a run. Raises UserError otherwise."""
     if (path / MANIFEST).exists():
         return path
     steps = complete_steps(path / "checkpoints") or complete_steps(path)
     if not steps:
-        raise UserError(f"{path} is neither a checkpoint (no {MANIFEST}) nor a run with a complete one")
+        raise UserError(f"{path} is neither a checkpoint (no {MANIFEST}) nor a run with a complete checkpoint")
     return steps[-1]
 
 
 def newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
-    """The newest checkpoint up to step `upto` whose files are there with the right hashes. All ranks agree on it."""
+    """Return the newest checkpoint up to step `upto` whose files have the right hashes. All ranks get the same one.
+    warn: gets a message for each checkpoint that is damaged."""
     for path in reversed([path for path in complete_steps(folder) if step_of(path) <= upto]):
         problem = verify(path, host_group)
         if problem is None:
@@ -113,19 +114,19 @@ def newest_valid(
 
 
 def step_of(path: Path) -> int:
-    """The number in the name step_X."""
+    """Return the number in the name step_X."""
     return int(path.name.removeprefix("step_"))
 
 
 def verify(path: Path, host_group: HostGroup) -> str | None:
-    """Hash the checkpoint's files, each on one of the ranks. Returns what is wrong, or None."""
+    """Compare the checkpoint's files with its hashes, each on one of the ranks. Returns what is wrong, or None."""
     try:
         checkpoint = read(path)
     except UserError as error:
         return str(error)
     expected = checkpoint.manifest["files"]
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
-        return f"its {MANIFEST} is of step {checkpoint.step}: a copy under another name"
+        return f"its {MANIFEST} is of step {checkpoint.step}, so it is a copy under another name"
     problems = []
     for name in sorted(expected)[host_group.rank :: host_group.size]:
         if not (path / name).exists():
@@ -142,7 +143,7 @@ def verify(path: Path, host_group: HostGroup) -> str | None:
 
 
 def foreign_types(path: Path) -> list[str]:
-    """The types that a file of torch.save refers to and that are not known to be harmless. No code of it is run."""
+    """Return the types in a file of torch.save that are not known to be harmless. None of its code runs."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
@@ -151,7 +152,7 @@ def foreign_types(path: Path) -> list[str]:
 
 
 def read(path: Path) -> Checkpoint:
-    """Raises UserError where the manifest is absent or damaged."""
+    """Read the manifest of a checkpoint's directory. Raises UserError if it is absent or damaged."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         kinds = {"step": int, "world_size": int, "identity": dict, "state": dict, "files": dict}
@@ -160,7 +161,7 @@ def read(path: Path) -> Checkpoint:
         if OWN_HASH in manifest and sealed_manifest(manifest) != sealed_manifest(manifest, manifest[OWN_HASH]):
             raise ValueError("it differs from its own hash")
         if wrong or manifest["state"].get("step") != manifest["step"]:
-            raise ValueError(f"without a sound {', '.join(wrong) or 'step'}")
+            raise ValueError(f"{', '.join(wrong) or 'step'}: missing or malformed")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a checkpoint: {MANIFEST} cannot be read ({error})") from None
     return Checkpoint(path, manifest)
@@ -170,7 +171,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Make a directory that all ranks have written a checkpoint: manifest, rename, `latest`, in this order. Rank 0."""
+    """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename it and write
+    `latest`, in this order. Rank 0 only."""
     files.write_text(partial / MANIFEST, sealed_manifest(manifest))
     files.remove(final)
     partial.rename(final)
@@ -179,24 +181,24 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
-    """The manifest's text, with a hash of its content."""
+    """Return the manifest's text with a hash of its content, or with `digest` in its place."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, OWN_HASH: digest}, indent=1)
 
 
 def sealed_file(path: Path) -> dict[str, Any]:
-    """Force a file to disk and describe it as the manifest does."""
+    """Force a file to disk and return its size and hash, as the manifest has them."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
 def clean(folder: Path, keep: int, needed: set[int]) -> None:
-    """Remove what a kill left behind, and all checkpoints but the newest `keep` and those of the steps `needed`."""
+    """Remove remains of a kill and old checkpoints. The newest `keep` and those of the steps `needed` stay."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
     for path in (path for path in complete_steps(folder)[:-keep] if step_of(path) not in needed):
-        # Unmake it first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
+        # It is renamed first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again
             path.rename(gone)

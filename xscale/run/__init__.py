@@ -1,1 +1,1 @@
-"""What a run does and keeps."""
+"""A run: its start, its training loop, its evaluations and its directory."""

@@ -1,7 +1,7 @@
-"""The tasks of the recipe's `eval` section, by which a run is measured while it trains, split over the ranks.
+"""The tasks of the recipe's `eval` section measure a run while it trains. All ranks share the work.
 
-An evaluation has randomness of its own, the same every time: a run that is measured trains bit for bit like one that is
-not.
+An evaluation has its own random numbers, the same every time. A run that is measured trains bit for bit like one that
+is not.
 """
 
 import math
@@ -33,23 +33,25 @@ from xscale.metric_keys import MetricKey
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
-from xscale.run.run_spec import RunSpec, check_links, check_sizes
+from xscale.run.run_spec import RunSpec, check_file_sizes, check_links
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
-"""Row, such as a stream or a pair of languages -> name -> number."""
+"""The numbers of a task, by row (such as a stream or a pair of languages) and by name."""
 TRIED = 8
-"""The number of records that a dry run measures, to see which numbers there are."""
+"""The number of records that a dry run measures to find the names of the numbers."""
 TOKENS = "tokens.npz"
-"""This file of a run holds the distinct tokens of each language's text."""
+"""The file of a run with the distinct tokens of each language's text."""
 
 
 def find_tasks(
     run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
-    """The recipe's tasks by name. All ranks call one together, and rank 0's results are whole. alignment: measures the
-    dictionaries' words. note: called with what a task does now. Raises UserError."""
+    """Return the recipe's tasks by name. All ranks call a task together, and the results on rank 0 are complete.
+
+    alignment: measures the alignment scores. note: gets what a task is doing. Raises UserError.
+    """
     found: dict[str, Callable[[], Results]] = {}
     for task in run_spec.recipe.eval.tasks:
         if task.kind == "alignment":
@@ -62,13 +64,14 @@ def find_tasks(
 
 
 def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
-    """Raises UserError for tasks that cannot be measured. stage: of ZeRO."""
+    """Check that the tasks can be measured at this ZeRO stage, and that one measures checkpoint.best. Raises
+    UserError."""
     best = run_spec.recipe.checkpoint.best
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks take whole weights, which ZeRO stage 3 cuts up; measure by checkpoint.hook, "
-                f"or take a ds_config of stage 2 or lower"
+                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; measure by "
+                f"checkpoint.hook, or take a ds_config of stage 2 or lower"
             )
         try:
             rows = row_names(task, run_spec, host_group)
@@ -76,25 +79,26 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             there = ", ".join(f"{task.name}/{row}" for row in rows)
-            raise UserError(f"checkpoint.best: {best} is not measured; there are numbers of {there}")
+            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of {there}")
 
 
 def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
-    """The rows of a task's results. Raises UserError where it cannot be measured."""
+    """Return the names of the rows of a task's results. Raises UserError if it cannot be measured."""
     if task.kind == "alignment":
         return list(alignment_rows(run_spec))
-    sources = sources_of(task, run_spec)
-    check_sizes(sources, host_group)
+    sources = find_task_sources(task, run_spec)
+    check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
-        return list(pairs_of(task, sources))
-    specs = heldout_specs(run_spec, sources)
+        return list(row_sources(task, sources))
+    specs = heldout_stream_specs(run_spec, sources)
     check_links(run_spec.recipe, specs, sources)
     names = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
 
 def alignment_rows(run_spec: RunSpec) -> Results:
-    """The scores by dictionary that have enough words, without numbers. Raises UserError without a dictionary."""
+    """Return a row for each dictionary, with NaN for each score that it has enough words for. Raises UserError without
+    a dictionary."""
     lexicons = run_spec.lexicons + run_spec.measured
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
@@ -107,7 +111,8 @@ def alignment_rows(run_spec: RunSpec) -> Results:
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
-    """Raises UserError for a checkpoint.best that the first evaluation would not find. It measures a few records."""
+    """Check that the first evaluation will find the number of checkpoint.best. It measures a few records. Raises
+    UserError."""
     best = run_spec.recipe.checkpoint.best
     task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
     if best is None or task is None:
@@ -116,20 +121,20 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
     if task.kind == "alignment":
         results = alignment_rows(run_spec)
     elif task.kind == "retrieval":
-        ((_, source),) = [of for of in pairs_of(task, sources_of(task, run_spec)).items() if of[0] == row]
+        ((_, source),) = [of for of in row_sources(task, find_task_sources(task, run_spec)).items() if of[0] == row]
         results = {row: retrieval.accuracies(torch.eye(2), torch.eye(2), "cosine", source.langs)}
     else:
         stream, _, language = row.partition(" ")
         few = replace(task, limit=min(task.limit, TRIED))
-        sources = [s for s in sources_of(few, run_spec) if not language or language in (s.pair, *s.langs)]
+        sources = [s for s in find_task_sources(few, run_spec) if not language or language in (s.pair, *s.langs)]
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
     check_number({task.name: results}, best)
 
 
-def sources_of(task: EvalTask, run_spec: RunSpec) -> list[Source]:
-    """The task's data. Raises UserError where the run trains on it, or does not know its languages."""
+def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
+    """Find the task's data. Raises UserError if the run trains on it or does not know its languages."""
     sources = take_first(find_sources([Path(path) for path in task.data]), task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
@@ -137,12 +142,15 @@ def sources_of(task: EvalTask, run_spec: RunSpec) -> list[Source]:
             raise UserError(f"{source.directory} is trained on; give records that are held out")
         new = sorted(set(source.langs) - set(run_spec.languages))
         if new:
-            raise UserError(f"{source.directory} is in {' and '.join(new)}, which no --data of the run has")
+            raise UserError(
+                f"{source.directory} is in {' and '.join(new)}, which no --data of the run has; leave it out"
+            )
     return sources
 
 
-def heldout_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
-    """The sources that each stream reads, with all records of pairs. Raises UserError for none."""
+def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
+    """Return the streams that can read held-out sources, each with these sources and with all their records in one
+    step. Raises UserError if there are none."""
     specs = []
     for spec in run_spec.specs:
         kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
@@ -160,7 +168,7 @@ def heldout_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
 
 
 class Heldout:
-    """The run's objectives on held-out records: the losses of every stream, and of each of its languages."""
+    """A task that measures the run's losses on held-out records, for every stream and each of its languages."""
 
     def __init__(
         self,
@@ -171,11 +179,11 @@ class Heldout:
         note: Callable[[str], None],
         sources: list[Source] | None = None,
     ):
-        """sources: replace the task's own."""
+        """Prepare one step that reads all held-out records. sources: the data to measure instead of the task's own."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe, sources = run_spec.recipe, sources or sources_of(task, run_spec)
+        recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
-        specs = heldout_specs(run_spec, sources)
+        specs = heldout_stream_specs(run_spec, sources)
         for i, spec in enumerate(specs):
             if spec.packed:
                 text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)
@@ -209,26 +217,27 @@ class Heldout:
         targets: dict[tuple[str, str], int],
         counts: dict[tuple[str, str, str], int],
     ) -> Results:
-        """A row for each stream, and for each of its languages. All arguments are sums over ranks."""
+        """Return a row for each stream and each of its languages. All arguments but `sums` are sums over ranks."""
         found = sums.shares(totals_K, self.run_spec.recipe, targets)
         results: Results = {}
         for name, number in (found | sums.by_language(totals_K, self.run_spec.recipe, counts)).items():
             key = MetricKey.parse(name)
-            if any(n for (stream, _), n in targets.items() if stream == key.stream):  # else all of it was too long
+            # A stream has no targets if all its pairs were too long.
+            if any(n for (stream, _), n in targets.items() if stream == key.stream):
                 row = " ".join(filter(None, [key.stream, key.language]))
                 results.setdefault(row, {})[f"{key.name}.{key.term}" if key.term else key.name] = number
         return results
 
 
 def with_languages(stream: StreamConfig) -> StreamConfig:
-    """The stream without language dropout."""
+    """Return the stream without language dropout."""
     if not hasattr(stream.options, "language_dropout"):
         return stream
     return replace(stream, options=replace(stream.options, language_dropout=0.0))
 
 
 def estimated_size(source: Source, number: int, tokens: Calibration) -> float:
-    """The number of tokens of a source, estimated from its bytes."""
+    """Return the number of tokens of a source, estimated from its bytes."""
     return sum(
         float(tokens.estimated_tokens(number, source.lengths(s, slice(0, n))).sum())
         for s, n in enumerate(source.counts)
@@ -246,21 +255,22 @@ class ModelInTraining(Exported):
         self.lexicon_heldout = run_spec.unseen
 
 
-def pairs_of(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
-    """The sources of pairs, by the names of their rows. Raises UserError for none."""
+def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
+    """Return the sources of pairs by the names of their rows. Raises UserError if there are none."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
-        raise UserError(f"{', '.join(task.data)} has no pairs")
+        raise UserError(f"{', '.join(task.data)} has no pairs; retrieval needs sources of pairs")
     times = Counter(source.pair for source in pairs)
     return {s.pair if times[s.pair] == 1 else f"{s.pair} ({s.directory})": s for s in pairs}
 
 
 class Retrieval:
-    """How often the translation is the nearest neighbour. Every rank embeds a part of the sentences."""
+    """A task that measures how often a sentence's translation is its nearest neighbour. Every rank embeds a part of the
+    sentences."""
 
     def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
         self.note = partial(note, f"measuring {task.name}")
-        self.sources = pairs_of(task, sources_of(task, run_spec))
+        self.sources = row_sources(task, find_task_sources(task, run_spec))
         self.texts = [[texts for _, _, texts in read_all(source, task.limit)] for source in self.sources.values()]
         self.model, self.process = ModelInTraining(run_spec, engine), process
         self.encoder = engine.module.encoder
@@ -282,7 +292,8 @@ class Retrieval:
 
 
 def check_number(results: dict[str, Results], path: str) -> float | None:
-    """The number TASK/ROW/NUMBER. Raises UserError where its task was measured and there is no such number."""
+    """Return the number that `path`, TASK/ROW/NUMBER, names, or None if its task was not measured. Raises UserError if
+    the task has no such number."""
     task, row, name = path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
@@ -294,29 +305,29 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
 
 
 def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
-    """The words that alignment scores compare, by the names of the run's dictionaries. Rank 0 only."""
+    """Return the words that alignment scores compare, by the names of the run's dictionaries. Rank 0 only."""
     heldout, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
     if heldout < run_spec.recipe.data.lexicon_heldout:
         LOG.warning(
-            f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld {heldout:g} "
-            f"alone; alignment/* asks for those"
+            f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
+            f"of the words; alignment/* measures those"
         )
     tokens = tokens_of_text(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
-        LOG.info(f"{lexicon.summary()}; it is only measured with")
+        LOG.info(f"{lexicon.summary()}; it serves only to measure")
     for name, probe in found.items():
         words = len(probe.withheld.queries)
         if heldout and words < FEWEST:
             LOG.warning(
-                f"alignment/{name} is left out: {words} words of one token are withheld, {FEWEST} would do; give a "
-                f"larger dictionary or data.lexicon_heldout"
+                f"alignment/{name} is left out: only {words} withheld words have one token, {FEWEST} are needed; give "
+                f"a larger dictionary or data.lexicon_heldout"
             )
     return found
 
 
 def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
-    """The distinct tokens of the languages' text. The run's directory keeps them for a resume."""
+    """Return the distinct tokens of each language's text. The run's directory keeps them for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():
         try:

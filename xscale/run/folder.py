@@ -1,10 +1,10 @@
-"""A run's directory: whose it is, where a start goes on from, and status.json, which says how the run stands.
+"""A run's directory tells which run owns it, from which checkpoint a start goes on, and how the run stands.
 
-status.json is for those who do not see the exit code, as launchers lose it:
+status.json serves those who cannot see the exit code, since launchers lose it:
 
     {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
 
-`status` is running, done, stopped or failed. A run was killed if it says running while no process is.
+`status` is running, done, stopped or failed. A run was killed if the status is running while no process is.
 """
 
 import errno
@@ -34,13 +34,13 @@ from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""Files of other trainers' runs, of shards, models and tokenizers."""
+"""The files by which runs of other trainers, shards, models and tokenizers are recognized."""
 
-# Whose it is
+# The run that owns a directory
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
-    """Raises UserError where `out` belongs to another run, or is something else."""
+    """Check that `out` is free or belongs to this run. Raises UserError otherwise."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, saved = out / IDENTITY, read_identity(out)
@@ -50,9 +50,9 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
     if saved and (differences := changed(saved, identity)):
         raise UserError(
-            f"{out} belongs to another run; go on with what it was started with (fields that were None may be newer "
-            f"than it: {STARTS} names its version of xscale), or choose another --out, to start from its weights with "
-            f"--set model.init={out}:\n" + indented(differences)
+            f"{out} belongs to another run. Start with its settings (fields that were None may be newer than it; "
+            f"{STARTS} names its version of xscale), or choose another --out, where --set model.init={out} starts from "
+            f"its weights:\n" + indented(differences)
         )
 
 
@@ -61,7 +61,7 @@ def indented(lines: list[str]) -> str:
 
 
 def read_identity(out: Path) -> dict[str, Any] | None:
-    """The identity of the run in a directory, from its file or else from its newest readable checkpoint."""
+    """Return the identity of the run in a directory, from its file or else from its newest readable checkpoint."""
     with suppress(OSError, ValueError):
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
@@ -73,7 +73,7 @@ def read_identity(out: Path) -> dict[str, Any] | None:
 
 
 def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
-    """Write the dictionaries whose spelling was changed, for evaluations by other processes. Rank 0 only."""
+    """Write the dictionaries whose spelling the run has changed, for evaluations in other processes. Rank 0 only."""
     for lexicon in (lexicon for lexicon in lexicons if lexicon.changed):
         path = out / "lexicon" / f"{lexicon.name}.{lexicon.fingerprint}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -81,7 +81,8 @@ def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
 
 
 def is_idle(out: Path) -> bool:
-    """Whether a start that failed before it had the lock may say so there: the directory is new, or its run at rest."""
+    """Whether the directory is new or its run is at rest, so that a start that failed before it had the lock may write
+    its status there."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -97,7 +98,7 @@ def is_idle(out: Path) -> bool:
 
 
 def note_start(out: Path, step: int, ranks: int) -> None:
-    """Add a line to starts.jsonl: from which step, by which code and where the run starts. Rank 0 only."""
+    """Add a line to starts.jsonl, with the step, the code, the host and the command of this start. Rank 0 only."""
     entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
     entry |= {"host": os.uname().nodename, "job": os.environ.get("SLURM_JOB_ID"), "command": sys.argv}
     entry |= code_revision()
@@ -107,7 +108,7 @@ def note_start(out: Path, step: int, ranks: int) -> None:
 
 
 def code_revision() -> dict[str, Any]:
-    """The checkout's commit and the files that differ from it, or null outside of git."""
+    """Return the checkout's commit and the files that differ from it, or None for both outside of git."""
     root = Path(__file__).resolve().parents[2]
     asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
     try:
@@ -121,12 +122,13 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Lines about what differs in a run's identity. Older runs do not name their special tokens, and may have any."""
+    """Return a line for each difference of two identities. Those of older versions lack special_tokens, which may then
+    be any."""
     return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
-    """A line `field: was X, is now Y` for every difference of two trees."""
+    """Return a line `field: was X, is now Y` for every difference of two trees."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = [*saved, *(key for key in current if key not in saved)]
         return [
@@ -137,11 +139,12 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
     return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
 
 
-# Where a start goes on
+# The checkpoint that a start goes on from
 
 
 def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
-    """The checkpoint to start from, or None. Raises UserError where none is usable, or it belongs to another run."""
+    """Return the checkpoint to start from, or None. Raises UserError if it belongs to another run, or all are
+    damaged."""
     if resume == "never":
         return None
     folder = out / "checkpoints" if resume == "auto" else Path(resume)
@@ -149,26 +152,31 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group
         folder /= "checkpoints"
     if (folder / checkpoints.MANIFEST).exists():
         if problem := checkpoints.verify(folder, host_group):
-            raise UserError(f"checkpoint {folder} is not usable: {problem}")
+            raise UserError(f"checkpoint {folder} is not usable ({problem}); choose another for --resume")
         found: Checkpoint | None = checkpoints.read(folder)
     else:
         found = checkpoints.newest_valid(folder, host_group, LOG.warning)
     if found is None and resume != "auto":
-        raise UserError(f"--resume {resume}: no complete checkpoint there")
+        raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
     if found is None and checkpoints.complete_steps(folder):
-        raise UserError(f"no checkpoint in {folder} is usable; remove them to start again")
+        raise UserError(
+            f"no checkpoint in {folder} is usable; bring one back, or move {out} away to begin again at step 0"
+        )
     if found is None and has_steps(out / "metrics.jsonl"):
         raise UserError(
             f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {folder} has its {checkpoints.MANIFEST}: "
-            f"bring them back, or move {out} away to start again"
+            f"bring them back, or move {out} away to begin again at step 0"
         )
     if found and (differences := changed(found.identity, identity)):
-        raise UserError(f"checkpoint {found.path} was made with other settings:\n" + indented(differences))
+        raise UserError(
+            f"checkpoint {found.path} was made with other settings. Start with those, or give model.init={found.path} "
+            f"instead of --resume:\n" + indented(differences)
+        )
     return found
 
 
 def has_steps(metrics: Path) -> bool:
-    """Whether the metrics say that a run has trained."""
+    """Whether the file of metrics has a line, so that a run has trained."""
     with suppress(OSError):
         return metrics.read_bytes().count(b"\n") > 0
     return False
@@ -178,21 +186,21 @@ def dump(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2) + "\n"
 
 
-# How it stands
+# The status of a run
 
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
-"""The exit codes. STOPPED: the run has saved and ended early, and another start goes on."""
+"""The exit codes. STOPPED: the run has saved and ended early, and another start goes on with it."""
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """The status by exit code. All other codes are failures."""
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
 NO_MEMORY = ("can't allocate memory", "out of memory")
-"""What torch says of the CPU's memory, and what CUDA and NCCL say, in errors of other classes."""
+"""Phrases in errors of torch, CUDA and NCCL about a lack of memory that have no class of their own."""
 KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
-"""What torch says of a worker that somebody else has killed, and data/loader.py of its planner."""
+"""Phrases in errors of torch about a worker, and of data/loader.py about its planner, that was killed from outside."""
 
 
 def code_of(error: Exception) -> int:
-    """The exit code of an error."""
+    """Return the exit code of an error."""
     if isinstance(error, UserError) or out_of_memory(error):
         return USER_ERROR
     if isinstance(error, NotFinite):
@@ -204,12 +212,12 @@ def code_of(error: Exception) -> int:
 
 
 def lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank ended: NCCL has a class for it, gloo has not."""
+    """Whether a collective failed because another rank ended. NCCL has a class for this error, and gloo a phrase."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
 def killed(error: Exception) -> str:
-    """What the error says of a process of the loader that was killed, or ""."""
+    """Return the error's first line if it tells of a killed process of the loader, otherwise an empty string."""
     said = (str(of) for of in (error, error.__cause__, error.__context__))
     return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
 
@@ -221,8 +229,8 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def message_of(error: Exception) -> str:
-    """One line. Errors of users and machines have their remedy in it."""
-    if isinstance(error, MachineError):  # its own message, or another rank's, has the remedy
+    """Return the error's message in one line, with a remedy if a user or a machine has caused it."""
+    if isinstance(error, MachineError):  # the remedy is in it, or in another rank's message
         return str(error)
     code = code_of(error)
     if out_of_memory(error):
@@ -233,8 +241,8 @@ def message_of(error: Exception) -> str:
         )
     if said := killed(error):
         return (
-            f"{said.rstrip('. ')}: the machine's memory may have run out (dmesg or the job's accounting tell of it); "
-            f"ask for more, or take fewer data.workers, and start again: the run goes on"
+            f"{said.rstrip('. ')}: the machine's memory may have run out (see dmesg or the job's accounting); "
+            f"ask for more memory, or set a lower data.workers, and start again: the run goes on"
         )
     if lost_rank(error):
         first = str(error).splitlines()[0]
@@ -250,21 +258,21 @@ def message_of(error: Exception) -> str:
 
 
 class Status:
-    """Writes status.json. Rank 0 writes how the run stands; failures are written by the first rank that has one."""
+    """The writer of status.json. Rank 0 writes how the run stands, and the first rank that fails writes why."""
 
     def __init__(self, out: Path, process: Process):
         self.out, self.process = out, process
         self.ours: bool | None = None
-        """Whether this run has the directory's lock. None: it has not asked for it yet."""
+        """True if this run has the directory's lock, False if it was refused, None before it has asked."""
         self.step: int | None = None
         """The number of steps done."""
 
     def refused(self) -> None:
-        """This run asks for the directory's lock now, and does not have it."""
+        """Note that this run asks for the directory's lock, and does not have it until `running`."""
         self.ours = False
 
     def running(self) -> None:
-        """This run has the directory's lock. All ranks call it."""
+        """Note that this run has the directory's lock. All ranks call it."""
         self.ours = True
         if self.process.is_main:
             self._write("running", None, "")
@@ -279,7 +287,7 @@ class Status:
             self._tell(code, why)
 
     def cut_off(self, code: int, why: str) -> None:
-        """The ranks do not end together: the first of them says why."""
+        """Write a failure unless another rank has written its own first."""
         if self._read() == "running":
             self._tell(code, why)
 
@@ -291,13 +299,13 @@ class Status:
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
-        """Write what goes wrong within, and raise it again."""
+        """Write the exception that the block raises, and raise it again."""
         try:
             yield
         except Exception as error:
             log_to_files(traceback.format_exc())
             if isinstance(error, Replaced):
-                pass  # the directory is another run's now
+                pass  # another run has the directory now
             elif self.ours or (self.ours is None and self.process.is_main and is_idle(self.out)):
                 self.ended(code_of(error), message_of(error))
             raise

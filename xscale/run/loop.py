@@ -1,4 +1,4 @@
-"""The training loop."""
+"""The training loop makes the steps of a run, and reports, evaluates and saves between them."""
 
 import json
 import math
@@ -37,15 +37,15 @@ from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
 NOT_FINITE = "not_finite.jsonl"
-"""This file of a run has the records of every step that was not finite, a line for each rank."""
+"""The file of a run with the records of every step that was not finite, a line for each rank."""
 MOST_SKIPPED = 100
-"""fp16 may skip so many steps in a row while it looks for a loss scale. From 2^32 to 1 are 32."""
+"""The number of steps in a row that fp16 may skip while it looks for a loss scale: 32 lead from 2^32 to 1."""
 FEW_SAMPLES = 1000
-"""The share of dropped pairs is taken of at least so many samples: of fewer it says little."""
+"""The least number of samples that the share of dropped pairs is taken of, since it says little of fewer."""
 
 
 class TrainerContext(NamedTuple):
-    """What a trainer works with. A trainer after a rollback gets the same."""
+    """The parts that a trainer works with. The trainer after a rollback gets the same."""
 
     config: EngineConfig
     engine: Any
@@ -56,11 +56,11 @@ class TrainerContext(NamedTuple):
     stop: StopRequest
     watch: Watch
     locks: list[Lock]
-    """Rank 0's lock on `out`."""
+    """The lock on `out`, on rank 0 alone."""
 
 
 class UnreportedStep(NamedTuple):
-    """A step whose metrics have not been read from the device."""
+    """A step whose metrics have not yet been read from the device."""
 
     record: StepRecord
     batch: StepBatch
@@ -78,15 +78,20 @@ class Trainer:
         excluded_steps: list[int],
         trace: bool = False,
     ):
-        """state: what the streams have consumed. checkpoint: what the engine was loaded from. excluded_steps: 1-based
-        steps that read their records and change nothing, since the run was not finite with them."""
+        """Prepare to go on from `state`.
+
+        state: the positions of the streams in their data. checkpoint: the one that the engine was loaded from, or None.
+        excluded_steps: the 1-based steps that read their records and change nothing, since they were not finite.
+        trace: the keys of each step's records are written to trace/rankN.jsonl.
+        """
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
         self.status, self.stop, self.watch, locks = context[5:]
         self.step: int = state["step"]
         """The number of steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
-        """The step that this trainer began with, and since then the pairs over data.max_length by stream."""
+        """The step that this trainer began with, and since then the number of pairs over data.max_length by stream, and
+        the skipped steps."""
         self.warned = set(run_spec.dropped())
         self.unreported: list[UnreportedStep] = []
         self.pace, self.alike = Pace(context.watch.names), Alike()
@@ -95,7 +100,7 @@ class Trainer:
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
         tasks = find_tasks(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
-        measured = self.step if checkpoint else -1  # a start that was cut off has measured step 0, and saved nothing
+        measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
         self.checkpoint_manager = CheckpointManager(
             self.engine,
@@ -112,20 +117,20 @@ class Trainer:
         traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
-        """The words of alignment scores, on rank 0."""
+        """The words that alignment scores compare, by dictionary, on rank 0."""
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
         self.status.note_step(self.step)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
-        """Train to the last step, or until one of the ranks is told to stop. Returns the exit code."""
+        """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
         pending_step = self.synchronizer.next(batches)
         if self.stop.late and not self.stop.moved and self.process.is_main:
             LOG.warning(
                 f"train.time_limit: {recipe.train.time_limit:g} minutes were over before step {self.step + 1} began; "
-                f"this start makes a few steps, saves and stops: take a longer limit"
+                f"this start makes a few steps, saves and stops. Set a longer limit"
             )
         while pending_step:
             self.watch.note(f"at the beginning of step {self.step + 1}")
@@ -154,7 +159,7 @@ class Trainer:
         return 0
 
     def exclude_step(self, counts: GlobalCounts) -> None:
-        """Make a step that reads its records and changes nothing."""
+        """Make a step that has read its records and changes nothing."""
         self.flush()
         leave_out_step(self.engine)
         if self.reporter:
@@ -168,7 +173,7 @@ class Trainer:
         self.count_dropped(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
-        """Do what is due after a step: read the metrics, evaluate, save."""
+        """Read the metrics, evaluate and save after a step, as far as each is due."""
         last, due = self.step == self.recipe.train.steps, self.step % self.recipe.checkpoint.every == 0
         measured = self.validation.due(self.step)
         if flush or last or due or measured:
@@ -176,14 +181,14 @@ class Trainer:
         if last:
             self.watch.note_end()
         if (due or measured) and self.synchronizer.stops_next():
-            due = measured = False  # the run stops before the next step, and saves then
-        due |= measured and self.measure()
+            due = measured = False  # the run stops before the next step and saves then
+        due |= measured and self.evaluate()
         if last or due:
             self.save(must=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
-        """End all ranks, since one could not read its records: raises its error there, and its message on the others.
-        The steps done are written first, unless another run has the directory."""
+        """End all ranks after one could not read its records. That rank raises its error, the others its message. The
+        metrics and the checkpoint under way are written first, unless another run has the directory."""
         told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
@@ -197,7 +202,8 @@ class Trainer:
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def count_dropped(self, too_long: Counter[str]) -> None:
-        """Warn once of each stream that drops more than a few per cent of its pairs. too_long: of the last step."""
+        """Warn once of each stream that drops more than a few per cent of its pairs. too_long: the last step's pairs
+        over data.max_length."""
         self.too_long.update(too_long)
         steps = self.step - self.first
         shares = {
@@ -211,7 +217,7 @@ class Trainer:
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
-        # The first step measures too: the memory that it takes shows at once.
+        # The first step measures too, so that its need of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
             auxiliary_state.expect(counts.auxiliary[stream])
@@ -226,7 +232,7 @@ class Trainer:
                 world=self.process.world,
                 measure=measure and keeps_whole_weights(engine),
             )
-        except NotFinite as error:  # fp16 raises it on all ranks
+        except NotFinite as error:  # under fp16 all ranks raise it
             self.flush()
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
@@ -250,7 +256,7 @@ class Trainer:
         )
 
     def alignment_scores(self) -> Results:
-        """The alignment scores by pair of languages, on rank 0, which has the words. All ranks call it together."""
+        """Return the alignment scores by dictionary on rank 0, which has the words. All ranks call it together."""
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
@@ -263,13 +269,14 @@ class Trainer:
         found = self.alignment_scores().items()
         return {str(MetricKey(names[kind], pair)): score for pair, scores in found for kind, score in scores.items()}
 
-    def measure(self) -> bool:
-        """Evaluate. Returns whether the step is to be saved for its score."""
+    def evaluate(self) -> bool:
+        """Measure the recipe's tasks. Returns True if this step is the best so far and should be saved."""
         self.watch.note(f"measuring step {self.step}")
         return self.validation.measure(self.step)
 
     def flush(self) -> None:
-        """Read the metrics of the last steps from the device, sum them over ranks and report. All ranks call it."""
+        """Read the metrics of the last steps from the device, sum them over ranks and report them. All ranks call
+        it."""
         self.synchronizer.note_flush()
         if not self.unreported:
             return
@@ -300,7 +307,8 @@ class Trainer:
             self.check_finite(entry, unreported)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
-        """Raises NotFinite on all ranks, before the step is saved. A step that fp16 skips is not a failure."""
+        """Check that a step was finite, or else raise NotFinite on all ranks before the step is saved. fp16 may skip
+        steps."""
         fp16 = self.engine.fp16_enabled()
         warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
         if warning and fp16 and self.process.is_main:
@@ -318,20 +326,21 @@ class Trainer:
         self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Write down the records of the step and raise NotFinite. finite: whether this rank's own losses are."""
+        """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: this rank's own losses
+        are finite."""
         self.checkpoint_manager.settle()
         path, newest = self.out / NOT_FINITE, self.checkpoint_manager.good
         ranks = self.host_group.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
-            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # NotFinite matters more than a full disk
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
-            f"on from there into another --out (--resume DIR) with a lower train.lr or weight, or let the run go back "
-            f"by itself (train.rollbacks)",
-            # Steps that fp16 has skipped have changed nothing: the update before them is the bad one.
+            f"on from that checkpoint into another --out (--resume DIR) with a lower train.lr or weight, or let the "
+            f"run go back by itself (train.rollbacks)",
+            # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
             newest,
         )
@@ -349,16 +358,17 @@ class Trainer:
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """Save the steps done. must: wait for it, and raise OSError where it fails."""
+        """Save a checkpoint of the steps done. must: the call waits until it is written, and raises OSError if that
+        fails."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
-        background, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
-        self.checkpoint_manager.save(self.step, self.manifest(), sound=sound, background=background, must=must)
+        background, good = self.recipe.checkpoint.background, not self.skips.in_a_row
+        self.checkpoint_manager.save(self.step, self.manifest(), good=good, background=background, must=must)
 
     def manifest(self) -> dict[str, Any]:
-        """What a checkpoint's manifest says beside its files (checkpoint/store.py's Checkpoint)."""
+        """Return a checkpoint's manifest without its list of files (checkpoint/store.py's Checkpoint)."""
         assert self.run_spec.calibration is not None
         return {
             "identity": self.run_spec.identity(),

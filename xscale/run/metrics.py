@@ -1,6 +1,7 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, the trace, the console and run.log; and its warnings.
+"""A run writes its metrics and logs here: metrics.jsonl, TensorBoard, the trace, the console and run.log.
 
-Each file has every step once: a resume first cuts what lies past its checkpoint.
+Each file has every step once, since a resume first removes the lines of steps past its checkpoint. The classes at the
+end find trends over many steps that deserve a warning.
 """
 
 import faulthandler
@@ -31,20 +32,21 @@ from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""The least time between progress lines where the console is not a terminal."""
+"""The least time between progress lines, unless the console is a terminal."""
 BUFFER = 1 << 16
-"""After this many bytes, lines are written without a flush."""
+"""The number of waiting bytes from which on lines are written at once."""
 SLOW, SLOW_FLUSHES = 1.5, 10
-"""A rank is slow if it takes this many times the median of all ranks, at this many readings of the metrics in a row."""
+"""A rank is slow if it takes SLOW times the ranks' median at SLOW_FLUSHES readings of the metrics in a row."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""A run warns if fp16 skips more than MOST_SKIPS of SKIPS_OF steps, normally one or two, or has a scale this low."""
+"""A run warns if fp16 skips more than MOST_SKIPS of SKIPS_OF steps (one or two are normal), or at a loss scale of
+LOW_SCALE."""
 ALIKE, ALIKE_STEPS = 0.99, 20
-"""If the vectors of different sentences have this mean cosine in so many steps, a contrast learns nothing."""
+"""A contrast learns nothing if different sentences' vectors have a mean cosine over ALIKE in ALIKE_STEPS steps."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
-    """Log to logs/rankN.log, on rank 0 also to run.log, and to the console, from other ranks only warnings. Returns
-    the path of the rank's own file."""
+    """Log to logs/rankN.log and the console, which shows only the warnings of ranks other than 0. Rank 0 also logs to
+    run.log. Returns the path of logs/rankN.log."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
@@ -58,28 +60,28 @@ def start_logging(out: Path, rank: int) -> Path:
         handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
     stacks = path.open("a")
-    faulthandler.enable(stacks)  # a crash writes its stacks there
-    faulthandler.register(signal.SIGUSR1, stacks)  # on request, also those of the loader's processes, which inherit it
+    faulthandler.enable(stacks)  # a crash writes its stacks to the same file
+    faulthandler.register(signal.SIGUSR1, stacks)  # the loader's processes inherit this
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
     return path
 
 
 def log_to_files(line: str) -> None:
-    """Log what the console shows in another way."""
+    """Log a line to the files alone, since the console shows its content in another way."""
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
 
 
 class _Printable(logging.Formatter):
-    """Escapes the characters that a terminal would obey: names of files and records may hold some."""
+    """A formatter that escapes the control characters that names of files and records may hold."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
-    """Drops lines that a full disk does not take, without a traceback for each: they are on the console."""
+    """A handler that silently drops the lines that a full disk does not take, since they are on the console."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -87,7 +89,7 @@ class _FileHandler(logging.FileHandler):
 
 
 class _TqdmHandler(logging.Handler):
-    """Writes lines above the progress bar."""
+    """A handler that writes lines above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
@@ -99,12 +101,12 @@ class _TqdmHandler(logging.Handler):
 class JsonLines:
     """An append-only file of objects with a "step" field, or nothing where `path` is None.
 
-    Lines that cannot be written, as on a full disk, are lost: training goes on. The first line after them is
-    {"step": 5, "lost": [5, 8]}, which names the first and the last step that is missing.
+    Training goes on without lines that cannot be written, as on a full disk. The first line after them is
+    {"step": 5, "lost": [5, 8]}, with the first and the last missing step.
     """
 
     def __init__(self, path: Path | None, after_step: int):
-        """Keeps the lines of steps up to `after_step` and drops the rest, half-written ones too."""
+        """Open the file, and keep only its whole lines of steps up to `after_step`."""
         self.file = None
         if path is None:
             return
@@ -116,12 +118,13 @@ class JsonLines:
         self.end = path.stat().st_size
         """The end of the last whole line."""
         self.steps, self.lines, self.size = list[int](), list[bytes](), 0
-        """Lines that wait to be written, their steps and their bytes."""
+        """The waiting lines, with their steps before and the number of their bytes after them."""
         self.lost: list[int] = []
-        """The first and the last step of the lines lost so far, while nothing can be written."""
+        """The first and the last step of the lines that are lost, while the file cannot be written."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line. Numbers that are not finite, such as the norm of an overflow, become null: JSON has none."""
+        """Add a line, which waits for `flush` or until BUFFER bytes wait. Numbers that are not finite become null,
+        since JSON has none."""
         if self.file:
             self.steps.append(entry["step"])
             self.lines.append(_encoded(entry))
@@ -134,7 +137,7 @@ class JsonLines:
             gap = [_encoded({"step": self.lost[0], "lost": self.lost})] if self.lost else []
             problem = self._append(b"".join(gap + self.lines))
             if problem and not self.lost:
-                LOG.error(f"{self.path}: {problem}; training goes on, and its lines are lost until this is mended")
+                LOG.error(f"{self.path}: {problem}; training goes on, but new lines are lost until this is mended")
             elif self.lost and not problem:
                 LOG.warning(f"{self.path}: works again; steps {self.lost[0]} to {self.lost[1]} are missing")
             self.lost = [*(self.lost or self.steps)[:1], self.steps[-1]] if problem else []
@@ -146,11 +149,11 @@ class JsonLines:
                 LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
 
     def _append(self, data: bytes) -> str | None:
-        """Write all of it, or nothing. Returns what went wrong."""
+        """Write all of the data or nothing. Returns an error's message, or None."""
         assert self.file
         try:
             if os.fstat(self.file.fileno()).st_size > self.end:
-                self.file.truncate(self.end)  # what a failed write has left could not be cut off then
+                self.file.truncate(self.end)  # a failed write has left this and could not cut it off
             rest = memoryview(data)
             while rest:
                 rest = rest[self.file.write(rest) :]
@@ -170,14 +173,14 @@ def _encoded(entry: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null in the place of every number that is not finite."""
+    """Return the value with None in the place of every number that is not finite."""
     if isinstance(value, dict):
         return {name: _finite(of) for name, of in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step_of(line: bytes) -> float:
-    """The line's step; infinity for a line that is half-written, or that no run has written."""
+    """Return the line's step, or infinity if the line is half-written or malformed."""
     try:
         step = json.loads(line)["step"] if line.endswith(b"\n") else None
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -190,7 +193,7 @@ def _step_of(line: bytes) -> float:
 
 @dataclass
 class StepRecord:
-    """A step's numbers. Sums stay on the device until metrics are read."""
+    """A step's numbers. The sums stay on the device until the metrics are read."""
 
     step: int
     sums: StepSums
@@ -205,12 +208,12 @@ class StepRecord:
     step_s: float
     loss_scale: float | None
     grad_norm: Any
-    """A number, or a tensor."""
+    """The norm as a number or a tensor."""
     measured: dict[str, Any]
     """Metrics that other parts of the run have measured."""
 
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. totals_K and counts: the sums of all ranks."""
+        """Return the step's line of metrics.jsonl. totals_K and counts: sums over ranks."""
         shares = self.sums.shares(totals_K, recipe, self.targets)
         loss = sum(recipe.stream_weight(name, self.step - 1) * shares[f"loss/{name}"] for name in recipe.streams)
         entry = {"step": self.step, "loss": loss} | shares
@@ -226,7 +229,7 @@ class StepRecord:
 
 
 class MetricSink:
-    """Shows metrics elsewhere than in metrics.jsonl. One that fails is left alone from then on."""
+    """A second place for metrics beside metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, name: str):
         self.name, self.failed = name, False
@@ -236,17 +239,17 @@ class MetricSink:
             return None
         try:
             return function(*arguments, **named)
-        except Exception as error:  # these libraries raise what they like
+        except Exception as error:  # these libraries may raise any type
             self.failed = True
-            LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has everything")
+            LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has all metrics")
             return None
 
 
 class Board(MetricSink):
-    """The metrics for TensorBoard."""
+    """A sink that writes the metrics for TensorBoard."""
 
     def __init__(self, folder: Path, first_step: int, fields: dict[str, Any]):
-        """fields: the recipe's, for TensorBoard's table of runs."""
+        """Open the folder. fields: the recipe's fields for TensorBoard's table of runs."""
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
@@ -271,11 +274,11 @@ class Board(MetricSink):
 
 
 class Tracker(MetricSink):
-    """The metrics for wandb, or for a library with its calls, such as trackio."""
+    """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
         super().__init__(name)
-        # After a resume it is the same run, known by its directory.
+        # The run's id comes from its directory, so that it is the same after a resume.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
         self.library = self.attempt(importlib.import_module, name)
@@ -293,7 +296,7 @@ class Tracker(MetricSink):
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """The tree's values by names such as data.alpha."""
+    """Return the tree's values by names such as data.alpha."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
@@ -301,7 +304,7 @@ def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 class Reporter:
-    """What rank 0 reports: one call for each step, in order."""
+    """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
         self.metrics, fields = JsonLines(out / "metrics.jsonl", first_step), flat(recipe.to_dict())
@@ -320,7 +323,8 @@ class Reporter:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
-        measured = self.measured_every and step % self.measured_every == 0  # the training loss comes before others
+        # The line of an evaluation follows that of the training loss.
+        measured = self.measured_every and step % self.measured_every == 0
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
             if self.bar is None:
@@ -329,13 +333,14 @@ class Reporter:
                 log_to_files(self.line(entry))
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Show numbers of a step in pictures."""
+        """Send numbers of a step to TensorBoard and the tracker."""
         self.board.add(entry)
         if self.tracker:
             self.tracker.add(entry)
 
     def line(self, entry: dict[str, Any]) -> str:
-        """Such as `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
+        """Return the progress line, such as
+        `step 12/200  loss 8.9 (mlm 8.9, tlm 8.9)  lr 2.4e-04  5,210 tokens/s  0.41 s/step  eta 0:01:17`."""
         step = entry["step"]
         done = step - self.first_step
         left = int((time.monotonic() - self.started) / max(done, 1) * (self.steps - step))
@@ -363,14 +368,13 @@ class Reporter:
 
 
 class Pace:
-    """Compares the ranks' own times: those of reading, and of passes until gradients are reduced."""
+    """The pace compares the ranks' own times, spent on reading and on passes until gradients are reduced."""
 
     def __init__(self, names: list[str]):
-        """names: the ranks' names."""
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """own_R: each rank's seconds a step."""
+        """Return the metrics of the slowest rank. own_R: each rank's own seconds a step."""
         if len(own_R) == 1:
             return {}
         slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
@@ -383,12 +387,12 @@ class Pace:
             return []
         return [
             f"{self.names[self.slowest]} is slow: its own part of the last steps took {self.ratio:.1f} times as long "
-            f"as the median rank's, and all wait for it; look at its machine"
+            f"as the median rank's, and all ranks wait for it; look at its machine"
         ]
 
 
 class Skips:
-    """Counts the steps that fp16 does not apply."""
+    """A counter of the steps that fp16 skips."""
 
     def __init__(self) -> None:
         self.in_a_row = 0
@@ -396,7 +400,7 @@ class Skips:
         self.warned = self.low = False
 
     def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning, once until its cause has passed."""
+        """Count one step. Returns a warning when its cause begins. scale: fp16's loss scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
         was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE
@@ -411,19 +415,19 @@ class Skips:
 
 
 class Alike:
-    """Finds streams whose vectors hardly differ between sentences."""
+    """A detector of streams whose vectors hardly differ between sentences."""
 
     def __init__(self) -> None:
         self.steps = Counter[str]()
 
     def warnings(self, entry: dict[str, Any]) -> list[str]:
-        """entry: a step's metrics. Warns of each stream once."""
+        """Return a warning for each such stream, once. entry: a step's metrics."""
         cosines = {name.partition("/")[2]: of for name, of in entry.items() if name.startswith("sentence_cosine/")}
         self.steps.update(stream for stream, cosine in cosines.items() if cosine > ALIKE)
         return [
             f"streams.{stream}: vectors of different sentences hardly differ (mean cosine {cosine:.4f}, over {ALIKE} "
-            f"in {ALIKE_STEPS} steps), so it learns next to nothing. Random weights make one vector of all sentences' "
-            f"[CLS]: set streams.{stream}.pooling=mean, or model.attention_gain=1.0 and model.dropout=0.0"
+            f"in {ALIKE_STEPS} steps), so it learns next to nothing. With random weights the [CLS] vectors of all "
+            f"sentences are alike: set streams.{stream}.pooling=mean, or model.attention_gain=1.0 and model.dropout=0.0"
             for stream, cosine in cosines.items()
             if cosine > ALIKE and self.steps[stream] == ALIKE_STEPS
         ]

@@ -1,4 +1,4 @@
-"""The run spec: recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
+"""The run spec holds recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -38,24 +38,24 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""train.max_tokens by device, where the recipe leaves it open. A GPU then works longer than its host, and a CPU's
-caches hold a row."""
+"""The default of train.max_tokens by device. With it a GPU works longer than its host, and a CPU's caches hold a
+row."""
 SWEPT = 0.25
-"""A node that reads at least this share of a step asks the operating system for whole shards ahead."""
+"""The share of a step from which on a node that reads it asks the operating system for whole shards ahead."""
 DROPPED = 0.03
-"""A run warns if more than this share of a stream's pairs is over data.max_length."""
+"""The share of a stream's pairs over data.max_length above which a run warns."""
 LINKED_SAMPLE = 16
-"""So many records of a source are searched for word links."""
+"""The number of records of a source that are searched for word links."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
-"""A directory with a tokenizer has one or more of these files."""
+"""The files of which a directory with a tokenizer has one or more."""
 
 Fitted = tuple[int, RowShape] | None
-"""The rows of a step and their shape, from RunSpec.fit, where rows are filled up to one shape."""
+"""The number of rows of a step and their shape, from RunSpec.fit, if rows are filled up to one shape."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """Everything that is known before any weight exists."""
+    """The run as it is known before any weight exists."""
 
     recipe: Recipe
     sources: list[Source]
@@ -69,17 +69,19 @@ class RunSpec:
     dictionaries: dict[str, tuple[Lexicon, ...]]
     """The dictionaries of each stream whose objective reads them, without the withheld words."""
     segments: bool
-    """Whether the two sentences of a pair have token types of their own."""
+    """True if the two sentences of a pair have different token types."""
     unseen: float
     """The share of the dictionaries' entries that neither this run nor the one of model.init trains."""
     left_out: tuple[str, ...] = ()
     """Warnings about dictionaries that cannot be read for alignment scores."""
     calibration: Calibration | None = None
-    """What was measured of the data. `calibrated` adds it, and nothing can be drawn before."""
+    """The estimates of the data. `calibrated` adds them, and no record can be drawn before."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """The run spec with a calibration, by which streams that say `tokens` get their samples. Raises UserError.
-        found: the calibration. None: all ranks of `host_group` measure it here."""
+        """Return the run spec with a calibration, which gives streams with `tokens` their samples.
+
+        found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
+        """
         if found is None:
             train, data = self.recipe.train, self.recipe.data
             found = calibrate(
@@ -107,7 +109,7 @@ class RunSpec:
         return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
 
     def identity(self) -> dict[str, Any]:
-        """What a resume must not change."""
+        """Return the facts of the run that a resume must not change."""
         heldout = self.recipe.data.lexicon_heldout
         return {
             "recipe": self.recipe.identity(),
@@ -120,7 +122,7 @@ class RunSpec:
         }
 
     def notes(self) -> list[str]:
-        """Lines to print before anything is trained."""
+        """Return the lines to print before the first step."""
         heldout = self.recipe.data.lexicon_heldout
         lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         lines += self.left_out
@@ -137,7 +139,7 @@ class RunSpec:
         return lines
 
     def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
-        """A run spec with one stream, which reads the data of `stream` in an order of its own."""
+        """Return a run spec with one stream, which reads the data of `stream` in a different order."""
         assert self.calibration is not None
         return replace(
             self,
@@ -148,11 +150,10 @@ class RunSpec:
         )
 
     def records(self, spec: StreamSpec) -> int:
-        """The number of records that a stream draws from."""
         return records_of(spec, self.sources)
 
     def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
-        """Warnings about streams that drop more than a few per cent of their pairs, by the stream's name. too_long: the
+        """Return warnings about streams that drop more than a few per cent of their pairs, by stream. too_long: the
         share of each stream's pairs that is over data.max_length; None: the calibration's."""
         data = self.recipe.data
         if too_long is None:
@@ -170,7 +171,7 @@ class RunSpec:
         }
 
     def shortfalls(self) -> list[str]:
-        """Warnings about what streams do not find in the data, by the calibration."""
+        """Return warnings about records that streams need and the data lacks, as the calibration found."""
         assert self.calibration is not None
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
@@ -180,12 +181,13 @@ class RunSpec:
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
     def module(self) -> StepModule:
-        """The module with the weights of step 0. Streams get the heads of model.init that have their objective."""
+        """Build the module with the weights of step 0. Streams get the heads of model.init that have their
+        objective."""
         kept: dict[str, KeptHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
     def encoder(self, kept: dict[str, KeptHeads] | None = None) -> Encoder:
-        """The encoder with the weights of step 0. kept: gets the heads of model.init."""
+        """Build the encoder with the weights of step 0. kept: a dictionary that receives the heads of model.init."""
         model = self.recipe.model
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
@@ -235,7 +237,7 @@ class RunSpec:
         )
 
     def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
-        """The number of rows of a step on a rank, and a shape that nearly all of them fit."""
+        """Return the number of rows of a step on a rank, and a shape that nearly all of them fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return fit_row_shape(mixture, self.recipe.data.max_length)
 
@@ -264,10 +266,10 @@ class RunSpec:
         fitted: Fitted = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
-        """The plans of steps, for `batches`. A process draws them ahead where there are workers: one process of each
-        node, where all ranks call this together with their `host_group`."""
+        """Return the plans of steps, for `batches`. If there are workers, a process draws the plans ahead. With
+        `host_group`, for which all ranks call this together, each node has only one such process."""
         for source in self.sources:
-            source.close()  # the files that were read so far
+            source.close()  # reading opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
@@ -283,8 +285,11 @@ class RunSpec:
         fitted: Fitted = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
-        """This rank's part of each step. state: what the streams have consumed. fitted: from `fit`, where rows are
-        filled up to one shape. plans: from `plans`, if they were begun before."""
+        """Return an iterator of this rank's part of each step.
+
+        state: the positions of the streams in their data. fitted: from `fit`, if rows are filled up to one shape.
+        plans: from `plans`, if they were begun before.
+        """
         plans = plans or self.plans(process, device, state, steps, fitted)
         dataset = self.dataset(self.specs, fitted[1] if fitted else None)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
@@ -292,11 +297,11 @@ class RunSpec:
 
 
 def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group: HostGroup | None = None) -> RunSpec:
-    """Resolve and validate recipe, data, tokenizer and dictionaries; ranks share out the look at every file. Raises
-    UserError."""
+    """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
+    files. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
-    check_sizes(sources, host_group)
+    check_file_sizes(sources, host_group)
     specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
@@ -327,7 +332,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
 
 
 def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
-    """The sources of each stream, and its samples; 0 samples for a stream with `tokens`, until it is calibrated."""
+    """Return each stream with its sources and samples. A stream with `tokens` has 0 samples until it is calibrated."""
     specs = []
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
@@ -337,7 +342,7 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Raises UserError for two names of languages that differ only in case, or in - against _."""
+    """Check that no two names of languages differ only in case, or in - against _. Raises UserError."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:
@@ -349,10 +354,10 @@ def check_language_names(sources: list[Source]) -> None:
                 )
 
 
-def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
+def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
     """Check the size of every file of the sources, each by one rank. Raises UserError."""
     size = host_group.size if host_group else 1
-    # Two lists, and no list of pairs: the garbage collector would search 10^5 of them.
+    # There is no list of pairs, since the garbage collector would search up to 10^5 of them.
     owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
 
@@ -363,7 +368,7 @@ def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
-    """The recipe with train.steps, where it says train.epochs. Raises UserError."""
+    """Return the recipe with train.steps in the place of train.epochs. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
     spec = counts_epochs(specs)
@@ -375,12 +380,12 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
 
 
 def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
-    """The stream whose pairs train.epochs counts."""
+    """Return the stream whose pairs train.epochs counts, or None."""
     return next((spec for spec in specs if not spec.packed), None)
 
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
-    """The number of records that a stream draws from."""
+    """Return the number of records that a stream draws from."""
     return sum(sources[source].records for source in spec.sources)
 
 
@@ -396,14 +401,14 @@ def shows_neutral(recipe: Recipe) -> bool:
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Whether the recipe, the tokenizer and the model have token types for the two sentences of a pair."""
+    """Whether the recipe, the tokenizer and the model distinguish the two sentences of a pair by token types."""
     if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
         return False
     return has_segments(initial_directory(recipe), recipe.model.preset)
 
 
 def initial_directory(recipe: Recipe) -> str | Path | None:
-    """model.init, or the Hugging Face folder in it where it is a run."""
+    """Return model.init, or the Hugging Face folder in it if it is a run."""
     init = recipe.model.init
     return init and (own_tokenizer(init) or init)
 
@@ -411,8 +416,8 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 def load_lexicons(
     recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, host_group: HostGroup | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
-    """The dictionaries in the order of their names, and warnings about those that are left out. Raises UserError where
-    one that an objective reads, or the recipe names, is missing, malformed or the wrong way round."""
+    """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. Raises
+    UserError if one that an objective reads, or the recipe names, is missing, malformed or has its columns reversed."""
     paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
@@ -438,10 +443,10 @@ def load_lexicons(
 
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
-    """The dictionaries of each stream whose objective reads them, without the words that are withheld. Raises UserError
-    where a stream has no word."""
+    """Return the dictionaries of each stream whose objective reads them, without the withheld words. Raises UserError
+    if a stream has no word."""
     found: dict[str, tuple[Lexicon, ...]] = {}
-    kept: dict[Lexicon, Lexicon] = {}  # one object of each: a process makes its tables once
+    kept: dict[Lexicon, Lexicon] = {}  # one object for each, so that a process makes its tables once
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
@@ -459,14 +464,15 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
 
 
 def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Whether a dictionary's pair is among a stream's languages, or has a stream's only language."""
+    """Whether a stream with these languages reads the dictionary: it names both, or its only language is one of
+    them."""
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
 def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
-    """Raises UserError where an objective that needs word links reads a source without them."""
+    """Check that objectives that need word links read only sources that have them. Raises UserError."""
     for spec in specs:
         if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links":
             for source in spec.sources:
@@ -475,7 +481,7 @@ def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) 
 
 
 def check_links_of_records(stream: str, source: Source) -> None:
-    """Raises UserError where a record has no word links. It reads the first, the last, and others between them."""
+    """Check that records of a source have word links: the first, the last and some between them. Raises UserError."""
     some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
     without_readahead = source.without_readahead()
     for shard, record in source.places(some):
@@ -489,7 +495,8 @@ def check_links_of_records(stream: str, source: Source) -> None:
 
 
 def find_tokenizer(recipe: Recipe, data: Path) -> str:
-    """The tokenizer of model.tokenizer, else of model.init, else beside the shards. Raises UserError without any."""
+    """Return the tokenizer of model.tokenizer, or of model.init, or beside the shards. Raises UserError if none
+    exists."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -510,19 +517,19 @@ def find_tokenizer(recipe: Recipe, data: Path) -> str:
 
 
 def check_tracker(name: str | None) -> None:
-    """Raises UserError where the tracker's library is not installed."""
+    """Check that the tracker's library is installed. Raises UserError."""
     if name and importlib.util.find_spec(name) is None:
         raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
 
 
 def own_tokenizer(init: str) -> Path | None:
-    """The tokenizer directory of a local `model.init`, where it has one."""
+    """Return the tokenizer's directory of a local `model.init`, or None."""
     path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
 def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
-    """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
+    """Check that pre-trained weights meet their own tokenizer. Raises UserError."""
     own = own_tokenizer(init) if init else None
     if own and ((its := Tokenizer(own)).fingerprint, its.special) != (tokenizer.fingerprint, tokenizer.special):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A start of a run: from its arguments to an engine that is ready for its next step, and into the loop."""
+"""A start of a run resolves its arguments, builds an engine that is ready for its next step, and enters the loop."""
 
 import argparse
 import os
@@ -36,7 +36,7 @@ from xscale.step.step import to_device
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run, in a process group that is up. args: train.py's. Returns the exit code."""
+    """Train one run in the process group, which has been started. args: train.py's. Returns the exit code."""
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
@@ -45,12 +45,12 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     train = run_spec.recipe.train
     ranks.set_deterministic(train.deterministic)
     stop = StopRequest(train.time_limit)
-    locks: list[files.Lock] = []  # rank 0's, held until this returns
+    locks: list[files.Lock] = []  # rank 0 holds one until this function returns
     host_group.from_main(lambda: locks.append(take_folder(args.out, run_spec, args.resume, status)))
     status.running()
     if not args.out.is_dir():
         raise UserError(
-            f"--out {args.out} is not there on {os.uname().nodename}, where rank {process.rank} runs; it has to be a "
+            f"--out {args.out} is not there on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
     watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
@@ -75,7 +75,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         fitted: Fitted = None
-        if train.compile:  # fitted by one rank: a sum of fractions may differ in its last bit on another processor
+        if train.compile:  # one rank fits it, as the last bit of a sum may differ between processors
             fitted = host_group.from_main(partial(run_spec.fit, process, hardware.device))
         state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
         plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
@@ -107,8 +107,8 @@ def train_on(
     plans: Plans | None,
     trace: bool,
 ) -> int:
-    """Run the loop from the checkpoint that the engine was loaded from, and again from another after a rollback. plans:
-    those of the first loop. Returns the exit code."""
+    """Run the loop from the checkpoint that the engine was loaded from, and again from another after each rollback.
+    plans: the plans of the first loop. Returns the exit code."""
     excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
     process, device = context.process, context.engine.device.type
     while True:
@@ -121,16 +121,16 @@ def train_on(
             with closing(trainer):
                 if not checkpoint:
                     if trainer.validation.due(0):
-                        trainer.measure()
-                    trainer.save(must=True)  # a run that cannot save fails now, not after a day
+                        trainer.evaluate()
+                    trainer.save(must=True)  # a run that cannot save fails now and not after a day
                 return trainer.loop(batches)
         except NotFinite as error:
             checkpoint, plans = roll_back(error, excluded_steps, trainer), None
 
 
 def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Checkpoint:
-    """Load the newest good checkpoint into the engine, and exclude the bad step. Raises the error again where the
-    recipe's rollbacks are used up, or there is no checkpoint before the step."""
+    """Load the newest good checkpoint into the engine and exclude the bad step. Raises the error again if the recipe's
+    rollbacks are used up, or no checkpoint precedes the step."""
     recipe, host_group, out = trainer.recipe, trainer.host_group, trainer.out / "checkpoints"
     if len(excluded_steps) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
         raise error
@@ -151,7 +151,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
 
 
 def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
-    """Raises UserError on all ranks where one was started otherwise than rank 0: each would plan another stream."""
+    """Check that all ranks were started alike, so that they plan the same data. Raises UserError on all of them."""
     ours = run_spec.identity() | {
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
@@ -163,32 +163,33 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, found[:3]))):
         if lines:
             raise UserError(
-                f"rank {rank} on {host} was started otherwise than rank 0; start all ranks by the same command, with "
+                f"rank {rank} on {host} was started otherwise than rank 0. Start all ranks by the same command with "
                 f"the same files:\n" + indented(lines)
             )
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
-    """Raises UserError where DeepSpeed could not load the checkpoint into such an engine."""
+    """Check that DeepSpeed can load the checkpoint into such an engine. Raises UserError."""
     saved = checkpoint and checkpoint.engine
     if checkpoint is None or not saved:
         return
     if saved["precision"] != config.precision:
         raise UserError(
-            f"{checkpoint.path} was saved in {saved['precision']}, this ds_config asks for {config.precision}; go on "
-            f"with the former, or start a new run from it: model.init={checkpoint.path} and another --out"
+            f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
+            f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
+            f"model.init={checkpoint.path} and another --out"
         )
     kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved}
     if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
         raise UserError(
-            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would go on with; go on with the "
-            f"ds_config that it was started with:\n" + indented(changed)
+            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would use further. Give the "
+            f"ds_config of the run's first start:\n" + indented(changed)
         )
 
 
 def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> files.Lock:
-    """Claim and lock the run's directory. Rank 0 only."""
-    status.refused()  # until the lock is held
+    """Claim, make and lock the run's directory. Rank 0 only. Raises UserError."""
+    status.refused()  # until `running`
     folder.claim_out(out, run_spec.identity(), resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -198,7 +199,7 @@ def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> fi
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """The checkpoint's calibration, or what the ranks measure, each a part of it."""
+    """Return the checkpoint's calibration, or one that the ranks measure, each a part of the data."""
     if checkpoint and checkpoint.calibration:
         try:
             return Calibration.from_dict(checkpoint.calibration, len(run_spec.sources), list(run_spec.recipe.streams))
@@ -223,7 +224,7 @@ def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
 def make_engine(
     run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, fitted: Fitted, host_group: HostGroup
 ) -> Any:
-    """An engine with the initial weights, or with the checkpoint's whole state."""
+    """Build an engine with the initial weights, or with the checkpoint's whole state."""
     module = run_spec.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)
@@ -238,8 +239,8 @@ def make_engine(
 
 
 def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
-    """Fill queues with the initial weights before step 1, on all ranks together. The samples come in an order of their
-    own and use up none of the stream."""
+    """Fill the queues with the initial weights before step 1, on all ranks together. The samples come in a different
+    order and use up none of the stream."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
@@ -261,4 +262,6 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
             if have >= wanted:
                 break
         if have < wanted:
-            LOG.warning(f"{name}: only {have:,} of {wanted:,}; more than half of what was read is over max_length")
+            LOG.warning(
+                f"{name}: only {have:,} of {wanted:,} samples were read, since most are longer than data.max_length"
+            )

@@ -1,8 +1,8 @@
-"""What ranks agree on before a step: one small message of each, whose sum travels while earlier steps are made.
+"""The ranks agree on each step by one small message of each rank, which is summed while earlier steps are made.
 
 With many ranks a message may take longer than a step, so it is sent enough steps ahead to arrive before its step
 begins. Rank 0 measures how many steps messages take, and each message says how far ahead the ranks send from its step
-on. What a step trains does not depend on that, but a stop comes as many steps later.
+on. The content of a step does not depend on that, but a request to stop takes effect as many steps later.
 """
 
 import time
@@ -23,60 +23,60 @@ from xscale.ranks import HostGroup, Process
 from xscale.run.watch import StopRequest, Watch
 
 FLUSH_SECONDS = 1.0
-"""Metrics are read from the device at most this often, since reading waits for the device."""
+"""The least time between two readings of metrics from the device, since each reading waits for the device."""
 FEWEST, MOST = 2, 16
-"""How many steps ahead a message is sent: one more than it takes."""
+"""The bounds of the number of steps ahead that a message is sent, which is one more than it takes."""
 SEEN = 7
-"""The median of so many messages says how many steps they take."""
+"""The number of messages whose median says how many steps a message takes."""
 
 
 class GlobalCounts(NamedTuple):
-    """A step's numbers, summed over ranks."""
+    """The numbers of a step, summed over ranks."""
 
     targets: dict[tuple[str, str], int]
     work: RowCost
     too_long: Counter[str]
-    """The pairs over data.max_length by stream."""
+    """The number of pairs over data.max_length, by stream."""
     samples: int
     flush: int
-    """The number of ranks that want metrics to be read."""
+    """1 if rank 0 asks to read metrics after this step, otherwise 0."""
     written: int = 0
     """The number of ranks that have written their part of the checkpoint under way."""
     ahead: int = FEWEST
-    """The number of steps that are announced before this one is made."""
+    """The number of steps that the ranks announce before they make this one."""
     auxiliary: Mapping[str, list[int]] = {}
-    """How many states the auxiliary state of each stream that gathers reads on each rank."""
+    """The number of states that the auxiliary state of each gathering stream reads, by rank."""
 
 
 class PendingStep(NamedTuple):
-    """An announced step, whose numbers are on their way."""
+    """A step that is announced, and whose sums may be on their way."""
 
     batch: Any
-    """The StepBatch."""
+    """The StepBatch, or None if this rank has an error."""
     error: Exception | None
-    """Why this rank could not read its records, or may not go on."""
+    """The error that kept this rank from reading its records, or that forbids it to go on."""
     sums: Callable[[], list[int]]
-    """Waits for the sums over ranks and returns them."""
+    """The function that waits for the sums over ranks and returns them."""
     counts: Callable[[], GlobalCounts]
-    """Waits for the sums of a step that has not failed."""
+    """The function that waits for the sums of a step that has not failed, and returns them by name."""
     arrived: Callable[[], bool]
-    """Whether the sums are there."""
+    """The function that returns True once the sums have arrived."""
     sent: int
     """The number of steps that had begun when the message was sent."""
     saving: int | None
-    """The checkpoint that was under way then."""
+    """The step of the checkpoint that was under way when the message was sent."""
 
     def failed(self) -> bool:
-        """Whether some rank could not read its records."""
+        """Whether any rank could not read its records."""
         return self.sums()[0] > 0
 
     def stopped(self) -> bool:
-        """Whether some rank is told to stop."""
+        """Whether any rank was asked to stop."""
         return self.sums()[1] > 0
 
 
 class StepSynchronizer:
-    """Reads the records of steps, and announces them to the other ranks."""
+    """The synchronizer of a rank reads the records of steps and announces them to the other ranks."""
 
     def __init__(
         self,
@@ -90,29 +90,29 @@ class StepSynchronizer:
         checkpoint_manager: CheckpointManager,
         locks: list[Lock],
     ):
-        """done: the steps before the first. steps: the last step. gathering: the streams whose auxiliary state gathers.
-        locks: on the run's directory, on rank 0."""
+        """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state gathers.
+        locks: the locks on the run's directory, on rank 0."""
         self.announced, self.steps, self.gathering, self.locks = done, steps, gathering, locks
         self.process, self.host_group, self.stop, self.watch = process, host_group, stop, watch
         self.checkpoint_manager = checkpoint_manager
         self.waited = 0.0
-        """The seconds of waiting for records since `take_wait`."""
+        """The seconds of waiting for records since the last `take_wait`."""
         self.last_flush = time.monotonic()
-        """When metrics were last read, or rank 0 asked for it."""
+        """The time when metrics were last read, or when rank 0 asked for that."""
         self.length = 0
-        """The number of numbers in a message."""
+        """The length of a message."""
         self.pending: deque[PendingStep] = deque()
         """The steps that are announced and have not begun."""
         self.flying: deque[PendingStep] = deque()
-        """The steps whose sums had not arrived when a step began."""
+        """The announced steps whose sums had not arrived when a step last began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
-        """The number of steps begun, and how many of them the last messages took at least."""
+        """The number of steps begun, and the least number of them that each of the last messages took."""
         self.error: Exception | None = None
-        """Why this rank can read no more records."""
+        """The error after which this rank reads no more records."""
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
-        """The step that begins, or None after the last. The caller keeps the iterator: in a reference cycle, a garbage
-        collection would wait for its workers."""
+        """Return the step that begins now, or None after the last. The caller keeps the iterator, since in a reference
+        cycle a garbage collection would wait for its workers."""
         self.begun += 1
         while self.flying and self.flying[0].arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
@@ -124,7 +124,7 @@ class StepSynchronizer:
         return pending
 
     def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
-        """Announce steps until `ahead` of them wait. A rank that cannot read says so, and all end at that step."""
+        """Announce steps until `ahead` of them wait. If a rank cannot read a step, all ranks end there."""
         while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
@@ -138,7 +138,7 @@ class StepSynchronizer:
             for lock in self.locks:
                 lock.check()
         except Exception as error:
-            if not self.length:  # the first step: the other ranks wait for nothing else
+            if not self.length:  # at the first step, the error alone ends the other ranks
                 raise
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
@@ -146,16 +146,16 @@ class StepSynchronizer:
         return self._send(batch)
 
     def take_wait(self) -> float:
-        """The seconds of waiting for records since the last call."""
+        """Return the seconds of waiting for records since the last call."""
         waited, self.waited = self.waited, 0.0
         return waited
 
     def note_flush(self) -> None:
-        """Metrics are read now."""
+        """Note that metrics are read now."""
         self.last_flush = time.monotonic()
 
     def stops_next(self) -> bool:
-        """Whether some rank was told to stop before the step that begins next."""
+        """Whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
 
     def _failed(self, error: Exception) -> PendingStep:
@@ -199,7 +199,7 @@ class StepSynchronizer:
 
 
 def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
-    """Raises UserError, on all ranks, where a step has nothing to learn from."""
+    """Check that a step has targets. Raises UserError on all ranks."""
     if any(counts.targets.values()):
         return
     data = recipe.data

@@ -1,7 +1,7 @@
-"""When a run is measured, where the results go, which checkpoint is the best, and the user's command for each.
+"""Validation measures a run, finds its best checkpoint, and starts the user's command for each checkpoint.
 
-evals.jsonl has an object a line, {"step", "results": {task: {row: {name: number}}}, "seconds"}. A resume cuts what lies
-past its checkpoint.
+evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "seconds"}. A resume removes
+the lines of steps past its checkpoint.
 """
 
 import json
@@ -27,7 +27,7 @@ from xscale.run.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
 CODE = Path(__file__).resolve().parents[2]
-"""The folder of the package that runs."""
+"""The folder that holds the running package."""
 
 
 class Validation:
@@ -42,7 +42,8 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """tasks: from evals.find_tasks. step: the last one whose evaluation stays; -1: none."""
+        """Prepare to measure. tasks: from evals.find_tasks. step: the last step whose evaluation stays, or -1 for
+        none."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
         self.last = run_spec.recipe.train.steps
@@ -52,13 +53,13 @@ class Validation:
         self.best: tuple[int, float] | None = None
         """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
-        """The step and the number of a better evaluation that has no checkpoint yet."""
+        """The step and the number of a better evaluation whose checkpoint is not published yet."""
         if self.best_of:
             host_group.from_main(self.read_best)
 
     def read_best(self) -> None:
-        """Find the best of the checkpoints that are still there, by the evaluations of earlier starts. Raises UserError
-        where they have no such number. Rank 0 only."""
+        """Find the best of the existing checkpoints, by the evaluations of earlier starts. Rank 0 only. Raises
+        UserError if an evaluation lacks the number of checkpoint.best."""
         assert self.best_of
         folder = self.out / "checkpoints"
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
@@ -74,7 +75,7 @@ class Validation:
                 files.write_text(folder / checkpoints.BEST, there[self.best[0]].name + "\n")
 
     def compare(self, step: int, number: float | None) -> bool:
-        """Whether the step is the best so far. Rank 0 only."""
+        """Whether the step is the best so far; if so, it becomes the candidate. Rank 0 only."""
         assert self.best_of
         best = self.best and self.best[1]
         if number is None or not math.isfinite(number) or not is_better(self.best_of.split("/", 2)[2], number, best):
@@ -86,7 +87,7 @@ class Validation:
         return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
 
     def measure(self, step: int) -> bool:
-        """Measure the tasks, on all ranks together. Returns whether the step is to be saved for its score."""
+        """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
         results, started = dict[str, Results](), time.monotonic()
         for name, task in self.tasks.items():
             results[name] = task()
@@ -113,9 +114,10 @@ class Validation:
         LOG.info(f"step {step}, measured in {seconds:.1f} s: {'; '.join(shown[:8])}{' ...' * (len(shown) > 8)}")
 
     def published(self, step: int, path: Path) -> set[int]:
-        """Note a new checkpoint. Returns the steps whose checkpoints must stay: the best. Rank 0 only."""
+        """Note a new checkpoint and start the hook. Returns the step of the best checkpoint, which must stay. Rank 0
+        only."""
         if self.candidate and self.candidate[0] == step:
-            with suppress(OSError):  # the one before stays
+            with suppress(OSError):  # `best` keeps naming the one before
                 files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
                 self.best = self.candidate
         self.hook.start(step, path)
@@ -127,10 +129,11 @@ class Validation:
 
 
 class Hook:
-    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs its failure and waits for nothing."""
+    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs its failures and never waits for
+    it."""
 
     def __init__(self, command: str | None, out: Path):
-        """out: the run's directory."""
+        """Prepare the command. out: the run's directory."""
         self.command, self.folder = command, out / "evals"
         self.started: list[tuple[int, subprocess.Popen]] = []
 
@@ -167,13 +170,14 @@ class Hook:
 
 
 def hook_words(command: str, values: dict[str, str]) -> list[str]:
-    """The words of the command. Values are put in after it is split, so that no character of theirs matters."""
+    """Return the words of the command. It is split before values are put in, so that their characters do not matter."""
     fields = "|".join(HOOK_FIELDS)
     return [re.sub(rf"\{{({fields})\}}", lambda found: values[found[1]], word) for word in shlex.split(command)]
 
 
 def hook_environment() -> dict[str, str]:
-    """The environment of a process that is no rank, in which `python -m xscale...` is the code that runs here."""
+    """Return the environment of a process that is no rank, in which `python -m xscale...` runs the code of this
+    process."""
     env = ranks.without_launcher(dict(os.environ))
     for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):
         env[name] = os.pathsep.join(filter(None, [own, env.get(name)]))

@@ -1,9 +1,9 @@
-"""What ends a run early: a request to stop, and a rank that hangs.
+"""A run ends early if it is asked to stop (`StopRequest`), or if a rank hangs (`Watch`).
 
-A thread of every rank tells the others, through the store by which they met, what its rank is doing. A rank that makes
-no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and ends with
-exit code 5. It notices processes that are stopped or gone, and hangs in a file system, a collective or a lock. A rank
-that was told to stop and does not come to the end of a step for `train.stop_limit` minutes ends with exit code 75.
+A thread of every rank tells the others what its rank is doing, through the store by which the ranks met. A rank that
+makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and
+ends with exit code 5. It notices processes that are stopped or gone, and hangs in a file system, a collective or a
+lock. A rank that was asked to stop and does not end a step for `train.stop_limit` minutes ends with exit code 75.
 """
 
 import faulthandler
@@ -30,57 +30,58 @@ from xscale.run.folder import STOPPED, STUCK
 from xscale.run.metrics import LOG
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
-"""These signals ask a run to save and end."""
+"""The signals that ask a run to save and end."""
 SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
 PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 LOOK_SECONDS = 5.0
-"""The time between looks, at most."""
+"""The longest time between two looks of the watch."""
 FIRST_WARNING_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
-"""How long the store is waited for. It lives in rank 0, which may be the one that is stopped; no timeout of the store's
-own notices that."""
+"""The longest wait for the store. It runs in rank 0, which may be stopped, and its own timeouts do not notice that."""
 END_SECONDS = 8.0
-"""The delay between the report of a stall and the exit, so that every rank can report, even if its log hangs."""
+"""The longest delay between the report of a stall and the exit, for every rank to report, even if its log hangs."""
 LISTENERS = (0, 1)
-"""The ranks that ask who is missing. A thousand would be too many at once, and one may be missing itself."""
+"""The ranks that ask which rank is missing. All would be too many at once, and a single one may be missing itself."""
 
 
 class StopRequest:
-    """Whether this rank should save and end: after a signal, at the time limit, or without its launcher."""
+    """A request that this rank save and end, after a signal, at the time limit or without its launcher. It is true if
+    this has happened."""
 
     def __init__(self, minutes: float | None):
-        """minutes: train.time_limit."""
+        """Begin to listen to signals. minutes: train.time_limit."""
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
-        """The launchers of this rank. Some of them leave their ranks running when they are killed."""
+        """The launchers of this rank. Some leave their ranks running when they are killed."""
         self.moved = False
-        """Whether a step was made since the start. A time limit shorter than a start would never advance otherwise."""
+        """True once this start has made a step. Without this, a time limit shorter than a start would allow no
+        progress."""
         self.terminals = [number for number in range(3) if os.isatty(number)]
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, self._note)  # SIGUSR2 may come to threads from before `hold_signals`
-        # Python runs a handler between two of its own instructions, and never while a collective hangs: a signal is
-        # also written into a pipe, at once.
+                signal.signal(number, self._note)  # threads older than `hold_signals` may get SIGUSR2
+        # Python runs handlers between its own instructions, and so never while a collective hangs. Each signal is
+        # therefore also written into a pipe at once.
         self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         hold_signals()
 
     def _note(self, number: int, frame: Any) -> None:
         self.reason = signal.Signals(number).name
-        if number == signal.SIGHUP:  # a terminal that is gone takes no more lines
+        if number == signal.SIGHUP:  # a closed terminal takes no more lines
             nowhere = os.open(os.devnull, os.O_RDWR)
             for terminal in self.terminals:
                 os.dup2(nowhere, terminal)
             os.close(nowhere)
 
     def note_step(self) -> None:
-        """A step was made."""
+        """Note that a step was made."""
         self.moved = True
 
     @property
     def why(self) -> str:
-        return self.reason or "another rank was told to"
+        return self.reason or "another rank was asked to"
 
     @property
     def late(self) -> bool:
@@ -114,44 +115,44 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 class Beat(NamedTuple):
-    """What a rank's thread tells the others."""
+    """A message of a rank's thread to the others."""
 
     number: int
-    """The number of its look. It stands still if the process is stopped."""
+    """The number of the thread's look. It stands still if the process is stopped."""
     marks: int
-    """The number of the rank's notes, which says how far it has come."""
+    """The number of the rank's notes, which shows its progress."""
     doing: str
 
 
 class Watch:
-    """Notes what this rank is doing, and ends it if it hangs."""
+    """The watch of a rank notes what the rank is doing, and ends it if it hangs."""
 
     def __init__(
         self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
     ):
-        """names: host and process of each rank. stacks: the file for the stacks. ended: called with the exit code and
-        the reason before the process ends."""
+        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file for the stacks. ended: gets
+        the exit code and the reason before the process ends."""
         self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """Whether the run has come to the end of its last step, and saves."""
+        """True once the run has ended its last step and saves."""
         self.heard: dict[int, tuple[Beat, float]] = {}
-        """The last beat of each rank, and when it came."""
+        """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
         self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
-        """The rank makes progress. Its main thread calls this many times a step."""
+        """Note that the rank makes progress, and what it does next. Its main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
     def note_end(self) -> None:
-        """The last step is over: what comes may take its time."""
+        """Note that the last step is over, so that `stop_limit` no longer applies."""
         self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
-        """minutes: train.stall_limit. stop_minutes: train.stop_limit."""
+        """Begin to watch, in a thread. minutes: train.stall_limit. stop_minutes: train.stop_limit."""
         self.note("starting")
         self.limit, self.stop_limit = (math.inf if limit is None else 60 * limit for limit in (minutes, stop_minutes))
         if min(self.limit, self.stop_limit) < math.inf:
@@ -196,23 +197,23 @@ class Watch:
                 warned = 2 * still
 
     def _wake(self, late: float, now: float) -> None:
-        """This process was suspended for `late` seconds, as by SIGSTOP, docker pause or SLURM: they do not count."""
+        """Discount `late` seconds in which this process was suspended, as by SIGSTOP, docker pause or SLURM."""
         self.since = min(self.since + late, now)
         self.heard = {rank: (beat, at + late) for rank, (beat, at) in self.heard.items()}
 
     def _doing(self) -> str:
-        """What the rank is doing, and which of its child processes is stopped."""
+        """Return what the rank is doing, and which of its child processes are stopped."""
         if time.monotonic() - self.since < LOOK_SECONDS:
             return self.doing
         stopped = []
         for child in psutil.Process().children():
-            with suppress(psutil.Error):  # it has ended
+            with suppress(psutil.Error):  # the child has ended
                 if child.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     stopped.append(f"{child.name()} (process {child.pid}) is stopped")
         return "; ".join([self.doing, *stopped])
 
     def _join(self) -> dist.Store | None:
-        """Open a connection for this thread: the main thread's may be waiting for an answer."""
+        """Connect this thread to the store, since the main thread's connection may be waiting for an answer."""
         if self.process.world == 1:
             return None
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -220,7 +221,7 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """What the store answers; None where it does not, now or since before."""
+        """Return the store's answer, or None if it does not answer this question or an earlier one in time."""
         answers: list[Any] = []
 
         def run() -> None:
@@ -238,11 +239,11 @@ class Watch:
         return f"xscale/beat/{rank}"
 
     def _listen(self, store: dist.Store | None) -> str:
-        """For whom this rank waits, as far as it knows."""
+        """Return for whom this rank waits, as far as it knows."""
         if self.process.world == 1:
             return "it is the only rank"
         if self.process.rank not in LISTENERS:
-            return "logs/rank0.log may say for whom it waits"
+            return "logs/rank0.log may say for which rank it waits"
         if store is None:
             return "the other ranks cannot be asked"
         beats = self._within(partial(self._beats, store))
@@ -266,23 +267,23 @@ class Watch:
             for rank, (_, at) in sorted(self.heard.items())
             if now - at > silent
         ]
-        found = [f"nothing was heard of {name}" for name in absent] + stopped
+        found = [f"{name} has sent nothing" for name in absent] + stopped
         if not found:
             least = min(beat.marks for beat, _ in self.heard.values())
             behind = [rank for rank, (beat, _) in sorted(self.heard.items()) if beat.marks == least]
             if len(behind) == self.process.world:
-                return "all ranks have come as far"
+                return "all ranks have made the same progress"
             found = [f"{self.names[rank]} is behind, {self.heard[rank][0].doing}" for rank in behind]
         return "waiting for others: " + "; ".join(found[:8])
 
     def _end(self, why: str, code: int) -> None:
         threading.Timer(END_SECONDS, os._exit, [code]).start()
         with suppress(OSError), self.stacks.open("a") as file:
-            file.write("stacks of this rank, which has come no further:\n")
+            file.write("stacks of this rank, which makes no progress:\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         for pid in [child.pid for child in multiprocessing.active_children() if child.pid]:
-            with suppress(ProcessLookupError):  # the loader's processes write their stacks to the same file
+            with suppress(ProcessLookupError):  # the loader's processes write their stacks into the same file
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.2)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
@@ -291,5 +292,5 @@ class Watch:
 
 
 def names_of_ranks(host_group: HostGroup) -> list[str]:
-    """The names of all ranks, such as "rank 3 (host node7, process 4711)"."""
+    """Return the names of all ranks, such as "rank 3 (host node7, process 4711)"."""
     return host_group.gather(f"rank {host_group.rank} (host {os.uname().nodename}, process {os.getpid()})")

@@ -1,1 +1,1 @@
-"""Everything DeepSpeed, and the optimizer step."""
+"""The optimizer step, and the setup of DeepSpeed for it."""

@@ -1,4 +1,4 @@
-"""The compilation of DeepSpeed's own Adam, once on a machine."""
+"""DeepSpeed's own Adam is compiled here, once on each machine."""
 
 import fcntl
 import functools
@@ -17,7 +17,7 @@ LOG = logging.getLogger("xscale")
 
 
 def operators_directory() -> Path:
-    """The directory where DeepSpeed's operators are compiled for xscale."""
+    """Return the directory where DeepSpeed's operators are compiled for xscale."""
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
@@ -26,10 +26,11 @@ def operators_directory() -> Path:
 
 @functools.cache
 def load_adam(builder: str) -> None:
-    """Load DeepSpeed's own Adam, and compile it the first time on a machine.
+    """Load DeepSpeed's own Adam, which the first call on a machine compiles. Raises UserError.
 
-    torch guards a build with a file. A killed process leaves the file behind, and later builds wait for it for ever. So
-    this builds in a directory that only xscale uses, under a lock that ends with its process, and removes such files.
+    torch guards a build with a file. A killed process leaves the file behind, and later builds wait for it for ever.
+    Therefore the build takes place in a directory that only xscale uses, under a lock that ends with its process, and
+    such files are removed first.
     """
     directory = operators_directory()
     try:

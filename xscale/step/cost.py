@@ -29,7 +29,7 @@ def memory_by_phase(
     device: str,
     row_tokens: int,
 ) -> dict[str, dict[str, float]]:
-    """The bytes of one rank: what is kept throughout, and what each phase of a step takes in addition.
+    """Return the bytes that one rank keeps throughout, and those that each phase of a step takes in addition.
 
     Weights, gradients and optimizer states follow Rajbhandari et al. 2020. row_tokens: the tokens of one packed row.
     """
@@ -46,7 +46,7 @@ def memory_by_phase(
         kept["gradients"] = width * gradients
     if stage in (1, 2):
         bucket = zero.get("reduce_bucket_size", 5e8)
-        if device == "cpu":  # pages never touched take no memory
+        if device == "cpu":  # pages that are never touched take no memory
             bucket = min(bucket, n)
         kept["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
     if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
@@ -65,7 +65,7 @@ def memory_by_phase(
 
 
 def peak_bytes(phases: dict[str, dict[str, float]]) -> float:
-    """The greatest number of bytes at one time, of what `memory_by_phase` returns."""
+    """Return the greatest number of bytes at one time, from the result of `memory_by_phase`."""
     sums = {title: sum(parts.values()) for title, parts in phases.items()}
     return sums.pop(KEPT) + max(sums.values())
 
@@ -75,13 +75,13 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def offloads(ds_config: dict[str, Any]) -> bool:
-    """True if the optimizer is in host memory."""
+    """Whether the optimizer is in host memory."""
     zero = ds_config.get("zero_optimization", {})
     return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
 def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
-    """The size of a checkpoint, and of the part that rank 0 writes, which is the largest."""
+    """Return the size of a checkpoint, and that of the part that rank 0 writes, which is the largest."""
     n, stage = parameter_count(module), stage_of(ds_config)
     weights = WIDTH[precision] * n
     optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 the fp32 weights are the model's own
@@ -93,7 +93,7 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
 def communication(
     module: StepModule, recipe: Recipe, samples: Mapping[str, int], ds_config: dict[str, Any], precision: str, rows: int
 ) -> dict[str, tuple[str, float]]:
-    """The collectives of a step by purpose: (operation, bytes of the whole tensors). Small ones are left out.
+    """Return the large collectives of a step by purpose: (operation, bytes of the whole tensors).
 
     Each gradient is reduced once a step, however many rows it has (step/zero.py). Stages 1 and 2 reduce whole buckets
     by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights for each row, where
@@ -123,13 +123,13 @@ def communication(
 
 
 def bytes_sent(collective: str, size: float, world: int) -> float:
-    """The bytes that a rank sends in a ring (Patarasuk and Yuan 2009). An all-reduce is a reduce-scatter and an
-    all-gather."""
+    """Return the bytes that a rank sends in a ring (Patarasuk and Yuan 2009), where an all-reduce is a reduce-scatter
+    and an all-gather."""
     return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
 def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
-    """The bytes that a row's forward pass keeps for its backward pass, if all sequences have data.max_length tokens.
+    """Return the bytes that a row's forward pass keeps for its backward pass, if sequences have data.max_length tokens.
 
     A layer keeps 9 H + 2 F numbers of each token, where F is the width of the feed-forward (4 F if it has a gate), and
     dropout masks of H each, or F. That is some 34 H bytes at 16 bits (Korthikanti et al. 2022, without attention's
@@ -149,7 +149,7 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
 
 
 def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
-    """The bytes of one chunk of logits, and of the weight's gradient, in fp32 and in the weight's precision."""
+    """Return the bytes of one chunk of logits and of the weight's gradient, in fp32 and in the weight's precision."""
     c = encoder.lm.config
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
 
@@ -189,13 +189,14 @@ class StepFlops:
         }
 
     def attention(self, tokens: int, squares: int) -> float:
-        """Local layers are counted as if every sequence had the length that a token's sequence has on average."""
+        """Return the FLOPs of attention. Local layers count as if every sequence had the average length of a token's
+        sequence."""
         w, length = self.window, squares / max(tokens, 1)
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
     def metrics(self, work: RowCost, seconds: float, world: int) -> dict[str, float]:
-        """The metrics mfu and mem_gb of a step; none without a GPU. work: the sum over all ranks."""
+        """Return the metrics mfu and mem_gb of a step, or none without a GPU. work: the sum over all ranks."""
         if not torch.cuda.is_available():
             return {}
         found = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}

@@ -1,4 +1,4 @@
-"""Checks of a ds_config for what DeepSpeed would ignore, or meet only after the start."""
+"""Checks of a ds_config find settings that DeepSpeed would ignore, or that would fail only after the start."""
 
 import copy
 import difflib
@@ -100,7 +100,7 @@ def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[
 
 
 def _check_types(config: dict[str, Any]) -> list[str]:
-    """Check the types of optimizer and scheduler."""
+    """Return a line if the type of the optimizer or of the scheduler does not exist."""
     kind = config.get("optimizer", {}).get("type", "AdamW")
     own = private.optimizers()
     if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
@@ -113,7 +113,7 @@ def _check_types(config: dict[str, Any]) -> list[str]:
 
 
 def scheduler_class(kind: str) -> Any:
-    """The class of a scheduler, or None."""
+    """Return the class of a scheduler, or None."""
     if kind in (own := private.schedulers()):
         return own[kind]
     named = _is_class(torch.optim.lr_scheduler, kind, torch.optim.lr_scheduler.LRScheduler)
@@ -126,8 +126,8 @@ def _is_class(module: Any, name: str, base: type) -> bool:
 
 
 def validate_by_building(resolved: dict[str, Any]) -> list[str]:
-    """Return what DeepSpeed, the optimizer or the scheduler says to the resolved config, by three steps of a single
-    weight. A start, or a later step, would end with a traceback."""
+    """Return the error of DeepSpeed, the optimizer or the scheduler for the resolved config, in three steps of a single
+    weight. Without this check, a start or a later step would end with a traceback."""
     DeepSpeedConfig, _, DtypeEnum = private.config_classes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})
@@ -153,13 +153,13 @@ def validate_by_building(resolved: dict[str, Any]) -> list[str]:
             made.step()
             if not all(math.isfinite(group["lr"]) for group in optimizer.param_groups):
                 raise ValueError("the learning rate is not finite")
-    except Exception as error:  # whatever these classes raise
+    except Exception as error:  # these classes may raise any type
         return [where + _line(error)]
     return []
 
 
 def _line(error: Exception) -> str:
-    """One line: the fields of a pydantic error, the message of another."""
+    """Return the error in one line: the fields of a pydantic error, or the message of another."""
     if hasattr(error, "errors"):
         return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['input']!r}: {e['msg']}" for e in error.errors())
     return " ".join(str(error).split()) or type(error).__name__

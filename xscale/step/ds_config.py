@@ -57,10 +57,11 @@ class EngineConfig:
     stage: int
     """The ZeRO stage."""
     notes: list[str]
-    """Lines to print."""
+    """The lines to print."""
 
     def saved(self) -> dict[str, Any]:
-        """The settings that a checkpoint records, because DeepSpeed restores them whatever the ds_config says."""
+        """Return the settings that a checkpoint records, because DeepSpeed restores them whatever the ds_config
+        says."""
         optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
         params = {k: v for k, v in optimizer.get("params", {}).items() if k not in MAY_CHANGE}
         kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
@@ -72,13 +73,13 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
 
 
 def find_ds_config(path: Path) -> Path:
-    """The path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
+    """Return the path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
     return shipped if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists() else path
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """Read a file, given by its path or by the name of a shipped one. Raises UserError."""
+    """Read and check a file, given by its path or by the name of a shipped one. Raises UserError."""
     path = find_ds_config(path)
     try:
         config = json.loads(
@@ -103,14 +104,14 @@ def read_ds_config(path: Path) -> dict[str, Any]:
 
 
 def parse_finite(text: str) -> float:
-    """Raises ValueError for NaN and infinity, which could not be compared between ranks."""
+    """Parse a number. Raises ValueError for NaN and infinity, which could not be compared between ranks."""
     if not math.isfinite(value := float(text)):
         raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that occurs twice; json would take the last one."""
+    """Build an object. Raises ValueError for a key that occurs twice, of which json would take the last one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -121,7 +122,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def resolve_ds_config(
     config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
 ) -> EngineConfig:
-    """DeepSpeed's config with every "auto" filled. Raises UserError naming every contradiction."""
+    """Return DeepSpeed's config with every "auto" filled. Raises UserError that names every contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
     _fill_sizes(resolved, world, problems)
@@ -166,7 +167,7 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
 
 
 def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """Writes the batch sizes that make DeepSpeed count a step as one pass on each rank, whatever its rows are."""
+    """Write the batch sizes that make DeepSpeed count a step as one pass on each rank, whatever its rows are."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
         if (given := resolved.get(key, AUTO)) != AUTO:
@@ -194,7 +195,7 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
     takes = SCHEDULES.get(scheduler["type"], ())
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
-        params["warmup_min_lr"] = 0.0  # also where the decay ends
+        params["warmup_min_lr"] = 0.0  # the decay ends there too
     owned = {
         "total_num_steps": (recipe.train.steps, "train.steps"),
         "warmup_num_steps": (max(recipe.warmup_steps(), 2), "train.warmup, in steps"),
@@ -206,7 +207,7 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
 
 
 def _autos(tree: Any, where: str = "") -> list[str]:
-    """The dotted names of the keys whose value is "auto"."""
+    """Return the dotted names of the keys whose value is "auto"."""
     if isinstance(tree, dict):
         return [name for key, value in tree.items() for name in _autos(value, f"{where}.{key}" if where else key)]
     return [where] if tree == AUTO else []
@@ -215,7 +216,8 @@ def _autos(tree: Any, where: str = "") -> list[str]:
 def _resolve_precision(
     resolved: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]
 ) -> tuple[str, list[str]]:
-    """Write fp16.enabled and bf16.enabled. An explicit request is met or refused; "auto" falls back to fp32."""
+    """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. An explicit request is met or
+    refused; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
     given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
     demanded = [name for name, enabled in given.items() if enabled is True]

@@ -36,7 +36,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
 
 
 def check_module(module: nn.Module, stage: int) -> None:
-    """Raises UserError if the ZeRO stage cannot train the module."""
+    """Check that the ZeRO stage can train the module. Raises UserError."""
     if isinstance(module, StepModule):
         comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
         check_auxiliary_states(stage, [*module.auxiliary_states, *comparing])

@@ -1,4 +1,4 @@
-"""The module that DeepSpeed wraps. It computes the loss of a packed row of all streams.
+"""The module that DeepSpeed wraps computes the loss of a packed row of all streams.
 
 It makes one pass through the encoder, one gather of all states that losses read, and one call of the vocabulary head.
 
@@ -22,9 +22,9 @@ from xscale.objectives import OBJECTIVES, AuxiliaryState, Losses, Parts, Predict
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
-"""(stream, term) -> the factor of the term's sum over targets in the loss of the step."""
+"""The factor of a term's sum over targets in the loss of the step, by (stream, term)."""
 States = dict[str, dict[str, Tensor]]
-"""Stream -> name -> states."""
+"""The states that losses read, by stream and name."""
 
 
 class Reported(NamedTuple):
@@ -43,7 +43,8 @@ class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
-        """kept: trained heads by stream, which replace fresh ones if the objective is the same."""
+        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if the
+        objective is the same."""
         super().__init__()
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
@@ -54,7 +55,7 @@ class StepModule(nn.Module):
         self.reported: list[Reported] = []
         """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
-        """Lines about trained heads that replaced fresh ones."""
+        """The lines to print about trained heads that replaced fresh ones."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
@@ -77,7 +78,7 @@ class StepModule(nn.Module):
         self.train()  # from_pretrained leaves a model without dropout
 
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
-        """Errors within name the stream, the objective and its function."""
+        """Return a context whose errors name the stream, the objective and its function."""
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
         return blaming(f"streams.{stream}, objective {objective}: {function}")
 
@@ -86,12 +87,12 @@ class StepModule(nn.Module):
         return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
     def auxiliary_bytes(self) -> int:
-        """The size of the auxiliary states' tensors."""
+        """Return the size of the auxiliary states' tensors."""
         leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def read_auxiliary(self, inputs: Inputs) -> States:
-        """The states that auxiliary states compute from their own inputs of a row."""
+        """Return the states that auxiliary states compute from their own inputs of a row."""
         return {
             stream: {
                 "auxiliary": self.auxiliary_states[stream].read(self.encoder, tokens, index, inputs.arrays[stream])
@@ -100,14 +101,14 @@ class StepModule(nn.Module):
         }
 
     def read(self, row: PackedRow, inputs: Inputs) -> States:
-        """The encoder's states that losses read [S, H]."""
+        """Return the encoder's states that losses read [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
         sizes = [n for reads in row.states.values() for n in reads.values()]
         states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
         return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
 
     def vectors(self, row: PackedRow, inputs: Inputs) -> dict[str, Tensor]:
-        """The vectors of this row that other rows of the step read, by stream [n, D]."""
+        """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
         states, found = self.read(row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
@@ -120,7 +121,7 @@ class StepModule(nn.Module):
     def forward(
         self, row: PackedRow, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
     ) -> tuple[Tensor, Tensor]:
-        """The row's loss, and the numbers that `reported` names, without gradient [K].
+        """Return the row's loss, and the numbers that `reported` names, without gradient [K].
 
         inputs: row.inputs on the device. more: states from elsewhere, such as those of auxiliary states. weights_M: the
         weight of each prediction, divided by `largest`.
@@ -159,8 +160,8 @@ class StepModule(nn.Module):
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
-        """Call the vocabulary head once for all predictions of the row, also if there are none: all ranks use its
-        weights. Returns the loss, sums by key, and the sums of losses of each of row.names."""
+        """Call the vocabulary head once for all predictions of the row. It is called for zero of them too, since all
+        ranks use its weights. Returns the loss, sums by key, and the sums of losses of each of row.names."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
@@ -176,7 +177,7 @@ class StepModule(nn.Module):
 
 
 def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
-    """Raises ValueError if an objective's result does not fit its stream batch."""
+    """Check that an objective's result fits its stream batch. Raises ValueError."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
     labels = {term: n for (of, term), n in row.predictions.items() if of == stream}

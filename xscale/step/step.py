@@ -1,4 +1,4 @@
-"""The optimizer step: a forward and backward pass for each packed row, one reduction over ranks, one update.
+"""The optimizer step makes a forward and backward pass for each packed row, one reduction over ranks and one update.
 
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
@@ -24,15 +24,16 @@ from xscale.step.zero import one_reduction, take_step
 
 @dataclass
 class StepSums:
-    """Sums over this rank's targets of one optimizer step. They stay on the device until metrics are written."""
+    """The sums over this rank's targets of one optimizer step. They stay on the device until metrics are read."""
 
     reported: list[Reported]
     values_K: Tensor
     own_s: Callable[[], float]
-    """Returns the seconds that this rank's passes took, without the reduction. It waits for the device."""
+    """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Metrics by name. totals_K and targets: sums over all ranks."""
+        """Return the losses and metrics by name, each divided by its targets. totals_K and targets: sums over all
+        ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language:
@@ -55,8 +56,8 @@ class StepSums:
     def by_language(
         self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]
     ) -> dict[str, float]:
-        """Metrics of the languages and pairs in the step: loss/mlm/en, count/mlm/en, and too_long/tlm/de-en, the share
-        of pairs over data.max_length. totals_K and counts: sums over all ranks."""
+        """Return metrics of the languages and pairs in the step: loss/mlm/en, count/mlm/en, and too_long/tlm/de-en, the
+        share of pairs over data.max_length. totals_K and counts: sums over all ranks."""
         sums, found = dict(zip(self.reported, totals_K, strict=True)), dict[str, float]()
         for (stream, what, language), count in counts.items():
             if not count or what == "drawn":
@@ -75,19 +76,20 @@ class RowPass:
     """A row on the device. Each forward pass draws the same dropout masks."""
 
     def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
-        """seed: the seed of everything random about the row."""
+        """Copy the row to the device and compute its auxiliary states. seed: the seed of everything random about the
+        row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
-        torch.manual_seed(rng.torch_seed("beside", *seed))  # the text is part of the seed
+        torch.manual_seed(rng.torch_seed("beside", *seed))  # this string is part of the seed and must stay
         self.more = module.read_auxiliary(self.inputs)
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
-        """The vectors of this row that other rows of the step read, by stream [n, D]."""
+        """Return the vectors of this row that other rows of the step read, by stream [n, D]."""
         torch.manual_seed(rng.torch_seed("dropout", *self.seed))
         return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
 
     def __call__(self, module: Any, weights: Weights) -> tuple[Tensor, Tensor]:
-        """`module`: a StepModule, or the engine around it."""
+        """Make the forward pass of a StepModule, or of the engine around it."""
         of_term = np.array([weights[term] for term in self.row.predictions], dtype=np.float64)
         largest = float(of_term.max(initial=0)) or 1.0
         weights_M = np.repeat(of_term / largest, list(self.row.predictions.values()))
@@ -146,7 +148,7 @@ def optimizer_step(
 def measure_rows(
     engine: Any, recipe: Recipe, rows: list[PackedRow], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> StepSums:
-    """This rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
+    """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
     recipe: a recipe with the streams of the rows. All ranks must have equally many rows. note: called before each row.
     """
@@ -173,7 +175,7 @@ def measure_rows(
 
 
 class Stopwatch:
-    """The time from its making to `stop`. On CUDA it is the time of the device, and only `seconds` waits for it."""
+    """A stopwatch runs from its creation to `stop`. On CUDA it measures the device, and only `seconds` waits for it."""
 
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
@@ -220,7 +222,7 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
 
 
 def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
-    """The rows of all ranks in the order of ranks, and the place where this rank's begin."""
+    """Return the rows of all ranks in the order of ranks, and the index of this rank's first row."""
     if not dist.is_initialized():
         return mine_ND, 0
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
@@ -235,7 +237,7 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 
 def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """The count that divides a term."""
+    """Return the count that divides a term."""
     objective = recipe.streams[stream].objective
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:
@@ -253,7 +255,8 @@ def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) 
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
-    """The L2 norm of each stream's part of the gradient, before clipping, by passes with all other weights at 0."""
+    """Return the L2 norm of each stream's part of the gradient, before clipping, from passes with all other weights
+    0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}

@@ -1,4 +1,4 @@
-"""The rules of ZeRO's stages: what they cannot train, whole weights, and the one reduction of a step's gradients.
+"""ZeRO's stages need rules for settings that they refuse, for whole weights, and for the one reduction of a step.
 
 A step has R rows. R is the same on all ranks and may change from step to step, so `gradient_accumulation_steps` is 1,
 and DeepSpeed divides gradients by the number of ranks only:
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from xscale import deepspeed_private as private
 from xscale.errors import NotFinite, UserError
 
-# What a stage refuses
+# Settings that a stage refuses
 
 
 def stage_of(ds_config: dict[str, Any]) -> int:
@@ -32,7 +32,7 @@ def stage_of(ds_config: dict[str, Any]) -> int:
 
 
 def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
-    """Return why this stage cannot train so, and what to do instead; None if it can."""
+    """Return why this stage cannot train with these settings and the remedy, or None if it can."""
     if precision != "fp32" and stage == 0:
         return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
     if stage >= 3 and compiles:
@@ -43,7 +43,8 @@ def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
 
 
 def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
-    """Raises UserError at stage 3 for streams that read whole weights outside of the engine's forward pass."""
+    """Check that the stage is not 3 if streams read whole weights outside of the engine's forward pass. Raises
+    UserError."""
     for stream in auxiliary_states if stage >= 3 else ():
         raise UserError(
             f"streams.{stream} has a momentum encoder or compares samples of the whole step, which needs whole "
@@ -55,13 +56,13 @@ def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """True if each rank has all weights; stage 3 partitions them."""
+    """Whether each rank has all weights; stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
 @contextmanager
 def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
-    """A weight of the module, whole and to be read only. All ranks call it together."""
+    """Yield the whole weight of the module, which may only be read. All ranks call it together."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
@@ -88,7 +89,7 @@ def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_reduction(engine: Any) -> Iterator[None]:
-    """Backward passes within keep their gradients on this rank. At the end the sums are reduced, each bucket once.
+    """Keep the gradients of backward passes within on this rank, and reduce their sums at the end, each bucket once.
 
     Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
     and BF16_Optimizer do not support it, and reduce on request.
@@ -109,7 +110,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
 
 
 def take_step(engine: Any) -> bool:
-    """Update the weights unless the reduced gradient is not finite. Returns whether the weights have changed.
+    """Update the weights unless the reduced gradient is not finite. Returns True if the weights have changed.
 
     At stages 1 to 3 DeepSpeed checks the gradient; at stage 0 it does not. Raises NotFinite if fp16 has no smaller loss
     scale left.
@@ -118,7 +119,7 @@ def take_step(engine: Any) -> bool:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         private.note_norm(engine, norm)
-        if not norm.isfinite():  # the same on every rank: it is of the reduced gradient
+        if not norm.isfinite():  # every rank has the same norm, since the gradient is reduced
             private.leave_out_step(engine)
             return False
     skipped = engine.skipped_steps
@@ -132,7 +133,8 @@ def take_step(engine: Any) -> bool:
 
 
 def reduces_on_request(engine: Any) -> bool:
-    """True at stage 0, and for BF16_Optimizer, which DeepSpeed uses at stage 1 in bf16 with gradients in fp32."""
+    """Whether xscale asks for the reduction: at stage 0, and for BF16_Optimizer, which DeepSpeed uses at stage 1 in
+    bf16 with gradients in fp32."""
     return engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
 
 
