@@ -1,0 +1,115 @@
+"""Sentences of CoNLL-U files, and the same sentences with their words in another order."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+
+from .word_order import Parsed
+
+_ID, _FORM, _UPOS, _HEAD, _DEPREL, _DEPS, _MISC = 0, 1, 3, 6, 7, 8, 9
+Row = list[str]
+"""The ten columns of a line."""
+
+
+def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """The lines between blank ones, and the number of the first of each."""
+    first, block = 0, list[str]()
+    for number, line in lines:
+        if line.strip():
+            first = first if block else number
+            block.append(line)
+        elif block:
+            yield first, block
+            block = []
+    if block:
+        yield first, block
+
+
+@dataclass(frozen=True)
+class Sentence:
+    comments: list[str]
+    words: list[Row]
+    ranges: dict[int, tuple[Row, int]]
+    """The first word of each multiword token -> its line, and its number of words."""
+    empty: dict[int, list[Row]]
+    """A word -> the empty nodes behind it; -1 for those before the first."""
+
+    def units(self) -> list[tuple[str, range]]:
+        """What is moved as a whole, words and multiword tokens, as they are written, and the numbers of their words."""
+        found, number = [], 0
+        while number < len(self.words):
+            row, size = self.ranges.get(number, (self.words[number], 1))
+            found.append((row[_FORM], range(number, number + size)))
+            number += size
+        return found
+
+    def tree(self) -> list[Parsed]:
+        return [Parsed(row[_FORM], row[_UPOS], int(row[_HEAD]) - 1, row[_DEPREL]) for row in self.words]
+
+    def reordered(self, order: list[int], change: Callable[[list[str]], list[str]]) -> str:
+        """The sentence's lines in an order of its units. change: what becomes of words."""
+        units = self.units()
+        words = [number for unit in order for number in units[unit][1]]
+        number_of = {"0": "0"} | {str(old + 1): str(new) for new, old in enumerate(words, start=1)}
+
+        def renumbered(place: str) -> str:
+            whole, dot, part = place.partition(".")
+            return number_of.get(whole, whole) + dot + part
+
+        rows: list[Row] = [*self.empty.get(-1, [])]
+        written = []
+        for unit in order:
+            written.append(len(rows))
+            for number in units[unit][1]:
+                rows += [self.ranges[number][0]] if number in self.ranges else []
+                rows += [self.words[number], *self.empty.get(number, [])]
+        forms = change([row[_FORM] for row in rows])
+        lines = []
+        for row, form in zip(rows, forms, strict=True):
+            place = "-".join(map(renumbered, row[_ID].split("-")))
+            links = (part.partition(":") for part in row[_DEPS].split("|"))
+            deps = "|".join(renumbered(head) + colon + relation for head, colon, relation in links)
+            misc = "|".join(part for part in row[_MISC].split("|") if part != "SpaceAfter=No") or "_"
+            lines.append("\t".join([place, form, *row[2:_HEAD], renumbered(row[_HEAD]), row[_DEPREL], deps, misc]))
+        text = " ".join(forms[number] for number in written)
+        comments = [f"# text = {text}" if line.startswith("# text =") else line for line in self.comments]
+        return "\n".join([*comments, *lines]) + "\n\n"
+
+
+def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
+    """Every sentence of a file, and where it stands. Raises UserError."""
+    for first, block in blocks(read_lines(path)):
+        comments = [line for line in block if line.startswith("#")]
+        words: list[Row] = []
+        ranges: dict[int, tuple[Row, int]] = {}
+        empty: dict[int, list[Row]] = {}
+        for number, line in enumerate(block, start=first):
+            if line.startswith("#"):
+                continue
+            row = line.split("\t")
+            where = f"{path}: line {number}"
+            if len(row) != 10:
+                raise UserError(f"{where} has {len(row)} columns; CoNLL-U has 10, with tabs between them")
+            if found := re.fullmatch(r"(\d+)-(\d+)", row[_ID]):
+                ranges[int(found[1]) - 1] = row, int(found[2]) - int(found[1]) + 1
+            elif "." in row[_ID]:
+                empty.setdefault(len(words) - 1, []).append(row)
+            elif row[_ID] == str(len(words) + 1):
+                words.append(row)
+            else:
+                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence; number them so")
+        if any(start + size > len(words) for start, (_, size) in ranges.items()):
+            raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; mend it")
+        if words:
+            yield f"{path}: line {first}", Sentence(comments, words, ranges, empty)
+
+
+def check_heads(sentence: Sentence, where: str) -> None:
+    """Raises UserError where a sentence has no parse."""
+    for row in sentence.words:
+        if not row[_HEAD].isdigit() or int(row[_HEAD]) > len(sentence.words):
+            raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; syn needs a parse of all words")

@@ -1,0 +1,254 @@
+"""Derive a language from a text: in another script (trans), with inverted sentences (inv), with French syntax (syn).
+
+    python -m data_tools.derive text --how inv --in en.txt --out xx.txt
+    python -m data_tools.derive {text | conllu | ner | pairs} --how trans.inv --tokenizer T [--tokenizer_out T2] \\
+        [--dictionary_out F] --in F ... --out F ...
+
+text: lines; conllu: UD's sentences with their tags and parses; ner: `token<TAB>BIO`; pairs: `a<TAB>b<TAB>label`, with
+or without a header, both sentences. The languages are those of Tang et al. (2022) and compose: trans.inv inverts first.
+
+inv: each sentence's words in the opposite order; what ends it, . ! or ?, stays last. In lines, a word that ends with
+one of these ends a sentence; in tagged text, a word that is one and belongs to no entity. Twice is the identity.
+trans: each id of the tokenizer T, a WordPiece's without its special tokens, becomes id + V: the text is written in
+letters that T does not have, and T2 has the tokens of both languages. The dictionary has a line `id<TAB>id` of each
+token that has a copy. --overlap leaves a share of the ids as they are.
+syn: a parse's words in an order drawn from a French treebank's (word_order.py). Files other than CoNLL-U need the parse
+of their sentences, in their order: --conllu; lines take its words. Sentences whose arcs cross stay as they are.
+
+Tags stay with their words; an entity that is torn apart becomes several. A draw depends on --seed and the sentence
+alone, so that text, tags and pairs of one sentence have one order.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from xscale import files
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+
+from .conllu import Sentence, blocks, check_heads, read_sentences
+from .ranks import Ranks, run
+from .script import Script
+from .word_order import as_french, invert_text, inverted
+
+HOW = ("inv", "trans", "syn", "trans.inv", "trans.syn")
+_BATCH = 1000
+_SENTENCES = ("sentence1", "premise", "sentence2", "hypothesis", "hypo")
+"""What a header calls the two sentences of a pair."""
+
+
+class Derivation:
+    """What is done to each sentence."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.order: str = args.how.removeprefix("trans").strip(".")
+        self.script = Script(args.tokenizer, args.overlap, args.seed) if args.how.startswith("trans") else None
+        self.seed: int = args.seed
+        self.parses = read_sentences(args.conllu) if args.conllu else None
+        self.sentences = 0
+        self.crossing = 0
+        """The sentences whose arcs cross."""
+
+    def write(self, texts: list[str]) -> list[str]:
+        """Lines in the language's script."""
+        return self.script.map_texts(texts) if self.script else texts
+
+    def write_words(self, words: list[str]) -> list[str]:
+        return self.script.map_words(words) if self.script else words
+
+    def text(self, line: str, where: str) -> str:
+        """A line in the new order."""
+        if self.order == "inv":
+            return invert_text(line)
+        if self.order == "syn":
+            parses = self.parses_of(line, where)
+            return " ".join(parse.units()[n][0] for place, parse in parses for n in self.french(parse, place))
+        return line
+
+    def french(self, sentence: Sentence, where: str) -> list[int]:
+        """The order of a parse's words and multiword tokens; one of these stands where its first word would."""
+        check_heads(sentence, where)
+        order = as_french(sentence.tree(), self.seed)
+        self.sentences += 1
+        self.crossing += order is None
+        unit_of = {number: unit for unit, (_, numbers) in enumerate(sentence.units()) for number in numbers}
+        return [*dict.fromkeys(unit_of[number] for number in order or range(len(sentence.words)))]
+
+    def parses_of(self, text: str, where: str) -> list[tuple[str, Sentence]]:
+        """The next parses of --conllu, which have the text's characters."""
+        assert self.parses is not None
+        left, found = "".join(text.split()), []
+        while left:
+            place, parse = next(self.parses, ("its end", None))
+            written = "".join("".join(form.split()) for form, _ in parse.units()) if parse else ""
+            if parse is None or not left.startswith(written):
+                raise UserError(
+                    f"{where}: {left[:40]!r} is not what --conllu has at {place}, {written[:40]!r}; give the parses of "
+                    f"all sentences, in their order"
+                )
+            found.append((place, parse))
+            left = left[len(written) :]
+        return found
+
+    def words_order(self, words: list[str], where: str) -> list[int]:
+        """The order of words that --conllu may cut otherwise: a word stands where its first character does."""
+        word_of = [number for number, word in enumerate(words) for _ in "".join(word.split())]
+        order: dict[int, None] = {}
+        at = 0
+        for place, parse in self.parses_of("".join(words), where):
+            starts = [at, *(at := at + len("".join(form.split())) for form, _ in parse.units())]
+            for unit in self.french(parse, place):
+                order |= dict.fromkeys(word_of[starts[unit] : starts[unit + 1]])
+        return [*order]
+
+
+def derive_text(path: Path, derivation: Derivation) -> Iterator[str]:
+    lines = read_lines(path)
+    while batch := [derivation.text(line, f"{path}: line {number}") for number, line in islice(lines, _BATCH)]:
+        yield from (line + "\n" for line in derivation.write(batch))
+
+
+def derive_pairs(path: Path, derivation: Derivation) -> Iterator[str]:
+    columns: list[int] = []
+    for number, line in read_lines(path):
+        fields = line.split("\t")
+        if not columns:
+            columns = [n for n, name in enumerate(fields) if name in _SENTENCES]
+            if columns:
+                yield line + "\n"
+                continue
+            columns = [0, 1]
+        where = f"{path}: line {number}"
+        if len(fields) <= max(columns):
+            raise UserError(f"{where} has {len(fields)} column(s); a pair is `sentence<TAB>sentence<TAB>label`")
+        texts = derivation.write([derivation.text(fields[column], where) for column in columns])
+        for column, text in zip(columns, texts, strict=True):
+            fields[column] = text
+        yield "\t".join(fields) + "\n"
+
+
+def derive_ner(path: Path, derivation: Derivation) -> Iterator[str]:
+    for first, block in blocks(read_lines(path)):
+        rows = [line.split("\t") for line in block]
+        wrong = next((n for n, row in enumerate(rows) if len(row) != 2 or not all(part.strip() for part in row)), None)
+        if wrong is not None:
+            raise UserError(f"{path}: line {first + wrong}: {block[wrong]!r} is not `token<TAB>tag`")
+        words, tags = [row[0] for row in rows], [row[1] for row in rows]
+        spans = spans_of(tags)
+        order = [*range(len(words))]
+        if derivation.order == "inv":
+            order = inverted(words, {number for number, span in enumerate(spans) if span >= 0})
+        elif derivation.order == "syn":
+            order = derivation.words_order(words, f"{path}: line {first}")
+        moved = derivation.write_words([words[number] for number in order])
+        last = -1
+        for word, number in zip(moved, order, strict=True):
+            prefix = "I" if spans[number] == last else "B"
+            last = spans[number]
+            yield f"{word}\t{tags[number] if last < 0 else prefix + tags[number][1:]}\n"
+        yield "\n"
+
+
+def spans_of(tags: list[str]) -> list[int]:
+    """The first word of each word's entity; -1 outside. An I- that continues nothing begins one."""
+    spans: list[int] = []
+    for number, tag in enumerate(tags):
+        goes_on = tag.startswith("I-") and number > 0 and tags[number - 1][1:] == tag[1:]
+        inside = tag.startswith(("B-", "I-"))
+        spans.append(spans[-1] if goes_on else number if inside else -1)
+    return spans
+
+
+def derive_conllu(path: Path, derivation: Derivation) -> Iterator[str]:
+    for where, sentence in read_sentences(path):
+        units = sentence.units()
+        order = [*range(len(units))]
+        if derivation.order == "inv":
+            order = inverted([form for form, _ in units])
+        elif derivation.order == "syn":
+            order = derivation.french(sentence, where)
+        yield sentence.reordered(order, derivation.write_words)
+
+
+KINDS: dict[str, Callable[[Path, Derivation], Iterator[str]]] = {
+    "text": derive_text,
+    "conllu": derive_conllu,
+    "ner": derive_ner,
+    "pairs": derive_pairs,
+}
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("kind", choices=KINDS, help="what the files hold")
+    add("--how", choices=HOW, required=True, help="the language; a composed one does its last part first")
+    add("--overlap", type=float, default=0.0, metavar="SHARE", help="trans: share of the ids left as they are (0)")
+    add("--tokenizer", type=Path, metavar="DIR", help="trans: the WordPiece tokenizer whose ids are doubled")
+    add("--seed", type=int, default=0, help="of --overlap and syn")
+    add("--conllu", type=Path, metavar="F", help="syn: the parse of all sentences of --in, where they have none")
+    add("--dictionary_out", type=Path, metavar="F", help="trans: file to write `id<TAB>id` to")
+    add("--tokenizer_out", type=Path, metavar="DIR", help="trans: where to write the tokenizer of both languages")
+    add("--in", type=Path, nargs="+", required=True, dest="sources", metavar="F", help="files, plain, .gz or .xz")
+    add("--out", type=Path, nargs="+", required=True, metavar="F", help="a file to write for each of --in")
+    return parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises UserError."""
+    if len(args.sources) != len(args.out):
+        raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; each needs the other")
+    trans, syn = args.how.startswith("trans"), args.how.endswith("syn")
+    if trans and not args.tokenizer:
+        raise UserError(f"--how {args.how} shifts the ids of a tokenizer; give it by --tokenizer DIR")
+    for name in ("overlap", "tokenizer", "dictionary_out", "tokenizer_out"):
+        if getattr(args, name) and not trans:
+            raise UserError(f"--{name} is for trans, and --how is {args.how}; leave it out")
+    if syn and args.kind != "conllu" and not args.conllu:
+        raise UserError(f"--how {args.how} needs the parse of {args.sources[0]}; give it by --conllu F")
+    if args.conllu and (not syn or args.kind == "conllu"):
+        raise UserError(f"--conllu is for syn of text, ner and pairs; leave it out for {args.kind} --how {args.how}")
+    outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]
+    for path in outputs:
+        if path.exists():
+            raise UserError(f"{path} exists; choose another place or remove it")
+        files.check_writable(path)
+    if len(set(map(Path.absolute, outputs))) < len(outputs):
+        raise UserError(f"{' '.join(map(str, outputs))}: two outputs are one file; choose different ones")
+
+
+def work(args: argparse.Namespace) -> str:
+    """Writes everything and says how much."""
+    check(args)
+    derivation = Derivation(args)
+    report = []
+    for source, out in zip(args.sources, args.out, strict=True):
+        with files.publish(out) as partial, partial.open("w", encoding="utf-8", newline="\n") as file:
+            for line in KINDS[args.kind](source, derivation):
+                file.write(line)
+        report.append(f"{out}: {args.how} of {source}")
+    if derivation.parses and (rest := next(derivation.parses, None)):
+        raise UserError(f"--conllu has more sentences than --in, from {rest[0]}; give the parse of these files alone")
+    if derivation.order == "syn":
+        crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
+        report.append(f"{crossing} have crossing arcs and stay as they are")
+    if script := derivation.script:
+        if args.dictionary_out:
+            files.write_text(args.dictionary_out, script.dictionary())
+        if args.tokenizer_out:
+            script.save_doubled(args.tokenizer_out)
+        report.append(f"{len(script.shifted):,} of {script.size:,} ids are shifted by {script.size:,}")
+    return "\n".join(report)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    message = ranks.together(lambda: work(args) if ranks.is_main else "")[0]
+    if ranks.is_main:
+        print(message)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,133 @@
+"""A second script for a WordPiece tokenizer: every token i has a copy i + V, and text that has the copies' ids.
+
+Each character of the vocabulary is mapped to one that no token has, of the same kind for the tokenizer and for words:
+letters to Armenian and, where those are used up, others. Text is normalised as the tokenizer does, and then mapped
+character by character, so that WordPiece, which takes the longest piece first, cuts it as it cut the text.
+"""
+
+import json
+import unicodedata
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from xscale import files, rng
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import table
+from xscale.errors import UserError
+
+_FIRST = (range(0x561, 0x587), range(0x966, 0x970), range(0x2C30, 0x2C60), range(0x2E00, 0x2E5E), range(0x1200, 0x1380))
+"""Armenian, Devanagari's digits, Glagolitic, supplemental punctuation, Ethiopic; then all others."""
+
+
+class Script:
+    def __init__(self, path: Path, overlap: float = 0.0, seed: int = 0):
+        """path: a tokenizer's directory. overlap: the share of ids that are left as they are, drawn without
+        replacement. Raises UserError."""
+        if not 0 <= overlap < 1:
+            raise UserError(f"--overlap {overlap:g} is a share of the ids that keep their place: from 0 to below 1")
+        self.path = path
+        self.tokenizer = Tokenizer(path.absolute())
+        self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())
+        model = self.json["model"]
+        if model["type"] != "WordPiece":
+            raise UserError(
+                f"{path}: trans needs a WordPiece tokenizer, and this is {model['type']}; train one with "
+                f"`python -m data_tools.tokenizer --type wordpiece`"
+            )
+        self.size = self.tokenizer.vocab_size
+        self.tokens: dict[int, str] = {number: token for token, number in model["vocab"].items()}
+        self._prefix: str = model["continuing_subword_prefix"]
+        ordinary = [int(number) for number in self.tokenizer.ordinary_ids if int(number) in self.tokens]
+        ordered = sorted(ordinary, key=lambda number: int(rng.key(seed, "overlap", self.tokens[number])))
+        self.kept = frozenset(ordered[: round(overlap * len(ordered))])
+        self.shifted = [number for number in ordinary if number not in self.kept]
+        self._image = self._map_characters(sorted(set(chain.from_iterable(map(self._bare, ordinary)))))
+
+    def _bare(self, number: int) -> str:
+        token = self.tokens[number]
+        return token[len(self._prefix) :] if token.startswith(self._prefix) and token != self._prefix else token
+
+    def _map_characters(self, alphabet: list[str]) -> dict[int, str]:
+        """A code point of the vocabulary -> its image. A character that has no token but is an image becomes one more
+        image, which has no token either."""
+        used = set(alphabet)
+
+        def find_image(char: str) -> str:
+            kind = self._kind(char)
+            if kind is None:
+                raise UserError(f"{self.path}: the tokenizer changes its own character {char!r}; train another one")
+            found = next((c for c in _candidates() if c not in used and self._kind(c) == kind), None)
+            if found is None:
+                raise UserError(
+                    f"{self.path}: no character is left to be the image of {char!r} (U+{ord(char):04X}); train a "
+                    f"tokenizer of fewer characters: --coverage 0.99"
+                )
+            used.add(found)
+            return found
+
+        image = {ord(char): find_image(char) for char in alphabet}
+        absent = find_image("a")
+        return {ord(char): absent for char in image.values()} | image
+
+    @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
+    def _kind(self, char: str) -> tuple[Any, ...] | None:
+        """How words and the tokenizer take a character; None where the tokenizer changes it."""
+        inside = f"a{char}a"
+        there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
+        if there.replace(" ", "") != inside:
+            return None
+        pieces = [piece for piece, _ in self.tokenizer.backend.pre_tokenizer.pre_tokenize_str(there)]
+        return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
+
+    def map_texts(self, texts: list[str]) -> list[str]:
+        """Texts in the second script. They have as many words, and ids + V but for special and kept ids."""
+        normalizer = self.tokenizer.backend.normalizer
+        texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
+        if not self.kept:
+            return [text.translate(self._image) for text in texts]
+        encodings = self.tokenizer.backend.encode_batch(texts, add_special_tokens=False)
+        return [self._map_pieces(text, encoding) for text, encoding in zip(texts, encodings, strict=True)]
+
+    def _map_pieces(self, text: str, encoding: Any) -> str:
+        parts, end = [], 0
+        for number, (first, last) in zip(encoding.ids, encoding.offsets, strict=True):
+            piece = text[first:last]
+            parts += [text[end:first], piece if number in self.kept else piece.translate(self._image)]
+            end = last
+        return "".join([*parts, text[end:]])
+
+    def map_words(self, words: list[str]) -> list[str]:
+        """Words one by one, without white space in them."""
+        return ["".join(mapped.split()) or word for word, mapped in zip(words, self.map_texts(words), strict=True)]
+
+    def dictionary(self) -> str:
+        """A line `id<TAB>id + V` for each id that is shifted."""
+        return "".join(f"{number}\t{number + self.size}\n" for number in self.shifted)
+
+    def save_doubled(self, out: Path) -> None:
+        """The tokenizer with twice as many ids. An id i + V of which i is special or kept is an unused token's."""
+        vocabulary = {self.tokens[number]: number for number in sorted(self.tokens)}
+        shifted = frozenset(self.shifted)
+        for number in range(self.size):
+            if number in shifted:
+                bare = self._bare(number)
+                copy = self.tokens[number].removesuffix(bare) + bare.translate(self._image)
+            else:
+                copy = f"[unused{number}]"
+            vocabulary[copy] = number + self.size
+        doubled = self.json | {"model": self.json["model"] | {"vocab": vocabulary}}
+        with files.publish(out) as partial:
+            self.tokenizer.hf.save_pretrained(partial)
+            text = json.dumps(doubled, ensure_ascii=False)
+            (partial / "tokenizer.json").write_text(text, encoding="utf-8")
+
+
+def _candidates() -> Iterable[str]:
+    """Characters that may be images: assigned, and the same in all of Unicode's normal forms."""
+    for code in chain(*_FIRST, range(0xA0, 0xD800), range(0xF900, 0xFFFE)):
+        char = chr(code)
+        if unicodedata.category(char) not in ("Cn", "Co", "Cc") and unicodedata.normalize("NFKD", char) == char:
+            yield char
