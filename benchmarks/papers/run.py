@@ -1,0 +1,268 @@
+"""Run a grid of a paper's experiments, and write its table and pictures.
+
+    python benchmarks/papers/run.py --grid tang --scale cpu --data SHARED_DATA --out DIR
+
+A grid (tang, sizes, methods, mixtures, or a YAML file of yours) names worlds (the data), arms (the recipes), which of
+them make cells, and which arms are compared; scales.yaml says how much each scale does of it. A cell is one world, arm
+and seed: train, export, measure, fine-tune, each by the public command. What is done is not repeated: a grid that was
+killed goes on where it was, and its table is the same. Before the others, the first two cells show that they learn.
+
+DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md each cell's cost,
+DIR/alignment.png words' alignment against what transfer loses, DIR/words.png translated words by t-SNE. Scale smoke
+makes its own data. `--only WORLD/ARM ...` runs some cells; several processes may run different ones.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from made import make_data
+from tables import write_all
+from worlds import make_world
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+GRIDS = sorted(path.stem for path in HERE.glob("*.yaml") if path.stem != "scales")
+
+
+class Cell(NamedTuple):
+    world: str
+    arm: str
+    seed: int
+
+    @property
+    def path(self) -> str:
+        return f"{self.world}/{self.arm}.{self.seed}".replace(" ", "_").replace("%", "percent")
+
+
+class Grid:
+    def __init__(self, args: argparse.Namespace):
+        self.out: Path = args.out.resolve()
+        path = HERE / f"{args.grid}.yaml" if args.grid in GRIDS else Path(args.grid)
+        if not path.exists():
+            sys.exit(f"--grid {args.grid} is neither a file nor one of {', '.join(GRIDS)}")
+        self.grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        scales = yaml.safe_load((HERE / "scales.yaml").read_text(encoding="utf-8"))
+        self.scale: dict[str, Any] = scales[args.scale] | self.grid.get("scales", {}).get(args.scale, {})
+        self.scale |= {key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args.set)}
+        self.data = make_data(self.out / "made") if args.scale == "smoke" else args.data and args.data.resolve()
+        if not self.data:
+            sys.exit(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
+        self.cells = [
+            Cell(world, arm, seed)
+            for seed in self.scale["seeds"]
+            for product in self.grid["cells"]
+            for world in product["worlds"]
+            for arm in product["arms"]
+            if not args.only or f"{world}/{arm}" in args.only
+        ]
+
+    def run(self, *words: object) -> None:
+        """`python WORDS`, or deepspeed's launcher where the scale has ranks; what it prints goes to a log."""
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+        log = self.out / "commands.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        line = " ".join(map(str, words))
+        print(f"$ {line[:200]}", flush=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"\n$ {line}\n")
+            file.flush()
+            done = subprocess.run(
+                [sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=file, stderr=file
+            )
+        if done.returncode:
+            raise CommandError(done.returncode, f"`{line}` ended with exit code {done.returncode}; see {log}")
+
+    def once(self, made: Path, *words: object) -> None:
+        """Runs a command that writes one file, unless the file is there."""
+        if not made.exists():
+            partial = made.with_name(f"{made.stem}.partial{made.suffix}")
+            made.parent.mkdir(parents=True, exist_ok=True)
+            self.run(*words, "--out", partial)
+            partial.rename(made)
+
+    def world(self, name: str) -> Path:
+        folder = self.out / "worlds" / name.replace(" ", "_").replace("%", "percent")
+        make_world(self.grid["worlds"][name], self.scale, self.data, folder, self.run)
+        return folder
+
+    def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
+        """The shipped recipe with the scale's fields and then the arm's. A stream that is null is left out."""
+        recipe = yaml.safe_load((ROOT / f"xscale/recipes/{arm['recipe']}.yaml").read_text(encoding="utf-8"))
+        fields = {
+            "model.preset": self.scale["preset"],
+            "model.tokenizer": str(world / "tokenizer"),
+            "data.max_length": self.scale["max_length"],
+            "data.lexicons": [str(path) for path in sorted((world / "lexicon").glob("*.txt"))],
+            "data.lexicon_heldout": 0.0,
+            "data.alpha": 1.0,
+            "train.steps": steps,
+            "train.lr": self.scale["lr"],
+            "train.warmup": 0.1,
+            "train.measure_every": 0,
+            "checkpoint.every": max(steps // 5, 1),
+            "checkpoint.keep": 2,
+        }
+        fields |= {"data.truecase": False} if (world / "ids.txt").exists() else {}
+        fields |= {"model.init": str(init)} if init else {}
+        fields |= self.grid.get("fields", {})
+        fields |= {key: value for key, value in arm.items() if "." in key}
+        for key, value in fields.items():
+            section = recipe
+            *parts, last = key.split(".")
+            for part in parts:
+                section = section.setdefault(part, {})
+            section[last] = value
+        recipe["streams"] = {name: stream for name, stream in recipe["streams"].items() if stream}
+        for stream in recipe["streams"].values():
+            if stream.get("samples"):
+                stream["samples"] = max(round(stream["samples"] * self.scale["samples"]), 1)
+        return recipe
+
+    def train(self, cell: Cell, arm: dict[str, Any], steps: int, init: Path | None) -> Path:
+        """The export of a trained cell."""
+        hf, run, world = self.out / "hf" / cell.path, self.out / "runs" / cell.path, self.world(cell.world)
+        if (hf / "config.json").exists():
+            return hf
+        file = self.out / "recipes" / f"{cell.path}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(self.recipe(arm, steps, world, init), sort_keys=False), encoding="utf-8")
+        data = [folder for kind in arm.get("reads", ["mono"]) for folder in sorted((world / "shards" / kind).iterdir())]
+        ranks = self.scale.get("ranks", 1)
+        launcher = ("-m", "deepspeed.launcher.runner", "--num_gpus", ranks) if ranks > 1 else ()
+        self.run(*launcher, ROOT / "xscale/train.py", "--ds_config", ROOT / "ds_configs" / self.scale["ds_config"],
+                 "--recipe", file, "--data", *data, "--out", run, "--seed", cell.seed)  # fmt: skip
+        self.run("-m", "xscale.export", run, hf)
+        return hf
+
+    def finish(self, cell: Cell) -> dict[str, Any]:
+        """All of a cell's scores, and what it cost."""
+        path = self.out / "scores" / f"{cell.path}.json"
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        started, arm, init = time.time(), self.grid["arms"][cell.arm], None
+        if "pretrain" in self.grid:
+            init = self.train(Cell(cell.world, "pretrained", 0), self.grid["pretrain"], self.scale["pretrain"], None)
+        try:
+            hf = self.train(cell, arm, self.scale["steps"], init) if arm else init
+        except CommandError as error:
+            if error.code != 3:
+                raise
+            return {"cell": cell._asdict(), "problem": "the loss was not finite", "scores": {}}
+        assert hf is not None
+        found = {"cell": cell._asdict(), "scores": self.measure(cell, hf), "cost": self.cost(cell, started)}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        partial.rename(path)
+        return found
+
+    def measure(self, cell: Cell, hf: Path) -> dict[str, float]:
+        """The scores by name, in percent, but for losses in nats."""
+        world, parts = self.world(cell.world), self.out / "parts" / cell.path
+        (heldout,) = (world / "heldout").iterdir()
+        pair = heldout.name
+        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout)
+        self.once(parts.with_suffix(parts.suffix + ".retrieval.json"), *evaluate, "--task", "retrieval", "heldout",
+                  "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)  # fmt: skip
+        found = read_results(parts.with_suffix(parts.suffix + ".retrieval.json"))
+        rows = {row: 100 * values["accuracy"] for row, values in found["retrieval"].items()}
+        by_pooling = {pool: [value for row, value in rows.items() if pool in row.split()] for pool in ("mean", "cls")}
+        (of_text,) = found["heldout"].values()
+        scores = {f"retrieval {pool}": max(values) for pool, values in by_pooling.items()}
+        for kind in ("withheld", "all"):
+            file = parts.with_suffix(f"{parts.suffix}.{kind}.json")
+            self.once(file, *evaluate, *sorted((world / "shards/mono").glob("*")), "--task", "alignment",
+                      "--lexicons", world / kind / f"{pair}.txt", "--lexicon_heldout", 1)  # fmt: skip
+            (words,) = read_results(file)["alignment"].values()
+            scores[f"aligned {kind}"] = 100 * words.get(pair.replace("-", "->"), math.nan)
+        scores |= {"TLM loss": of_text["tlm_loss"], "unigram entropy": of_text["unigram_entropy"]}
+        tasks = world / "tasks.json"
+        for task, texts in json.loads(tasks.read_text(encoding="utf-8")).items() if tasks.exists() else ():
+            scores |= self.tune(task, texts, world, hf, parts)
+        return scores
+
+    def tune(self, task: str, texts: dict[str, dict[str, str]], world: Path, hf: Path, parts: Path) -> dict[str, float]:
+        """Zero-shot, supervised and their difference. The fine-tuning's own restart keeps what was done."""
+        tune = self.scale["tune"]
+        given = {part: [f"{lang}={world / file}" for lang, file in files.items()] for part, files in texts.items()}
+        limit = ("--limit", tune["limit"], "--test_limit", tune["limit"]) if tune["limit"] else ()
+        file = parts.with_suffix(f"{parts.suffix}.{task}.json")
+        self.once(file, "-m", "xscale.eval.finetune", "--model", hf, "--task", task, "--train", *given["train"],
+                  "--test", *given["test"], "--epochs", tune["epochs"], "--lr", tune["lr"], *limit,
+                  "--seeds", *tune["seeds"])  # fmt: skip
+        numbers = read_results(file)[task][next(iter(texts["test"]))]
+        names = {"zs": "ZS", "sup": "SUP", "delta": "Δ", "majority": "majority"}
+        return {f"{task} {names[key]}": 100 * numbers[key] for key in names if key in numbers}
+
+    def cost(self, cell: Cell, started: float) -> dict[str, Any]:
+        """Steps and tokens of the training, minutes of the whole cell in this process, and the commit."""
+        metrics = self.out / "runs" / cell.path / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        return {
+            "steps": lines[-1]["step"] if lines else 0,
+            "tokens": sum(line["tokens"] for line in lines),
+            "minutes": round((time.time() - started) / 60, 1),
+            "training minutes": round(sum(line["step_s"] for line in lines) / 60, 1),
+            "commit": commit.stdout.strip(),
+        }
+
+
+class CommandError(Exception):
+    def __init__(self, code: int, text: str):
+        super().__init__(text)
+        self.code = code
+
+
+def read_results(path: Path) -> dict[str, dict[str, dict[str, float]]]:
+    return json.loads(path.read_text(encoding="utf-8"))["results"]
+
+
+def problems(done: list[dict[str, Any]]) -> list[str]:
+    """Why the cells that are there do not show that cells of this size learn; [] where they do."""
+    found = []
+    for one in done:
+        name, scores = "/".join(map(str, one["cell"].values())), one["scores"]
+        if one.get("problem") or scores["TLM loss"] >= scores["unigram entropy"]:
+            found.append(f"{name}: TLM loss {scores.get('TLM loss')} is not below the unigram entropy")
+        for task in ("pos", "ner"):
+            if scores.get(f"{task} SUP", math.inf) < scores.get(f"{task} majority", 0) + 5:
+                found.append(f"{name}: {task} SUP {scores[f'{task} SUP']:.1f} is the majority class")
+    of_arm = {one["cell"]["arm"]: one["scores"].get("aligned all", 0) for one in done}
+    if {"mlm", "align_mlm"} <= of_arm.keys() and of_arm["align_mlm"] <= of_arm["mlm"]:
+        found.append(f"ALIGN-MLM aligns {of_arm['align_mlm']:.1f} % of the words, MLM {of_arm['mlm']:.1f}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", required=True, metavar="NAME|FILE", help=f"{', '.join(GRIDS)}, or a file")
+    parser.add_argument("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"))
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folder with parallel/, mono/, lexicon/ and eval/")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORLD/ARM", help="run these cells alone")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the scale, such as steps=600"
+    )
+    args = parser.parse_args(argv)
+    grid = Grid(args)
+    done: list[dict[str, Any]] = []
+    for number, cell in enumerate(grid.cells, start=1):
+        print(f"cell {number} of {len(grid.cells)}: {cell.path}", flush=True)
+        done.append(grid.finish(cell))
+        write_all(grid.out, grid.grid, grid.scale, done)
+        if number == 2 and grid.scale["learns"] and (found := problems(done)):
+            sys.exit("cells of this size do not learn; take more steps:\n" + "\n".join(found))
+    print((grid.out / "table.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
