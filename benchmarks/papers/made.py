@@ -4,8 +4,9 @@ import lzma
 from pathlib import Path
 
 from data_tools.demo_world import World
+from xscale.data.words import split
 
-PAIRS, TAGGED = 600, 150
+PAIRS, TAGGED = 500, 150
 _TAGS = {"the": "DET", "a": "DET", "an": "DET", ".": "PUNCT", ",": "PUNCT", "?": "PUNCT", "!": "PUNCT"}
 
 
@@ -13,7 +14,7 @@ def make_data(folder: Path) -> Path:
     if (folder / "done").exists():
         return folder
     world = World(0)
-    pairs = [world.pair(number) for number in range(PAIRS)]
+    pairs = [spaced(*world.pair(number)) for number in range(PAIRS)]
     english = [pair[0] for pair in pairs]
     write(folder / "parallel/bible/bible.en.xz", english)
     dictionary = [f"{a}\t{b}" for a, b in world.dictionary()]
@@ -28,19 +29,25 @@ def make_data(folder: Path) -> Path:
         write(folder / f"lexicon/muse/en-{other}.txt.xz", dictionary)
         write(folder / f"mono/wiki_{other}/aa.xz", [pair[1] for pair in pairs])
     write(folder / "mono/wiki_en/aa.xz", english)
-    tests = [world.pair(PAIRS + number) for number in range(60)]
+    tests = [spaced(*world.pair(PAIRS + number)) for number in range(60)]
     for first, second in (("eval/tatoeba/tatoeba.deu-eng.eng", "eval/tatoeba/tatoeba.deu-eng.deu"),
                           ("eval/tatoeba/tatoeba.cmn-eng.eng", "eval/tatoeba/tatoeba.cmn-eng.cmn"),
                           ("parallel/multi30k/val.en", "parallel/multi30k/val.de")):  # fmt: skip
         write(folder / f"{first}.xz", [pair[0] for pair in tests])
         write(folder / f"{second}.xz", [pair[1] for pair in tests])
     for name, side in (("en_ewt-ud-train", 0), ("en_ewt-ud-test", 0), ("de_pud-ud-test", 1), ("zh_pud-ud-test", 1)):
-        write(folder / f"eval/pos/{name}.conllu.xz", [tagged(pair[side]) for pair in pairs[: 4 * TAGGED]])
+        write(folder / f"eval/pos/{name}.conllu.xz", [tagged(pair[side]) for pair in pairs])
     for part in ("train", "test"):
         for lang, side in (("en", 0), ("de", 1), ("zh", 1)):
             write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(pair[side]) for pair in pairs[:TAGGED]])
     (folder / "done").touch()
     return folder
+
+
+def spaced(first: str, second: str, links: str) -> tuple[str, str, str]:
+    """A pair whose words are apart by spaces, as its links count them."""
+    a, b = (" ".join(words) for words, _ in split([first, second]))
+    return a, b, links
 
 
 def tagged(text: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import yaml
 from made import make_data
-from tables import write_all
+from tables import converged, write_all
 from worlds import make_world
 
 HERE = Path(__file__).resolve().parent
@@ -62,7 +62,7 @@ class Grid:
             for world in product["worlds"]
             for arm in product["arms"]
             if not args.only or f"{world}/{arm}" in args.only
-        ]
+        ][: self.scale.get("cells")]
 
     def run(self, *words: object) -> None:
         """`python WORDS`, or deepspeed's launcher where the scale has ranks; what it prints goes to a log."""
@@ -157,7 +157,8 @@ class Grid:
                 raise
             return {"cell": cell._asdict(), "problem": "the loss was not finite", "scores": {}}
         assert hf is not None
-        found = {"cell": cell._asdict(), "scores": self.measure(cell, hf), "cost": self.cost(cell, started)}
+        found = {"cell": cell._asdict(), "scores": self.measure(cell, hf), **self.training(cell, started)}
+        found["predicts"] = (arm or {}).get("predicts", True)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -169,20 +170,21 @@ class Grid:
         world, parts = self.world(cell.world), self.out / "parts" / cell.path
         (heldout,) = (world / "heldout").iterdir()
         pair = heldout.name
-        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout)
-        self.once(parts.with_suffix(parts.suffix + ".retrieval.json"), *evaluate, "--task", "retrieval", "heldout",
-                  "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)  # fmt: skip
-        found = read_results(parts.with_suffix(parts.suffix + ".retrieval.json"))
+        texts = [path for kind in ("mono", "sides") for path in sorted((world / "shards" / kind).glob("*"))]
+        evaluate = ("-m", "xscale.eval.run", "--model", hf, "--data", heldout, *texts, "--lexicon_heldout", 1)
+        files = {kind: parts.with_name(f"{parts.name}.{kind}.json") for kind in ("withheld", "all")}
+        words = {kind: ("--lexicons", world / kind / f"{pair}.txt", "--task", "alignment") for kind in files}
+        more = ("retrieval", "heldout", "--pooling", "mean", "cls", "--layer", "all", "--limit", 3000)
+        self.once(files["withheld"], *evaluate, *words["withheld"], *more)
+        self.once(files["all"], *evaluate, *words["all"])
+        found = read_results(files["withheld"])
         rows = {row: 100 * values["accuracy"] for row, values in found["retrieval"].items()}
-        by_pooling = {pool: [value for row, value in rows.items() if pool in row.split()] for pool in ("mean", "cls")}
+        of_pool = {pool: [value for row, value in rows.items() if pool in row.split()] for pool in ("mean", "cls")}
+        scores = {f"retrieval {pool}": max(values) for pool, values in of_pool.items()}
+        for kind, file in files.items():
+            (of_words,) = read_results(file)["alignment"].values()
+            scores[f"aligned {kind}"] = 100 * of_words.get(pair.replace("-", "->", 1), math.nan)
         (of_text,) = found["heldout"].values()
-        scores = {f"retrieval {pool}": max(values) for pool, values in by_pooling.items()}
-        for kind in ("withheld", "all"):
-            file = parts.with_suffix(f"{parts.suffix}.{kind}.json")
-            self.once(file, *evaluate, *sorted((world / "shards/mono").glob("*")), "--task", "alignment",
-                      "--lexicons", world / kind / f"{pair}.txt", "--lexicon_heldout", 1)  # fmt: skip
-            (words,) = read_results(file)["alignment"].values()
-            scores[f"aligned {kind}"] = 100 * words.get(pair.replace("-", "->"), math.nan)
         scores |= {"TLM loss": of_text["tlm_loss"], "unigram entropy": of_text["unigram_entropy"]}
         tasks = world / "tasks.json"
         for task, texts in json.loads(tasks.read_text(encoding="utf-8")).items() if tasks.exists() else ():
@@ -194,7 +196,7 @@ class Grid:
         tune = self.scale["tune"]
         given = {part: [f"{lang}={world / file}" for lang, file in files.items()] for part, files in texts.items()}
         limit = ("--limit", tune["limit"], "--test_limit", tune["limit"]) if tune["limit"] else ()
-        file = parts.with_suffix(f"{parts.suffix}.{task}.json")
+        file = parts.with_name(f"{parts.name}.{task}.json")
         self.once(file, "-m", "xscale.eval.finetune", "--model", hf, "--task", task, "--train", *given["train"],
                   "--test", *given["test"], "--epochs", tune["epochs"], "--lr", tune["lr"], *limit,
                   "--seeds", *tune["seeds"])  # fmt: skip
@@ -202,18 +204,21 @@ class Grid:
         names = {"zs": "ZS", "sup": "SUP", "delta": "Δ", "majority": "majority"}
         return {f"{task} {names[key]}": 100 * numbers[key] for key in names if key in numbers}
 
-    def cost(self, cell: Cell, started: float) -> dict[str, Any]:
-        """Steps and tokens of the training, minutes of the whole cell in this process, and the commit."""
+    def training(self, cell: Cell, started: float) -> dict[str, Any]:
+        """Whether the loss fell; the steps and tokens of the training, the minutes of the whole cell, the commit."""
         metrics = self.out / "runs" / cell.path / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        tenth = max(len(lines) // 10, 1)
+        first, last = (sum(line["loss"] for line in part) for part in (lines[:tenth], lines[-tenth:]))
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        return {
-            "steps": lines[-1]["step"] if lines else 0,
+        cost = {
+            "steps": len(lines),
             "tokens": sum(line["tokens"] for line in lines),
             "minutes": round((time.time() - started) / 60, 1),
             "training minutes": round(sum(line["step_s"] for line in lines) / 60, 1),
             "commit": commit.stdout.strip(),
         }
+        return {"loss fell": last < first or not lines, "cost": cost}
 
 
 class CommandError(Exception):
@@ -231,8 +236,8 @@ def problems(done: list[dict[str, Any]]) -> list[str]:
     found = []
     for one in done:
         name, scores = "/".join(map(str, one["cell"].values())), one["scores"]
-        if one.get("problem") or scores["TLM loss"] >= scores["unigram entropy"]:
-            found.append(f"{name}: TLM loss {scores.get('TLM loss')} is not below the unigram entropy")
+        if not converged(one):
+            found.append(f"{name}: TLM loss {scores.get('TLM loss')} is not below the unigram entropy, or did not fall")
         for task in ("pos", "ner"):
             if scores.get(f"{task} SUP", math.inf) < scores.get(f"{task} majority", 0) + 5:
                 found.append(f"{name}: {task} SUP {scores[f'{task} SUP']:.1f} is the majority class")

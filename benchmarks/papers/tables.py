@@ -36,8 +36,10 @@ def write_all(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list
 
 
 def converged(one: Done) -> bool:
-    """Whether the model says more of the held-out text than its token frequencies do."""
-    return not one.get("problem") and one["scores"]["TLM loss"] < one["scores"]["unigram entropy"]
+    """Whether the loss fell, and a model that predicts tokens says more of the held-out text than their frequencies."""
+    scores = one["scores"]
+    says_more = not one.get("predicts", True) or scores.get("TLM loss", math.inf) < scores.get("unigram entropy", 0)
+    return not one.get("problem") and one["loss fell"] and says_more
 
 
 def measures(done: list[Done]) -> list[str]:
@@ -60,10 +62,12 @@ def map_worlds(done: list[Done]) -> list[str]:
         rows = []
         for arm in dict.fromkeys(one["cell"]["arm"] for one in of_world):
             cells = [one for one in of_world if one["cell"]["arm"] == arm]
-            failed = sum(not converged(one) for one in cells)
-            label = f"{arm} ({failed} of {len(cells)} did not converge)" if failed else arm
             spreads = [spread([*values_of(done, world, arm, name).values()], name) for name in names]
-            rows.append([label, str(len(cells) - failed), *spreads])
+            rows.append([arm, str(sum(map(converged, cells))), *spreads])
+            for one in cells:
+                if not converged(one):  # its values are shown, and no part of a mean
+                    values = [spread([one["scores"][name]] if name in one["scores"] else [], name) for name in names]
+                    rows.append([f"{arm}, seed {one['cell']['seed']}: did not converge", "", *values])
         tables.append(f"## {world}\n\n" + markdown(["arm", "seeds", *names], rows))
     return tables
 

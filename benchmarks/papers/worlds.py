@@ -93,11 +93,12 @@ def make_real(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path
         if "mono" in spec:
             articles = sorted((data / f"{spec['mono']}_{lang}").glob("*.xz"))[: 1 if scale["lines"] else 10]
             run(*WRITE, "mono", "--text", *articles, "--lang", lang, "--out", out / f"shards/mono/{lang}")
-    run("-m", "data_tools.tokenizer", "--data", out / "shards", "--vocab_size", 3 * scale["vocab"],
+    run("-m", "data_tools.tokenizer", "--data", *sorted((out / "shards").iterdir()), "--vocab_size", 3 * scale["vocab"],
         "--out", out / "tokenizer")  # fmt: skip
     texts = ("--src", out / f"text/{langs[0]}.txt", "--tgt", out / f"text/{langs[1]}.txt", "--langs", *langs)
     lengths = ("--tokenizer", out / "tokenizer", "--min_tokens", scale.get("min_tokens", 10), "--max_tokens", 128)
-    links = ("--links", data / f"{spec['pairs']}.links.xz") if spec.get("links") else ("--align",)
+    given = data / f"{spec['pairs']}.links.xz"
+    links = ("--links", given) if given.exists() else ("--align",)
     run(*WRITE, "pairs", *texts, *lengths, *links, "--out", out / f"shards/pairs/{pair}")
     stem, _, ends = spec["test"].partition("{")
     first, second = (data / f"{stem}{end}.xz" for end in ends.partition("}")[0].split(","))

@@ -1,0 +1,292 @@
+"""Derived languages: Tang et al.'s examples, round trips, tags that stay with their words, ids + V."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_tools import derive, tokenizer, word_order
+from data_tools.conllu import read_sentences
+from data_tools.demo_world import World
+from data_tools.ranks import Ranks
+from data_tools.script import Script
+from data_tools.word_order import Parsed, as_french, invert_text, inverted
+from xscale.data.text import read_lines
+from xscale.data.tokenizer import Tokenizer
+from xscale.data.words import split
+from xscale.errors import UserError
+
+BIBLE, EWT, NER = "parallel/bible/bible.en.xz", "eval/pos/en_ewt-ud-dev.conllu.xz", "eval/ner/dev-en.tsv.xz"
+"""Of the real text."""
+WORDS = st.lists(
+    st.sampled_from(["a", "Sam", "B.", "c!'", "...", ".", "?", '"go', "”", "d,", "x.y", "!?"]), max_size=12
+)
+
+
+def run(kind: str, how: str, source: Path, out: Path, *more: object) -> str:
+    derive.main(Ranks(), [kind, "--how", how, "--in", str(source), "--out", str(out), *map(str, more)])
+    return out.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def english(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tokenizer of English, and the text that it was trained on, with characters that it does not know at the end."""
+    folder = tmp_path_factory.mktemp("english")
+    lines = [World(0).pair(number)[0] for number in range(300)] + [
+        f"Étude {n} of 1984, e.g. [MASK]." for n in range(30)
+    ]
+    (folder / "en.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    words = ["--text", str(folder / "en.txt"), "--vocab_size", "300", "--out", str(folder / "tokenizer")]
+    tokenizer.main(Ranks(), words)
+    with (folder / "en.txt").open("a", encoding="utf-8") as file:
+        file.write("the ամուր horse 東京 x\u0301 sees \U0001f40e .\n\n")
+    return folder / "tokenizer", folder / "en.txt"
+
+
+@pytest.mark.parametrize(
+    ("text", "derived"),
+    [
+        ("Welcome to ACL", "ACL to Welcome"),  # Tang et al., table 9
+        ("I am Sam . I am", "Sam am I . am I"),
+        ("We came. Who saw, Tom? Nobody", "came We. Tom saw, Who? Nobody"),
+        ('He said, "Go!" and went ...', '"Go said, He!" went and ...'),
+        ("", ""),
+    ],
+)
+def test_inverted_lines(text: str, derived: str) -> None:
+    assert invert_text(text) == derived and invert_text(derived) == text
+
+
+@given(WORDS)
+def test_inverting_twice_is_the_identity(words: list[str]) -> None:
+    text = " ".join(words)
+    assert invert_text(invert_text(text)) == text
+    order = inverted(words)
+    moved = [words[number] for number in order]
+    assert sorted(order) == [*range(len(words))]
+    assert [moved[number] for number in inverted(moved)] == words
+    ends = [number for number, word in enumerate(words) if re.fullmatch("[.!?]+", word)]
+    assert [number for number, word in enumerate(moved) if re.fullmatch("[.!?]+", word)] == ends
+
+
+def sentence(*words: tuple[str, str, int, str]) -> list[Parsed]:
+    return [Parsed(form, upos, head - 1, deprel) for form, upos, head, deprel in words]
+
+
+def test_syntax_of_table_9(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the table of counts leaves no chance: SVO becomes SOV, and adjectives change sides."""
+    svo = sentence(("Sara", "PROPN", 2, "nsubj"), ("ate", "VERB", 0, "root"), ("apples", "NOUN", 2, "obj"))
+    table = sentence(("Une", "DET", 2, "det"), ("table", "NOUN", 0, "root"), ("ronde", "ADJ", 2, "amod"))
+    monkeypatch.setattr(word_order, "FRENCH", {"VERB": {"obj": (1, 1)}, "NOUN": {"amod": (1, 1)}})
+    assert as_french(svo, 0) == [0, 2, 1] and as_french(table, 0) == [0, 2, 1]
+
+
+def test_french_order_follows_its_counts() -> None:
+    """Of nouns with an adjective, the share that the table says; determiners never move."""
+    behind = 0
+    for number in range(2000):
+        words = sentence((f"the{number}", "DET", 3, "det"), ("big", "ADJ", 3, "amod"), ("dog", "NOUN", 0, "root"))
+        order = as_french(words, 0)
+        assert order in ([0, 1, 2], [0, 2, 1]) and order == as_french(words, 0)
+        behind += order == [0, 2, 1]
+    before, of_all = word_order.FRENCH["NOUN"]["amod"]
+    assert behind / 2000 == pytest.approx(1 - before / of_all, abs=0.04)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n)))), st.integers(0, 3))
+@settings(deadline=None)
+def test_syntax_is_a_permutation_that_keeps_phrases(heads: tuple[int, ...], seed: int) -> None:
+    words = [Parsed(str(n), ("NOUN", "VERB")[n % 2], head, ("amod", "obj")[n % 2]) for n, head in enumerate(heads)]
+    order = as_french(words, seed)
+    below = {n: {n} for n in range(len(heads))}
+    for number in reversed(range(len(heads))):
+        if heads[number] >= 0:
+            below[heads[number]] |= below[number]
+    crossing = any(max(of) - min(of) + 1 != len(of) for of in below.values())
+    assert (order is None) == crossing
+    if order is not None:
+        assert sorted(order) == [*range(len(heads))]
+        places = {old: new for new, old in enumerate(order)}
+        for of in below.values():
+            new = [places[number] for number in of]
+            assert max(new) - min(new) + 1 == len(new)
+
+
+def check_ids(english: Path, doubled: Path, texts: list[str], derived: list[str], dictionary: Path) -> set[int]:
+    """Every text's ids are the derived one's, by the dictionary. Returns all of the text's ids."""
+    first, second = (Tokenizer(path) for path in (english, doubled))
+    entries = {int(a): int(b) for a, b in (line.split("\t") for line in dictionary.read_text().splitlines())}
+    size = first.vocab_size
+    assert second.vocab_size == 2 * size and all(b == a + size for a, b in entries.items())
+    assert first.hf.all_special_ids == second.hf.all_special_ids
+    assert not entries.keys() & set(first.hf.all_special_ids)
+    ids = first.encode(texts)
+    assert [[entries.get(number, number) for number in of_text] for of_text in ids] == second.encode(derived)
+    return {number for of_text in ids for number in of_text}
+
+
+@pytest.mark.parametrize("overlap", [0, 0.25, 0.5])
+def test_ids_are_shifted_by_the_vocabulary(english: tuple[Path, Path], tmp_path: Path, overlap: float) -> None:
+    folder, source = english
+    more = ["--tokenizer", folder, "--tokenizer_out", tmp_path / "both", "--dictionary_out", tmp_path / "ids"]
+    derived = run("text", "trans", source, tmp_path / "xx", *more, "--overlap", overlap).split("\n")
+    texts = source.read_text(encoding="utf-8").split("\n")
+    seen = check_ids(folder, tmp_path / "both", texts, derived, tmp_path / "ids")
+    ordinary = Tokenizer(folder).vocab_size - 5
+    assert len(seen) > 0.7 * ordinary
+    assert len((tmp_path / "ids").read_text().splitlines()) == ordinary - round(overlap * ordinary)
+    first, second = (split(lines) for lines in (texts[:-3], derived[:-3]))
+    assert [len(words) for words, _ in first] == [len(words) for words, _ in second]
+
+
+def test_larger_overlaps_hold_smaller_ones(english: tuple[Path, Path]) -> None:
+    small, large, other = (Script(english[0], share, seed).kept for share, seed in ((0.25, 0), (0.5, 0), (0.25, 1)))
+    assert small < large and small != other and len(small) == len(other)
+
+
+def test_composed_is_one_after_the_other(english: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, source = english
+    run("text", "inv", source, tmp_path / "inv")
+    two = run("text", "trans", tmp_path / "inv", tmp_path / "two", "--tokenizer", folder)
+    assert run("text", "trans.inv", source, tmp_path / "one", "--tokenizer", folder) == two
+
+
+def test_entities_stay_whole(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text(
+        "I\tO\nlive\tO\nSt\tB-LOC\n.\tI-LOC\nGallen\tI-LOC\nUSA\tB-LOC\n.\tO\n\nYahoo\tB-ORG\n!\tI-ORG\n"
+    )
+    found = run("ner", "inv", tmp_path / "a", tmp_path / "b")
+    assert found == (
+        "USA\tB-LOC\nGallen\tB-LOC\n.\tI-LOC\nSt\tI-LOC\nlive\tO\nI\tO\n.\tO\n\n!\tB-ORG\nYahoo\tI-ORG\n\n"
+    )
+    assert run("ner", "inv", tmp_path / "b", tmp_path / "c") == (tmp_path / "a").read_text() + "\n"
+
+
+def test_both_sentences_of_a_pair(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("A dog runs.\tIt is here\tneutral\n")
+    assert run("pairs", "inv", tmp_path / "a", tmp_path / "b") == "runs dog A.\there is It\tneutral\n"
+    (tmp_path / "c").write_text("gold_label\tsentence1\tsentence2\nneutral\tA dog.\tA cat.\n")
+    assert run("pairs", "inv", tmp_path / "c", tmp_path / "d").endswith("sentence2\nneutral\tdog A.\tcat A.\n")
+
+
+PARSED = """# sent_id = 1
+# text = She doesn't see the big dog.
+1\tShe\tshe\tPRON\t_\t_\t4\tnsubj\t4:nsubj\t_
+2-3\tdoesn't\t_\t_\t_\t_\t_\t_\t_\t_
+2\tdoes\tdo\tAUX\t_\t_\t4\taux\t4:aux\t_
+3\tn't\tnot\tPART\t_\t_\t4\tadvmod\t4:advmod\t_
+4\tsee\tsee\tVERB\t_\t_\t0\troot\t0:root|6.1:dep\t_
+5\tthe\tthe\tDET\t_\t_\t7\tdet\t7:det\t_
+6\tbig\tbig\tADJ\t_\t_\t7\tamod\t7:amod\t_
+6.1\told\told\tADJ\t_\t_\t_\t_\t7:amod\t_
+7\tdog\tdog\tNOUN\t_\t_\t4\tobj\t4:obj\tSpaceAfter=No
+8\t.\t.\tPUNCT\t_\t_\t4\tpunct\t4:punct\t_
+
+"""
+
+
+def links(path: Path) -> set[tuple[str, str, str, str]]:
+    """Each word with its tag, its head's word and relation."""
+    ((_, found),) = read_sentences(path)
+    return {(row[1], row[3], found.words[int(row[6]) - 1][1] if row[6] != "0" else "", row[7]) for row in found.words}
+
+
+@pytest.mark.parametrize("how", ["inv", "syn"])
+def test_tags_and_heads_stay_with_their_words(how: str, tmp_path: Path) -> None:
+    (tmp_path / "a.conllu").write_text(PARSED, encoding="utf-8")
+    found = run("conllu", how, tmp_path / "a.conllu", tmp_path / "b.conllu", "--seed", 3)
+    assert links(tmp_path / "a.conllu") == links(tmp_path / "b.conllu")
+    assert [line.split("\t")[0] for line in found.splitlines() if line[:1].isdigit() and "-" not in line.split("\t")[0]
+            and "." not in line.split("\t")[0]] == [str(n) for n in range(1, 9)]  # fmt: skip
+    if how == "inv":
+        assert "# text = dog big the see doesn't She .\n" in found and "\n5-6\tdoesn't\t" in found
+        assert "\n2.1\told\t_" not in found and "\n2.1\told\told\tADJ\t_\t_\t_\t_\t1:amod" in found
+        again = run("conllu", "inv", tmp_path / "b.conllu", tmp_path / "c.conllu")
+        assert again == PARSED.replace("SpaceAfter=No", "_").replace("dog.", "dog .")
+
+
+def test_text_tags_and_entities_of_a_sentence_have_one_french_order(tmp_path: Path) -> None:
+    (tmp_path / "a.conllu").write_text(PARSED, encoding="utf-8")
+    (tmp_path / "a.txt").write_text("She doesn't see the big dog.\n")
+    (tmp_path / "a.tsv").write_text("She\tO\ndoesn't\tO\nsee\tO\nthe\tO\nbig\tB-X\ndog\tI-X\n.\tO\n")
+    orders = set()
+    for seed in range(8):
+        parse = ("--seed", seed, "--conllu", tmp_path / "a.conllu")
+        of_parse = run("conllu", "syn", tmp_path / "a.conllu", tmp_path / f"{seed}.conllu", "--seed", seed)
+        text = run("text", "syn", tmp_path / "a.txt", tmp_path / f"{seed}.txt", *parse)
+        tagged = run("ner", "syn", tmp_path / "a.tsv", tmp_path / f"{seed}.tsv", *parse)
+        assert f"# text = {text}" in of_parse
+        words = [line.split("\t") for line in tagged.splitlines() if line]
+        assert text.split() == [word for word, _ in words]
+        assert dict(words)["big"] == ("B-X" if text.split()[5] != "big" else "I-X")
+        orders.add(text)
+    assert len(orders) > 1
+    (tmp_path / "b.txt").write_text("She sees.\n")
+    with pytest.raises(UserError, match=r"b.txt: line 1.*--conllu has"):
+        run("text", "syn", tmp_path / "b.txt", tmp_path / "x", "--conllu", tmp_path / "a.conllu")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["text", "--how", "trans"], "--tokenizer DIR"),
+        (["text", "--how", "syn"], "--conllu F"),
+        (["text", "--how", "inv", "--overlap", "0.5"], "--overlap.*leave it out"),
+        (["conllu", "--how", "syn", "--conllu", "F"], "leave it out"),
+        (["ner", "--how", "inv"], "line 1.*token<TAB>tag"),
+        (["pairs", "--how", "inv"], "line 1.*1 column"),
+        (["conllu", "--how", "inv"], "line 1.*1 columns"),
+        (["text", "--how", "inv", "--out", "a", "b"], "1 files and --out 2"),
+    ],
+)
+def test_errors_name_the_remedy(words: list[str], error: str, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a word\n")
+    out = [] if "--out" in words else ["--out", str(tmp_path / "out.txt")]
+    with pytest.raises(UserError, match=error):
+        derive.main(Ranks(), [*words, "--in", str(tmp_path / "in.txt"), *out])
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
+
+
+def test_only_wordpiece_has_a_second_script(english: tuple[Path, Path], tmp_path: Path) -> None:
+    words = ["--text", str(english[1]), "--type", "bpe", "--vocab_size", "400", "--out", str(tmp_path / "bpe")]
+    tokenizer.main(Ranks(), words)
+    with pytest.raises(UserError, match=r"BPE.*--type wordpiece"):
+        run("text", "trans", english[1], tmp_path / "x", "--tokenizer", tmp_path / "bpe")
+
+
+def test_real_text_twice_inverted_is_the_same(real: Path, tmp_path: Path) -> None:
+    run("text", "inv", real / BIBLE, tmp_path / "a")
+    twice = run("text", "inv", tmp_path / "a", tmp_path / "b").split("\n")[:-1]
+    assert twice == [" ".join(line.split()) for _, line in read_lines(real / BIBLE)]
+    run("ner", "inv", real / NER, tmp_path / "n")
+    assert (
+        run("ner", "inv", tmp_path / "n", tmp_path / "m").strip()
+        == "\n".join(l for _, l in read_lines(real / NER)).strip()
+    )
+    run("conllu", "inv", real / EWT, tmp_path / "c")
+    again = run("conllu", "inv", tmp_path / "c", tmp_path / "d").split("\n")
+    columns = [[line.split("\t")[:9] for line in lines if line[:1].isdigit()]
+               for lines in (again, [line for _, line in read_lines(real / EWT)])]  # fmt: skip
+    assert columns[0] == columns[1]
+
+
+@pytest.mark.parametrize("cased", [False, True])
+def test_real_text_has_shifted_ids(real: Path, cased: bool, tmp_path: Path) -> None:
+    words = ["--text", str(real / BIBLE), "--vocab_size", "4000", "--out", str(tmp_path / "en")]
+    tokenizer.main(Ranks(), [*words] if cased else [*words, "--lowercase"])
+    more = ["--tokenizer", tmp_path / "en", "--tokenizer_out", tmp_path / "xx", "--dictionary_out", tmp_path / "ids"]
+    derived = run("text", "trans.inv", real / BIBLE, tmp_path / "a", *more).split("\n")
+    texts = run("text", "inv", real / BIBLE, tmp_path / "b").split("\n")
+    check_ids(tmp_path / "en", tmp_path / "xx", texts, derived, tmp_path / "ids")
+
+
+def test_french_parses_of_real_text(real: Path, tmp_path: Path) -> None:
+    """Adjectives go before their nouns about as often as the French treebank's do, of English about all."""
+    found = run("conllu", "syn", real / EWT, tmp_path / "a.conllu")
+    sentences = [s for _, s in read_sentences(tmp_path / "a.conllu")]
+    assert len(sentences) == 2001 and found.count("\n\n") == 2001
+    adjectives = [(int(row[0]), int(row[6])) for s in sentences for row in s.words
+                  if row[7] == "amod" and s.words[int(row[6]) - 1][3] == "NOUN"]  # fmt: skip
+    assert sum(place < head for place, head in adjectives) / len(adjectives) == pytest.approx(0.31, abs=0.1)
