@@ -232,7 +232,7 @@ def measure_host(trainer: Any, batches: Iterator[Any], calls: list[Any]) -> Iter
 
 
 def warm(trainer: Any, batches: Iterator[Any]) -> Iterator[Any]:
-    trainer.announcer.last_flush = float("inf")  # metrics are not written
+    trainer.synchronizer.last_flush = float("inf")  # metrics are not written
     for _ in range(WARM):
         yield cleared(trainer, next(batches))
 
@@ -337,7 +337,7 @@ def attention_as_one_operator() -> None:
 
         flat.attention = lambda qkv, *others, **options: OneOperator.apply(qkv)
         return
-    from xscale.data.piece import real_places
+    from xscale.data.stream_batch import real_places
     from xscale.step import engine
 
     varlen.runs_flash = lambda *arguments: True

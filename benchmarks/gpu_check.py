@@ -20,8 +20,8 @@ from torch import Tensor
 
 from xscale import ranks
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Reads
-from xscale.data.row import Row, Tokens, gather_index
+from xscale.data.packed_row import PackedRow, Tokens, gather_index
+from xscale.data.stream_batch import Reads
 from xscale.models.attention import attention, runs_flash
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -29,7 +29,7 @@ from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, step_weights
 
@@ -265,32 +265,32 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture
-def job(world: list[Path], request: pytest.FixtureRequest) -> Job:
+def run_spec(world: list[Path], request: pytest.FixtureRequest) -> RunSpec:
     """All objectives, few samples; with the dropout that the test asks for."""
     sets = [f"streams.{name}.samples={n}" for name, n in FEW_SAMPLES.items()]
     sets += ["streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=64", "data.workers=0", "train.max_tokens=16384"]
-    return prepare("mixed", [*sets, f"model.dropout={request.param}", "model.preset=mini"], world).calibrated()
+    return resolve_run("mixed", [*sets, f"model.dropout={request.param}", "model.preset=mini"], world).calibrated()
 
 
-def first_row(job: Job) -> Row:
-    (row,) = next(job.batches(Process(0, 1, 0, 1), DEVICE.type, initial_state(job.specs), 1)).rows
+def first_row(run_spec: RunSpec) -> PackedRow:
+    (row,) = next(run_spec.batches(Process(0, 1, 0, 1), DEVICE.type, initial_state(run_spec.specs), 1)).rows
     return row
 
 
-def ready_module(job: Job) -> StepModule:
+def ready_module(run_spec: RunSpec) -> StepModule:
     """With a filled queue, fp32 on the CPU; the same every time."""
-    module = StepModule(job.encoder(), job.recipe)
-    queue = module.companions["ppa"].queue
+    module = StepModule(run_spec.encoder(), run_spec.recipe)
+    queue = module.auxiliary_states["ppa"].queue
     torch.manual_seed(1)
     queue.push(F.normalize(torch.randn(queue.ring_KD.shape), dim=-1), 0)
     return module
 
 
-def row_results(job: Job, row: Row, module: StepModule) -> Iterator[Tensor]:
+def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterator[Tensor]:
     """Loss, all reported numbers, and the gradients behind one another, of a loss scaled as in fp16."""
     scale = 2.0**10
     device = next(module.parameters()).device
-    weights = step_weights(job.recipe, row.targets, 0)
+    weights = step_weights(run_spec.recipe, row.targets, 0)
     loss, reported = RowPass(module, row, device, (0,))(module, weights)
     gradients = torch.autograd.grad(loss * scale, list(module.parameters()), materialize_grads=True)
     yield loss.detach()
@@ -300,13 +300,13 @@ def row_results(job: Job, row: Row, module: StepModule) -> Iterator[Tensor]:
 
 @pytest.mark.parametrize("job", [0.0], indirect=True)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_row(job: Job, dtype: torch.dtype) -> None:
+def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
     """All objectives' losses and gradients in 16 bits against fp32 on the CPU."""
-    row = first_row(job)
-    reference = ready_module(job)
-    exact = list(row_results(job, row, reference))
-    module = ready_module(job).to(DEVICE, dtype)
-    loss, reported, gradients = row_results(job, row, module)
+    row = first_row(run_spec)
+    reference = ready_module(run_spec)
+    exact = list(row_results(run_spec, row, reference))
+    module = ready_module(run_spec).to(DEVICE, dtype)
+    loss, reported, gradients = row_results(run_spec, row, module)
     assert module.reported == reference.reported
     losses = [number for number, key in enumerate(reference.reported) if key.name == "loss"]
     for ours, other in zip([loss, reported[losses], gradients], [exact[0], exact[1][losses], exact[2]], strict=True):
@@ -314,12 +314,12 @@ def test_row(job: Job, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("job", [0.1], indirect=True)
-def test_row_repeats_on_deterministic_algorithms(job: Job) -> None:
+def test_row_repeats_on_deterministic_algorithms(run_spec: RunSpec) -> None:
     """Loss and gradients with dropout, bit for bit, in the narrowest type: what an exact resume rests on."""
-    row = first_row(job)
+    row = first_row(run_spec)
     ranks.set_deterministic(True)
     try:
-        runs = [list(row_results(job, row, ready_module(job).to(DEVICE, DTYPES[-1]))) for _ in range(2)]
+        runs = [list(row_results(run_spec, row, ready_module(run_spec).to(DEVICE, DTYPES[-1]))) for _ in range(2)]
     finally:
         ranks.set_deterministic(False)
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

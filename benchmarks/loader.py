@@ -39,7 +39,7 @@ from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.order import WINDOW_RECORDS, WINDOW_SHARDS, EpochOrder
 from xscale.data.shards import OPEN_FILES, Source
 from xscale.ranks import Process
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 
 WORDS, SAMPLES, MAX_LENGTH, VOCAB_SIZE = 15, 512, 128, 16_000
 UNIQUE_PAIRS = 20_000
@@ -50,31 +50,31 @@ SMALL_SHARD = 1024
 REPEATS = 5
 
 
-def open_job(directory: Path, max_tokens: int | None, recipe: str = "tlm") -> Job:
+def open_job(directory: Path, max_tokens: int | None, recipe: str = "tlm") -> RunSpec:
     """A recipe on a directory of pairs, with the tokenizer beside it. Without what is measured before step 1."""
     fields = {
         f"streams.{recipe}.samples": SAMPLES,
         "data.max_length": MAX_LENGTH,
         "train.max_tokens": "null" if max_tokens is None else max_tokens,
     }
-    return prepare(recipe, [f"{name}={value}" for name, value in fields.items()], [directory])
+    return resolve_run(recipe, [f"{name}={value}" for name, value in fields.items()], [directory])
 
 
-def with_workers(job: Job, workers: int) -> Job:
-    return replace(job, recipe=replace(job.recipe, data=replace(job.recipe.data, workers=workers)))
+def with_workers(run_spec: RunSpec, workers: int) -> RunSpec:
+    return replace(run_spec, recipe=replace(run_spec.recipe, data=replace(run_spec.recipe.data, workers=workers)))
 
 
-def first_mixture(job: Job) -> Mixture:
-    return job.mixture(ALONE, DEVICE, job.specs, initial_state(job.specs))
+def first_mixture(run_spec: RunSpec) -> Mixture:
+    return run_spec.mixture(ALONE, DEVICE, run_spec.specs, initial_state(run_spec.specs))
 
 
-def speed(job: Job, steps: int) -> None:
-    dataset, draws = job.dataset(job.specs), first_mixture(job)
+def speed(run_spec: RunSpec, steps: int) -> None:
+    dataset, draws = run_spec.dataset(run_spec.specs), first_mixture(run_spec)
     plans = [draws.next_step() for _ in range(steps)]
     dataset[plans[0]]
 
     def through_loader(workers: int) -> float:
-        batches = with_workers(job, workers).batches(ALONE, DEVICE, initial_state(job.specs), steps + 8)
+        batches = with_workers(run_spec, workers).batches(ALONE, DEVICE, initial_state(run_spec.specs), steps + 8)
         for _ in islice(batches, 8):  # workers have started and their queues are full
             pass
         return timed(lambda: list(batches))[0]
@@ -87,19 +87,19 @@ def speed(job: Job, steps: int) -> None:
     pairs, rows = steps * SAMPLES, sum(len(batch.rows) for batch in batches)
     tokens = sum(batch.work().tokens for batch in batches)
     title = (
-        f"1. {job.specs[0].name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary "
-        f"{job.tokenizer.vocab_size:,}); "
-        f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {job.max_tokens(DEVICE):,})"
+        f"1. {run_spec.specs[0].name}: pairs of {WORDS} words a side, {tokens / pairs:.1f} tokens (vocabulary "
+        f"{run_spec.tokenizer.vocab_size:,}); "
+        f"{rows / steps:.1f} rows a step, of {tokens / rows:,.0f} tokens (max_tokens {run_spec.max_tokens(DEVICE):,})"
     )
     table = [[name, *(f"{n / s:,.0f}" for n in (pairs, tokens)), f"{rows / s:,.1f}"] for name, s in seconds.items()]
     print_table(title, ["", "pairs/s", "tokens/s", "rows/s"], table)
-    parts(job, dataset, plans)
+    parts(run_spec, dataset, plans)
 
 
-def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
+def parts(run_spec: RunSpec, dataset: StepDataset, plans: list[StepPlan]) -> None:
     """Each stage by itself, over the same records."""
-    (source,), (spec,) = job.sources, job.specs
-    encode = job.tokenizer.encode if spec.name == "tlm" else job.tokenizer.encode_words
+    (source,), (spec,) = run_spec.sources, run_spec.specs
+    encode = run_spec.tokenizer.encode if spec.name == "tlm" else run_spec.tokenizer.encode_words
     places = [
         place
         for plan in plans
@@ -108,7 +108,7 @@ def parts(job: Job, dataset: StepDataset, plans: list[StepPlan]) -> None:
     ]
     texts = [t for shard, record in places for t in source.read(shard, record).texts]
     steps = [texts[i : i + 2 * SAMPLES] for i in range(0, len(texts), 2 * SAMPLES)]
-    draws = first_mixture(job)
+    draws = first_mixture(run_spec)
     batch = dataset[plans[0]]
     seconds = {
         "draw the step, cut it into rows (main process)": median_time(
@@ -130,12 +130,12 @@ def resume(directory: Path, max_tokens: int | None, found: Calibration) -> None:
     """found: what a checkpoint of the source keeps of the measurement before step 1."""
 
     def first_batch(position: int) -> tuple[float, ...]:
-        opened, job = timed(lambda: with_workers(open_job(directory, max_tokens), 0))
-        measured, job = timed(lambda: job.calibrated(found if position else None))
-        state = initial_state(job.specs)
+        opened, run_spec = timed(lambda: with_workers(open_job(directory, max_tokens), 0))
+        measured, run_spec = timed(lambda: run_spec.calibrated(found if position else None))
+        state = initial_state(run_spec.specs)
         state["positions"]["tlm"] = [[0, position]]
         state["step"] = position // SAMPLES
-        made, batch = timed(lambda: next(job.batches(ALONE, DEVICE, state, steps=1)))
+        made, batch = timed(lambda: next(run_spec.batches(ALONE, DEVICE, state, steps=1)))
         assert batch.state["positions"]["tlm"] == [[0, position + SAMPLES]]
         return opened, measured, made, opened + measured + made
 
@@ -220,10 +220,10 @@ def counted_opens() -> Iterator[Counter]:
         os.open = original
 
 
-def opens(job: Job) -> None:
+def opens(run_spec: RunSpec) -> None:
     """An epoch's plans by the main process, its reads by a worker's copy of the source."""
-    main, worker = (Source(job.sources[0].directory) for _ in range(2))
-    draws = first_mixture(replace(job, sources=[main]))
+    main, worker = (Source(run_spec.sources[0].directory) for _ in range(2))
+    draws = first_mixture(replace(run_spec, sources=[main]))
     steps = main.records // SAMPLES
     plans = []
     with counted_opens() as of_main:
@@ -286,14 +286,14 @@ def main() -> None:
         seconds, source = timed(lambda: write_pairs(pool, langs, Path(folder) / "pairs", args.records))
         shards, size = len(source.shards), source.bytes / 1e6
         print(f"corpus: {source.records:,} pairs, {shards} shards, {size:,.0f} MB, written in {seconds:.0f} s")
-        job = open_job(source.directory, args.max_tokens).calibrated()
-        assert job.calibration is not None
-        speed(job, args.steps)
+        run_spec = open_job(source.directory, args.max_tokens).calibrated()
+        assert run_spec.calibration is not None
+        speed(run_spec, args.steps)
         if not args.text:
             speed(open_job(source.directory, args.max_tokens, "alignlm").calibrated(), args.steps)
-        resume(source.directory, args.max_tokens, job.calibration)
-        memory(job.max_tokens(DEVICE))
-        opens(job)
+        resume(source.directory, args.max_tokens, run_spec.calibration)
+        memory(run_spec.max_tokens(DEVICE))
+        opens(run_spec)
 
 
 if __name__ == "__main__":

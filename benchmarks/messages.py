@@ -25,9 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def train(arguments: list[str], delay: float) -> None:
     """One rank, whose messages arrive `delay` seconds after they were sent, or later."""
     from xscale import train
-    from xscale.ranks import Control, Message
+    from xscale.ranks import HostGroup, Message
 
-    begin = Control.begin_sum
+    begin = HostGroup.begin_sum
 
     class Late(Message):
         """One that arrives `delay` seconds after it was sent, or later."""
@@ -39,13 +39,13 @@ def train(arguments: list[str], delay: float) -> None:
             time.sleep(max(0.0, arrives.pop(self.tensor) - time.monotonic()))
             return super().wait()
 
-    def begin_sum(self: Control, numbers: list[int]) -> Message:
+    def begin_sum(self: HostGroup, numbers: list[int]) -> Message:
         message = begin(self, numbers)
         arrives[message.tensor] = time.monotonic() + delay
         return Late(message.tensor, message.work)
 
     arrives: dict[Any, float] = {}
-    Control.begin_sum = begin_sum  # type: ignore[method-assign]
+    HostGroup.begin_sum = begin_sum  # type: ignore[method-assign]
     code = train.main(arguments)
     sys.stdout.flush()
     os._exit(code)

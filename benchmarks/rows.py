@@ -35,7 +35,7 @@ from xscale import ranks
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import StreamSpec, initial_state
 from xscale.ranks import Process
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -84,52 +84,54 @@ class Bench:
 
     def __init__(self, recipe: str, data: list[Path], args: argparse.Namespace):
         self.recipe, self.data, self.args = recipe, data, args
-        job = self.job(args.rows[0])
-        encoder = job.encoder()
+        run_spec = self.run_spec(args.rows[0])
+        encoder = run_spec.encoder()
         self.formula = StepFlops(encoder)
-        config = load_ds_config(args.ds_config, job.recipe, 1, Hardware.here())
+        config = load_ds_config(args.ds_config, run_spec.recipe, 1, Hardware.here())
         self.precision = config.precision
-        module = StepModule(encoder, job.recipe)
+        module = StepModule(encoder, run_spec.recipe)
         if not CUDA:
             encoder.compile_forward("aot_eager")  # it is about this script, and the CPU may lack a compiler
         self.engine = engine.build_engine(module, config.resolved)
 
-    def job(self, max_tokens: int) -> Job:
+    def run_spec(self, max_tokens: int) -> RunSpec:
         fields = {"model.preset": self.args.preset, "data.max_length": self.args.max_length, "train.compile": "true"}
         fields |= {"train.max_tokens": max_tokens, "data.workers": self.args.workers, "data.overlong": "truncate"}
         if self.recipe == "mixed":
             fields |= {"streams.ppa.prefill": "false", "streams.ppa.queue_size": 4096}
         more = self.args.set if self.recipe == self.args.recipe else []
-        job = prepare(self.recipe, [*(f"{key}={value}" for key, value in fields.items()), *more], self.data)
-        job.tokenizer.vocab_size = self.args.vocab_size or job.tokenizer.vocab_size  # of the model
-        return job.calibrated()
+        run_spec = resolve_run(self.recipe, [*(f"{key}={value}" for key, value in fields.items()), *more], self.data)
+        run_spec.tokenizer.vocab_size = self.args.vocab_size or run_spec.tokenizer.vocab_size  # of the model
+        return run_spec.calibrated()
 
-    def filled(self, job: Job, max_tokens: int) -> Job:
+    def filled(self, run_spec: RunSpec, max_tokens: int) -> RunSpec:
         """With as many times its samples as --rows_per_step rows hold."""
-        assert job.calibration is not None
-        tokens = sum(spec.samples * job.calibration.of(spec.name).tokens for spec in job.specs)
+        assert run_spec.calibration is not None
+        tokens = sum(spec.samples * run_spec.calibration.of(spec.name).tokens for spec in run_spec.specs)
         times = self.args.rows_per_step * max_tokens * FILL / tokens
-        return replace(job, specs=[replace(spec, samples=max(1, round(times * spec.samples))) for spec in job.specs])
+        return replace(
+            run_spec, specs=[replace(spec, samples=max(1, round(times * spec.samples))) for spec in run_spec.specs]
+        )
 
-    def measure(self, job: Job, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
+    def measure(self, run_spec: RunSpec, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
         """specs: of some streams alone."""
-        job = replace(job, specs=specs or job.specs)
-        fitted = job.fit(ALONE, DEVICE) if compiled else None
+        run_spec = replace(run_spec, specs=specs or run_spec.specs)
+        fitted = run_spec.fit(ALONE, DEVICE) if compiled else None
         self.engine.module.encoder.compiled_shape = fitted and tuple(fitted[1])
-        made = job.batches(ALONE, DEVICE, initial_state(job.specs), WARM + STEPS + 1, fitted=fitted)
+        made = run_spec.batches(ALONE, DEVICE, initial_state(run_spec.specs), WARM + STEPS + 1, fitted=fitted)
         *batches, last = list(made)
-        self.run(job, batches[:WARM])
-        seconds = self.run(job, batches[WARM:]) / STEPS
-        launches, host, busy = self.profile(job, last)
+        self.run(run_spec, batches[:WARM])
+        seconds = self.run(run_spec, batches[WARM:]) / STEPS
+        launches, host, busy = self.profile(run_spec, last)
         works = [batch.work() for batch in batches[WARM:]]
         flops = sum(sum(self.formula.flops(work).values()) for work in works) / STEPS
         tokens = sum(work.tokens for work in works) / STEPS
         mfu = flops / seconds / self.formula.peak if self.formula.peak else None
         return Measured(seconds, tokens, len(last.rows), mfu, launches, host, busy)
 
-    def run(self, job: Job, batches: Iterable[StepBatch]) -> float:
-        streams = {spec.name: job.recipe.streams[spec.name] for spec in job.specs}
-        recipe = replace(job.recipe, streams=streams)
+    def run(self, run_spec: RunSpec, batches: Iterable[StepBatch]) -> float:
+        streams = {spec.name: run_spec.recipe.streams[spec.name] for spec in run_spec.specs}
+        recipe = replace(run_spec.recipe, streams=streams)
         synchronize()
         started = time.perf_counter()
         for batch in batches:
@@ -138,7 +140,7 @@ class Bench:
         synchronize()
         return time.perf_counter() - started
 
-    def profile(self, job: Job, batch: StepBatch) -> tuple[int, float, float | None]:
+    def profile(self, run_spec: RunSpec, batch: StepBatch) -> tuple[int, float, float | None]:
         """Of a step: launches, seconds that the host works, and the share of time that the GPU does."""
         if not CUDA:
             started = time.process_time()
@@ -146,11 +148,11 @@ class Bench:
             with (
                 nullcontext(Counter[str]()) if compiled else operator_counter() as found
             ):  # which compiled code refuses
-                self.run(job, [batch])
+                self.run(run_spec, [batch])
             return sum(found.values()), time.process_time() - started, None
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profiler:
-            seconds = self.run(job, [batch])
+            seconds = self.run(run_spec, [batch])
         return of_profile(profiler.events(), seconds)
 
 
@@ -181,8 +183,8 @@ class Sizes:
         for size in sizes:
             if time.monotonic() < self.deadline:
                 started = time.monotonic()
-                job = self.bench.filled(self.bench.job(size), size)
-                found = self.found[size, compiled] = self.bench.measure(job, compiled=compiled)
+                run_spec = self.bench.filled(self.bench.run_spec(size), size)
+                found = self.found[size, compiled] = self.bench.measure(run_spec, compiled=compiled)
                 kind = "compiled" if compiled else "eager"
                 print(size, kind, *found.cells(), f"(took {time.monotonic() - started:.0f} s)", sep="  ", flush=True)
 
@@ -214,7 +216,7 @@ def tell_goal(name: str, found: float | None, least: float, form: str) -> None:
 
 def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None) -> None:
     """Eager. alone: --recipe in rows of the same size."""
-    shipped = bench.job(args.mixed_rows)
+    shipped = bench.run_spec(args.mixed_rows)
     full = bench.filled(shipped, args.mixed_rows)
     whole = bench.measure(full)
     parts = {spec.name: bench.measure(full, [spec]) for spec in full.specs}

@@ -40,7 +40,7 @@ from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch, step_batches
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec
 from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
-from xscale.step.cost import sent
+from xscale.step.cost import bytes_sent
 
 MAX_LENGTH, MAX_TOKENS = 128, 16384
 BATCH, PER_RANK = 8192, {"pair": 234, "mono": 128}
@@ -158,7 +158,7 @@ def sending(folder: Path, ranks: int) -> list[list[str]]:
                 found[kind].append((foretold, given))
             for kind, pairs in found.items():
                 foretold, given = (mean(column) for column in zip(*pairs, strict=True))
-                sizes = [f"{size / 1e6:,.2f}" for size in (foretold, given, sent(kind, foretold, ranks))]
+                sizes = [f"{size / 1e6:,.2f}" for size in (foretold, given, bytes_sent(kind, foretold, ranks))]
                 rows += [[f"{name}: {kind}", *sizes]] if given > 1e3 else []
     return rows
 

@@ -36,6 +36,7 @@ from data_tools.ranks import Ranks
 from data_tools.write_shards import Line, write_shards
 from xscale.data.shards import ENTRIES, idx_path
 from xscale.record import Record
+from xscale.run import synchronizer
 
 RECIPES = {"pair": "tlm", "mono": "mlm"}
 MOST_LINKS = 50_000
@@ -119,7 +120,7 @@ def rank(words: list[str], result: str) -> None:
     import deepspeed  # noqa: F401
 
     from xscale import train
-    from xscale.run import announce, folder, job, loop, start
+    from xscale.run import folder, loop, run_spec, start
 
     data, far = train.parse_arguments(words).data[0].as_posix(), float(os.environ.get("XSCALE_FAR", 0))
     counts, took = Counts(data, far, "XSCALE_COUNTS" in os.environ), dict.fromkeys(PHASES.values(), 0.0)
@@ -137,11 +138,16 @@ def rank(words: list[str], result: str) -> None:
 
         setattr(owner, name, timed)
 
-    for owner, name in ((start, "prepare"), (start, "calibration"), (start, "make_engine"), (job.Job, "batches")):
+    for owner, name in (
+        (start, "prepare"),
+        (start, "calibration"),
+        (start, "make_engine"),
+        (run_spec.RunSpec, "batches"),
+    ):
         clock(owner, name)
     clock(folder, "find_checkpoint")
     clock(loop.Trainer, "save")
-    clock(announce.Announcer, "next")
+    clock(synchronizer.StepSynchronizer, "next")
     step = loop.Trainer.train_step
 
     def first_step(self: loop.Trainer, *args: Any) -> Any:

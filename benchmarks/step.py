@@ -52,13 +52,13 @@ from transformers.utils import logging as transformers_logging
 
 from xscale import config, ranks
 from xscale.data.mixture import Draw, Mixture, initial_state
-from xscale.data.piece import Piece
-from xscale.data.row import Row, make_row
+from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.stream_batch import StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config
@@ -147,17 +147,17 @@ class Loop:
 
     kind = ""
 
-    def __init__(self, job: Job, ds_config: Path):
-        self.job, self.name = job, self.kind
+    def __init__(self, run_spec: RunSpec, ds_config: Path):
+        self.run_spec, self.name = run_spec, self.kind
         self.device = Hardware.here().device
         self.resident = self.peak = self.skipped = 0
         self.seconds: list[float] = []
         self.parts: list[dict[str, float]] = []
         self.flops = 0.0
         with self.memory():
-            config = load_ds_config(ds_config, job.recipe, ALONE.world, Hardware.here())
+            config = load_ds_config(ds_config, run_spec.recipe, ALONE.world, Hardware.here())
             self.precision = config.precision
-            self.engine = engine.build_engine(self.module(job.encoder()), config.resolved | self.passes())
+            self.engine = engine.build_engine(self.module(run_spec.encoder()), config.resolved | self.passes())
         WATCH.watch_engine(self.engine)
 
     def timed_step(self, counts: bool, watched: bool) -> None:
@@ -208,15 +208,15 @@ class XscaleLoop(Loop):
     kind = "xscale"
 
     def module(self, encoder: Encoder) -> torch.nn.Module:
-        job, compiled = self.job, self.job.recipe.train.compile
+        run_spec, compiled = self.run_spec, self.run_spec.recipe.train.compile
         self.formula = StepFlops(encoder)
-        fitted = job.fit(ALONE, self.device) if compiled else None
+        fitted = run_spec.fit(ALONE, self.device) if compiled else None
         encoder.compiled_shape = fitted and tuple(fitted[1])
-        steps = job.recipe.train.steps
-        self.batches = job.batches(ALONE, self.device, initial_state(job.specs), steps, fitted=fitted)
-        self.name = f"xscale, rows of {job.max_tokens(self.device):,}{', compiled' * compiled}"
+        steps = run_spec.recipe.train.steps
+        self.batches = run_spec.batches(ALONE, self.device, initial_state(run_spec.specs), steps, fitted=fitted)
+        self.name = f"xscale, rows of {run_spec.max_tokens(self.device):,}{', compiled' * compiled}"
         watch_encoder(encoder)
-        return step_module(encoder, job)
+        return step_module(encoder, run_spec)
 
     def prepared(self) -> None:
         """Reading and tokenising are part of the step."""
@@ -225,56 +225,56 @@ class XscaleLoop(Loop):
         batch = next(self.batches)
         options: dict[str, Any] = {"step": batch.step, "rank": ALONE.rank, "world": ALONE.world}
         self.targets = batch.targets()
-        self.sums, _ = optimizer_step(self.engine, self.job.recipe, batch.rows, self.targets, **options)
+        self.sums, _ = optimizer_step(self.engine, self.run_spec.recipe, batch.rows, self.targets, **options)
         self.flops = sum(self.formula.flops(batch.work()).values())
 
     def loss(self) -> float:
-        losses = stream_losses(self.job, self.sums, self.targets)
-        return sum(stream.weight * losses[name] for name, stream in self.job.recipe.streams.items())
+        losses = stream_losses(self.run_spec, self.sums, self.targets)
+        return sum(stream.weight * losses[name] for name, stream in self.run_spec.recipe.streams.items())
 
 
-def stream_losses(job: Job, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
+def stream_losses(run_spec: RunSpec, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
     """Without the streams' weights."""
-    shares = sums.shares(sums.values_K.tolist(), job.recipe, targets)
-    return {name: shares[f"loss/{name}"] for name in job.recipe.streams}
+    shares = sums.shares(sums.values_K.tolist(), run_spec.recipe, targets)
+    return {name: shares[f"loss/{name}"] for name in run_spec.recipe.streams}
 
 
-def step_module(encoder: Encoder, job: Job) -> StepModule:
+def step_module(encoder: Encoder, run_spec: RunSpec) -> StepModule:
     """With a full queue, where there is one."""
-    module = StepModule(encoder, job.recipe)
-    for name, companion in module.companions.items():
-        if hasattr(companion, "queue"):
-            companion.queue.push(first_queue(job.recipe.streams[name].options), 0)
+    module = StepModule(encoder, run_spec.recipe)
+    for name, auxiliary_state in module.auxiliary_states.items():
+        if hasattr(auxiliary_state, "queue"):
+            auxiliary_state.queue.push(first_queue(run_spec.recipe.streams[name].options), 0)
     return module
 
 
 class StockLoop(Loop):
     kind = "stock"
 
-    def __init__(self, job: Job, ds_config: Path, micro_batch: int):
+    def __init__(self, run_spec: RunSpec, ds_config: Path, micro_batch: int):
         self.micro_batch = micro_batch
-        super().__init__(job, ds_config)
+        super().__init__(run_spec, ds_config)
         self.name = f"stock, micro-batch {micro_batch}"
 
     def passes(self) -> dict[str, int]:
-        n = sum(-(-spec.samples // self.micro_batch) for spec in self.job.specs)
+        n = sum(-(-spec.samples // self.micro_batch) for spec in self.run_spec.specs)
         return {"gradient_accumulation_steps": n, "train_batch_size": n}
 
     def module(self, encoder: Encoder) -> torch.nn.Module:
-        self.draws = global_batches(self.job)
+        self.draws = global_batches(self.run_spec)
         encoder.lm.set_attn_implementation("sdpa")  # Hugging Face's own
         watch_encoder(encoder.lm.base_model)
-        return StockModule(encoder.lm, self.job)
+        return StockModule(encoder.lm, self.run_spec)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
         """Stream, batch and weight of each micro-step."""
         micros = []
         for name, draw in next(self.draws).items():
             part = self.engine.module.streams[name]
-            samples = samples_of(self.job, part, draw)
+            samples = samples_of(self.run_spec, part, draw)
             cuts = range(0, len(samples), self.micro_batch)
             batches = [part.collate(list(chain(*samples[i : i + self.micro_batch]))) for i in cuts]
-            weight = self.job.recipe.streams[name].weight / len(batches)
+            weight = self.run_spec.recipe.streams[name].weight / len(batches)
             micros += [(name, batch, weight) for batch in batches]
         return micros
 
@@ -294,22 +294,31 @@ class StockLoop(Loop):
         return float(sum(self.losses))
 
 
-def global_batches(job: Job) -> Iterator[dict[str, Draw]]:
+def global_batches(run_spec: RunSpec) -> Iterator[dict[str, Draw]]:
     """The samples of each optimizer step, by stream, in the order in which they were drawn."""
-    assert job.calibration is not None
-    options: dict[str, Any] = {"seed": job.recipe.train.seed, "alpha": job.recipe.data.alpha, "rank": 0, "world": 1}
-    options |= {"max_length": job.recipe.data.max_length, "max_tokens": 1 << 40, "state": initial_state(job.specs)}
-    for plan in Mixture(job.specs, job.sources, job.calibration, **options):
+    assert run_spec.calibration is not None
+    options: dict[str, Any] = {
+        "seed": run_spec.recipe.train.seed,
+        "alpha": run_spec.recipe.data.alpha,
+        "rank": 0,
+        "world": 1,
+    }
+    options |= {
+        "max_length": run_spec.recipe.data.max_length,
+        "max_tokens": 1 << 40,
+        "state": initial_state(run_spec.specs),
+    }
+    for plan in Mixture(run_spec.specs, run_spec.sources, run_spec.calibration, **options):
         (row,) = plan.rows
         yield row
 
 
-def samples_of(job: Job, part: Mlm, draw: Draw) -> list[list[Example]]:
+def samples_of(run_spec: RunSpec, part: Mlm, draw: Draw) -> list[list[Example]]:
     """The stock loop's examples of each sample, in the draw's order."""
     columns = (draw.sample.tolist(), draw.source.tolist(), draw.shard.tolist(), draw.record.tolist())
     places = groupby(zip(*columns, strict=True), key=lambda place: place[0])
     return [
-        part.examples([job.sources[source].read(shard, record) for _, source, shard, record in group])
+        part.examples([run_spec.sources[source].read(shard, record) for _, source, shard, record in group])
         for _, group in places
     ]
 
@@ -325,14 +334,14 @@ def recipe_fields(recipe: str, args: argparse.Namespace) -> list[str]:
     return [*(f"{key}={value}" for key, value in fields.items()), *args.set]
 
 
-def make_job(recipe: str, data: list[Path], args: argparse.Namespace, *more: str) -> Job:
-    job = prepare(recipe, [*recipe_fields(recipe, args), *more], data)
-    if args.vocab_size and job.tokenizer.vocab_size > args.vocab_size:
+def make_job(recipe: str, data: list[Path], args: argparse.Namespace, *more: str) -> RunSpec:
+    run_spec = resolve_run(recipe, [*recipe_fields(recipe, args), *more], data)
+    if args.vocab_size and run_spec.tokenizer.vocab_size > args.vocab_size:
         raise UserError(
-            f"the tokenizer has {job.tokenizer.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}"
+            f"the tokenizer has {run_spec.tokenizer.vocab_size:,} ids, more than --vocab_size {args.vocab_size:,}"
         )
-    job.tokenizer.vocab_size = args.vocab_size or job.tokenizer.vocab_size  # of the model
-    return job.calibrated()
+    run_spec.tokenizer.vocab_size = args.vocab_size or run_spec.tokenizer.vocab_size  # of the model
+    return run_spec.calibrated()
 
 
 def xscale_loop(recipe: str, data: list[Path], args: argparse.Namespace, max_tokens: int | None) -> XscaleLoop:
@@ -363,7 +372,7 @@ def measure(recipe: str, data: list[Path], args: argparse.Namespace) -> None:
 
 
 def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
-    samples = sum(spec.samples for spec in stock.job.specs)
+    samples = sum(spec.samples for spec in stock.run_spec.specs)
     header = ["", "samples/s", "ratio", "range", "FLOPs allow", "TFLOP", "TFLOP/s", "loss"]
     peak = ours[0].formula.peak
     header += (["MFU"] if peak else []) + (["peak GB", "skipped"] if CUDA else [])
@@ -458,15 +467,15 @@ def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> boo
         plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
         sets = [f"streams.{name}.{field}" for name, field in plain.items() if recipe in (name, "mixed")]
         sets += ["model.dropout=0.0", "data.segments=false", "data.lexicon_heldout=0"]
-        job = make_job(recipe, data, args, *sets)
-        encoder = job.encoder()
-        module, stock = step_module(encoder, job), StockModule(encoder.lm, job)
-        pieces, row = first_row(job)
-        ours = losses_of(job, module, row)
-        for name, draw in next(global_batches(job)).items():
+        run_spec = make_job(recipe, data, args, *sets)
+        encoder = run_spec.encoder()
+        module, stock = step_module(encoder, run_spec), StockModule(encoder.lm, run_spec)
+        stream_batches, row = first_row(run_spec)
+        ours = losses_of(run_spec, module, row)
+        for name, draw in next(global_batches(run_spec)).items():
             part: Any = stock.streams[name]
-            examples = list(chain(*samples_of(job, part, draw)))
-            give_draws(part, examples, pieces[name], module.parts(name).heads)
+            examples = list(chain(*samples_of(run_spec, part, draw)))
+            give_draws(part, examples, stream_batches[name], module.parts(name).heads)
             with torch.no_grad():
                 theirs = float(stock(name, part.collate(examples)))
             difference = abs(ours[name] - theirs) / abs(ours[name])
@@ -476,31 +485,31 @@ def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> boo
     return good
 
 
-def first_row(job: Job) -> tuple[dict[str, Piece], Row]:
+def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
     """The first step of all streams in one row."""
-    mixture = job.mixture(ALONE, "cpu", job.specs, initial_state(job.specs))
+    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     mixture.max_tokens = 1 << 40
-    plan, dataset = mixture.next_step(), job.dataset(job.specs)
-    pieces = {name: dataset.pieces(name, plan)[0][0] for name in plan.rows[0]}
-    return pieces, make_row(pieces, job.recipe.data.max_length, job.tokenizer.sep_id)
+    plan, dataset = mixture.next_step(), run_spec.dataset(run_spec.specs)
+    stream_batches = {name: dataset.stream_batches(name, plan)[0][0] for name in plan.rows[0]}
+    return stream_batches, pack_row(stream_batches, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
 
 
 @torch.no_grad()
-def losses_of(job: Job, module: StepModule, row: Row) -> dict[str, float]:
+def losses_of(run_spec: RunSpec, module: StepModule, row: PackedRow) -> dict[str, float]:
     row_pass = RowPass(module, row, torch.device("cpu"), (0,))
-    _, values_K = row_pass(module, step_weights(job.recipe, row.targets, 0))
-    return stream_losses(job, StepSums(module.reported, values_K, lambda: 0.0), row.targets)
+    _, values_K = row_pass(module, step_weights(run_spec.recipe, row.targets, 0))
+    return stream_losses(run_spec, StepSums(module.reported, values_K, lambda: 0.0), row.targets)
 
 
-def give_draws(part: Any, examples: list[Example], piece: Piece, heads: Any) -> None:
+def give_draws(part: Any, examples: list[Example], stream_batch: StreamBatch, heads: Any) -> None:
     """Let the stock objective mask and swap as xscale did."""
-    cuts = torch.from_numpy(piece.sequences.lengths).tolist()
-    masked = torch.from_numpy(piece.sequences.ids)
+    cuts = torch.from_numpy(stream_batch.sequences.lengths).tolist()
+    masked = torch.from_numpy(stream_batch.sequences.ids)
     chosen = torch.zeros_like(masked, dtype=torch.bool)
     original = masked.clone()
-    if "masked" in piece.reads:
-        chosen[piece.reads["masked"].places] = True
-        original[chosen] = torch.from_numpy(next(iter(piece.labels.values())))
+    if "masked" in stream_batch.reads:
+        chosen[stream_batch.reads["masked"].places] = True
+        original[chosen] = torch.from_numpy(next(iter(stream_batch.labels.values())))
 
     def mask(ids: torch.Tensor, special: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         fills = {"masked": part.tokenizer.pad_token_id, "original": part.tokenizer.pad_token_id, "labels": -100}

@@ -24,7 +24,7 @@ from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
-from xscale.run.job import Job
+from xscale.run.run_spec import RunSpec
 
 Example = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -33,12 +33,12 @@ Batch = dict[str, Tensor]
 class Mlm(nn.Module):
     """Whole sentences in sequences of max_length, each of one document."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__()
-        self.job, self.options = job, options
-        self.tokenizer = job.tokenizer.hf
-        self.languages = {language: number for number, language in enumerate(job.languages, start=1)}
-        self.max_length = job.recipe.data.max_length
+        self.run_spec, self.options = run_spec, options
+        self.tokenizer = run_spec.tokenizer.hf
+        self.languages = {language: number for number, language in enumerate(run_spec.languages, start=1)}
+        self.max_length = run_spec.recipe.data.max_length
         self.mask = DataCollatorForLanguageModeling(
             self.tokenizer, mlm_probability=getattr(options, "mask_prob", 0.15)
         ).torch_mask_tokens
@@ -92,10 +92,10 @@ class Tlm(Mlm):
 class DictMlm(Mlm):
     """The baseline of Tang et al.: half of the selected tokens are shown as a translation."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
-        super().__init__(lm, job, options)
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+        super().__init__(lm, run_spec, options)
         self.synonyms: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for lexicon in job.dictionaries["dict_mlm"]:
+        for lexicon in run_spec.dictionaries["dict_mlm"]:
             languages = [self.languages[language] for language in lexicon.langs]
             for a, b in lexicon.single().tolist():
                 self.synonyms[languages[0], a].append(b)
@@ -114,9 +114,9 @@ class DictMlm(Mlm):
 class AlignMlm(Mlm):
     """The dictionary as two padded tables of token ids; all of it at every micro-batch."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
-        super().__init__(lm, job, options)
-        entries = [entry for lexicon in job.dictionaries["align_mlm"] for entry in zip(*lexicon.ids, strict=True)]
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+        super().__init__(lm, run_spec, options)
+        entries = [entry for lexicon in run_spec.dictionaries["align_mlm"] for entry in zip(*lexicon.ids, strict=True)]
         differing = [entry for entry in entries if list(entry[0]) != list(entry[1])]
         self.sides = [pad(list(side), -1) for side in zip(*differing, strict=True)]
 
@@ -136,8 +136,8 @@ class AlignMlm(Mlm):
 class AlignLm(Mlm):
     """The paper's formulas (3)-(11) over all positions: H* = A^T H with A [B, L, L]."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
-        super().__init__(lm, job, options)
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+        super().__init__(lm, run_spec, options)
         self.head = HEADS[lm.config.model_type]
         self.W2, self.linear = (nn.Linear(lm.config.hidden_size, lm.config.hidden_size) for _ in range(2))
         self.W3 = copy.deepcopy(self.head(lm).dense)
@@ -182,8 +182,8 @@ class AlignLm(Mlm):
 class Ppa(Tlm):
     """TLM, query and key encoder one after the other; the momentum update parameter by parameter."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
-        super().__init__(lm, job, options)
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+        super().__init__(lm, run_spec, options)
         width = lm.config.hidden_size
         self.projection = nn.Sequential(
             nn.Linear(width, width, bias=False), nn.ReLU(), nn.Linear(width, options.projection, bias=False)
@@ -264,8 +264,8 @@ def first_queue(options: Any) -> Tensor:
 class Contextual(Mlm):
     """The sentences of either language in a pass of their own, and a frozen copy of the model."""
 
-    def __init__(self, lm: Any, job: Job, options: Any):
-        super().__init__(lm, job, options)
+    def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
+        super().__init__(lm, run_spec, options)
         self.frozen: list[nn.Module] = []
 
     def examples(self, records: list[Record]) -> list[Example]:
@@ -329,16 +329,19 @@ FIXED |= {"subwords": "mean", "synonym": "input"}
 class StockModule(nn.Module):
     """What DeepSpeed wraps."""
 
-    def __init__(self, lm: Any, job: Job):
+    def __init__(self, lm: Any, run_spec: RunSpec):
         super().__init__()
-        options = [stream.options for stream in job.recipe.streams.values()]
+        options = [stream.options for stream in run_spec.recipe.streams.values()]
         other = [name for name, value in FIXED.items() if any(getattr(o, name, value) != value for o in options)]
-        other += [name for name in ("label_smoothing", "z_loss") if getattr(job.recipe.train, name)]
+        other += [name for name in ("label_smoothing", "z_loss") if getattr(run_spec.recipe.train, name)]
         if other:
             raise UserError(f"the stock loop has no other {', '.join(other)} than the default")
         self.lm = lm
         self.streams = nn.ModuleDict(
-            {name: STOCK[stream.objective](lm, job, stream.options) for name, stream in job.recipe.streams.items()}
+            {
+                name: STOCK[stream.objective](lm, run_spec, stream.options)
+                for name, stream in run_spec.recipe.streams.items()
+            }
         )
         self.train()
 

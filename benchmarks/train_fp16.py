@@ -32,7 +32,7 @@ from data_tools import demo_corpus
 from xscale import ranks
 from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 from xscale.run.start import train_run
 from xscale.run.status import STOPPED, Status
 from xscale.step.ds_config import Hardware
@@ -140,10 +140,12 @@ def main() -> None:
         fp16 = Hardware.here().fp16 is True
         check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)
         ranks.start(process)
-        control = Control()
+        host_group = HostGroup()
 
         def train(words: argparse.Namespace) -> None:
-            if train_run(words, process, control, Status(words.out, process)) == STOPPED:  # a signal ends one run only
+            if (
+                train_run(words, process, host_group, Status(words.out, process)) == STOPPED
+            ):  # a signal ends one run only
                 sys.exit("stopped")
 
         for name in [EXACT, *args.recipes, *LAST]:

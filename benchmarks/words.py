@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.common import print_table
 from data_tools import align
-from xscale.data.carry import parse, places
+from xscale.data.link_projection import parse, places
 from xscale.data.text import read_lines
 from xscale.data.words import split
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from xscale.errors import OF_MACHINE, UserError, check_arguments, number_of, print_anything
+from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
 """Of ranks that wait while one works alone."""
@@ -98,7 +98,7 @@ def run(main: Callable[[Ranks], None]) -> None:
         ranks = Ranks()
         main(ranks)
     except (UserError, OSError) as error:
-        code = 4 if isinstance(error, OSError) and error.errno in OF_MACHINE else 2
+        code = 4 if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS else 2
         if isinstance(error, OSError):
             error = UserError(f"{error.filename or 'a file'}: {error.strerror or error}")
         if ranks is None or ranks.is_main:

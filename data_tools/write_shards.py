@@ -23,7 +23,7 @@ from typing import NamedTuple
 import webdataset
 
 from xscale import files
-from xscale.data.carry import carry_over
+from xscale.data.link_projection import project_links
 from xscale.data.text import files_of, read_lines, split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import is_blank
@@ -97,7 +97,7 @@ def pair_lines(
         if links:
             tokenised = (columns[3][1], columns[4][1]) if links.tokenised else None
             try:
-                pharaoh, dropped = carry_over(columns[2][1], texts, tokenised, links.by_words)
+                pharaoh, dropped = project_links(columns[2][1], texts, tokenised, links.by_words)
             except ValueError as error:
                 raise UserError(
                     f"{links.path}: line {number}: {error}; links are 0-based `source-target` numbers of the "
@@ -212,7 +212,7 @@ def write_shards(lines: Iterable[Line], out: Path, name: str, shard_lines: int, 
     def start() -> None:
         check_free(out)
         if ranks.is_main:
-            held.append(files.take(partial))
+            held.append(files.claim_folder(partial))
 
     def write() -> dict[int, Counter]:
         written: dict[int, Counter] = {}

@@ -21,8 +21,9 @@ import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from xscale import ranks, train
-from xscale.ranks import Control
-from xscale.run import checkpoint, loop, metrics
+from xscale.checkpoint import store
+from xscale.ranks import HostGroup
+from xscale.run import loop, metrics
 from xscale.run.start import train_run
 from xscale.run.status import Status
 
@@ -91,19 +92,19 @@ def patch() -> None:
             raise FULL
         record(self, data)
 
-    begin = checkpoint.Saver.begin
+    begin = store.Saver.begin
 
-    def also_own(self: checkpoint.Saver, step: int, *args: Any, **options: Any) -> None:
+    def also_own(self: store.Saver, step: int, *args: Any, **options: Any) -> None:
         begin(self, step, *args, **options)
         if "own" in now:
             state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
             self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)
 
     vars(metrics)["RETRY_SECONDS"] = 0.0
-    vars(checkpoint)["write_state"] = write_state
+    vars(store)["write_state"] = write_state
     vars(loop).update(JsonLines=Lines, optimizer_step=noted(loop.optimizer_step))
     vars(metrics)["JsonLines"] = Lines
-    RecordWriter.write, checkpoint.Saver.begin = write, also_own  # type: ignore[method-assign]
+    RecordWriter.write, store.Saver.begin = write, also_own  # type: ignore[method-assign]
 
 
 def run(entries: list[dict[str, Any]]) -> int:
@@ -112,14 +113,14 @@ def run(entries: list[dict[str, Any]]) -> int:
         return train.main(entries[0]["arguments"])
     process = ranks.find_process()
     ranks.start(process)
-    control = Control()
+    host_group = HostGroup()
     for entry in entries:
         now.clear()
         now.update(entry, step=0)
         args = train.parse_arguments(entry["arguments"])
-        assert train_run(args, process, control, Status(args.out, process)) == 0, entry
+        assert train_run(args, process, host_group, Status(args.out, process)) == 0, entry
         gc.collect()
-    control.barrier()
+    host_group.barrier()
     return 0
 
 

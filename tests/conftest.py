@@ -1,10 +1,11 @@
 """Fixtures of the data path's tests: a small demo corpus, tools run as one rank or as several, plain readers."""
 
 import json
+import logging
 import os
 import tarfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ import pytest
 from data_tools import demo_corpus, write_shards
 from data_tools.ranks import Ranks
 from xscale.data.tokenizer import Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """A test that starts a run's logging leaves the logger as it was. pytest reads loggers that do not propagate as
+    each test begins, so one that was left so would have its lines counted twice in the next test of `caplog`."""
+    log = logging.getLogger("xscale")
+    before = log.propagate, log.level, list(log.handlers)
+    yield
+    log.propagate, level, log.handlers[:] = before
+    log.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests import launch
-from xscale.run import checkpoint as checkpoints
+from xscale.checkpoint import store as checkpoints
 
 RANKS, EVERY, STEPS_OF_A_LIFE, STALL_MINUTES = 2, 4, 14, 0.5
 LAUNCHERS = ("torchrun", "deepspeed")

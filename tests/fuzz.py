@@ -44,6 +44,7 @@ from data_tools import demo_corpus, index, inspect, lexicon, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
 from xscale import ranks
+from xscale.checkpoint import store as checkpoints
 from xscale.config import RECIPES, load_recipe
 from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
@@ -53,9 +54,8 @@ from xscale.eval import retrieval
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.model import Exported
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 from xscale.record import Record
-from xscale.run import checkpoint as checkpoints
 from xscale.run import folder as folders
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.train import main as train
@@ -752,7 +752,7 @@ def checkpoint_case(case: Case) -> None:
                 path.write_text(json.dumps(tree))
     folders.claim_out(run, identity, "auto")
     with contextlib.redirect_stderr(io.StringIO()):
-        found = folders.find_checkpoint(run, "auto", identity, Control())
+        found = folders.find_checkpoint(run, "auto", identity, HostGroup())
     assert found is not None, "the run starts over"
     assert {k: v for k, v in found.manifest.items() if k in states[found.step]} == {
         k: v for k, v in states[found.step].items() if k in found.manifest

@@ -14,9 +14,9 @@ import psutil
 import torch
 
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Piece
+from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.train import parse_arguments
@@ -103,34 +103,36 @@ def _is_rank(words: list[str]) -> bool:
     return TRAIN in words and not any("torchrun" in w or w.endswith("deepspeed") or "launch" in w for w in words[:5])
 
 
-def job_of(arguments: list[str]) -> Job:
+def run_spec_of(arguments: list[str]) -> RunSpec:
     """What the training command would work on."""
     args = parse_arguments(arguments)
-    return prepare(args.recipe, args.set, args.data).calibrated()
+    return resolve_run(args.recipe, args.set, args.data).calibrated()
 
 
-def pieces_of(job: Job, steps: int) -> Iterator[dict[str, Piece]]:
+def pieces_of(run_spec: RunSpec, steps: int) -> Iterator[dict[str, StreamBatch]]:
     """The whole of each of the first optimizer steps, by stream."""
-    job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=1 << 30)))
-    mixture = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs))
-    dataset = job.dataset(job.specs)
+    run_spec = replace(
+        run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=1 << 30))
+    )
+    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
+    dataset = run_spec.dataset(run_spec.specs)
     for _ in range(steps):
         plan = mixture.next_step()
-        yield {stream: dataset.pieces(stream, plan)[0][0] for stream in plan.rows[0]}
+        yield {stream: dataset.stream_batches(stream, plan)[0][0] for stream in plan.rows[0]}
 
 
 def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]:
     """Of a run of many_runs.py on so many ranks: collective, bytes that a dry run foretells, bytes that were given to
     it, in each step but the first, which measures and warms up."""
     args, hardware = parse_arguments(arguments), Hardware.here()
-    job = job_of(arguments)
-    config = load_ds_config(args.ds_config, job.recipe, world, hardware)
-    mixture = job.mixture(Process(0, world, 0, world), "cpu", job.specs, initial_state(job.specs))
-    module, steps = job.module(), json.loads((args.out / f"sent.{world}.json").read_text())
-    samples = {spec.name: spec.samples for spec in job.specs}
+    run_spec = run_spec_of(arguments)
+    config = load_ds_config(args.ds_config, run_spec.recipe, world, hardware)
+    mixture = run_spec.mixture(Process(0, world, 0, world), "cpu", run_spec.specs, initial_state(run_spec.specs))
+    module, steps = run_spec.module(), json.loads((args.out / f"sent.{world}.json").read_text())
+    samples = {spec.name: spec.samples for spec in run_spec.specs}
     for step, given in enumerate(steps):
         rows = mixture.next_cut().rows
-        found = cost.communication(module, job.recipe, samples, config.resolved, config.precision, rows)
+        found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
         for kind in ("all_reduce", "all_gather", "reduce_scatter") if step else ():
             foretold = sum(size for name, (of, size) in found.items() if of == kind and name != "gradient norms")
             yield kind, foretold, given.get(kind, 0)

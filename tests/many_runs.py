@@ -43,7 +43,7 @@ for _name, _kind, _place in (
 
 from xscale import ranks  # noqa: E402
 from xscale.plugins import load_plugins  # noqa: E402
-from xscale.ranks import Control  # noqa: E402
+from xscale.ranks import HostGroup  # noqa: E402
 from xscale.run import loop  # noqa: E402
 from xscale.run.start import train_run  # noqa: E402
 from xscale.run.status import DONE, STOPPED, Status  # noqa: E402
@@ -72,18 +72,18 @@ loop.Trainer.trace_step = stopping_step  # type: ignore[method-assign]
 
 process = ranks.find_process()
 ranks.start(process)
-control = Control()
+host_group = HostGroup()
 try:
     for arguments in json.loads(Path(sys.argv[1]).read_text()):
         args = parse_arguments(arguments)
         load_plugins(args.plugin)
         steps.clear()
-        code = train_run(args, process, control, Status(args.out, process))
+        code = train_run(args, process, host_group, Status(args.out, process))
         assert code in ((DONE, STOPPED) if UNTIL else (DONE,)), arguments
         if process.is_main:
             (args.out / f"sent.{process.world}.json").write_text(json.dumps(steps))
         gc.collect()  # engines are cycles
-    control.barrier()
+    host_group.barrier()
     code = 0
 except Exception:
     traceback.print_exc()

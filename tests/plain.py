@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from xscale.data.piece import Piece
 from xscale.data.sequences import Example, Sequences
+from xscale.data.stream_batch import StreamBatch
 from xscale.data.tokenizer import Tokenizer
 
 Word = tuple[int, int]
@@ -52,25 +52,25 @@ def ids_of(sequences: Sequences) -> list[list[int]]:
     return split(sequences.ids, sequences.lengths)
 
 
-def sequences_of(piece: Piece) -> tuple[list[list[int]], list[dict[int, int]]]:
+def sequences_of(stream_batch: StreamBatch) -> tuple[list[list[int]], list[dict[int, int]]]:
     """Ids of each sequence as the model sees them, and its labels by place: those of the piece's first term."""
-    inputs = ids_of(piece.sequences)
+    inputs = ids_of(stream_batch.sequences)
     labels: list[dict[int, int]] = [{} for _ in inputs]
-    if "masked" not in piece.reads:
+    if "masked" not in stream_batch.reads:
         return inputs, labels
     where = [(s, place) for s, ids in enumerate(inputs) for place in range(len(ids))]
-    first = next(iter(piece.labels.values()))
-    for place, label in zip(piece.reads["masked"].places.tolist(), first.tolist(), strict=True):
+    first = next(iter(stream_batch.labels.values()))
+    for place, label in zip(stream_batch.reads["masked"].places.tolist(), first.tolist(), strict=True):
         sequence, at = where[place]
         labels[sequence][at] = label
     return inputs, labels
 
 
-def originals(piece: Piece) -> list[list[int]]:
+def originals(stream_batch: StreamBatch) -> list[list[int]]:
     """Ids of each sequence before masking, where labels are what was masked."""
     return [
         [labels.get(place, token) for place, token in enumerate(ids)]
-        for ids, labels in zip(*sequences_of(piece), strict=True)
+        for ids, labels in zip(*sequences_of(stream_batch), strict=True)
     ]
 
 
@@ -151,30 +151,36 @@ class Model:
 
 
 def terms(
-    objective: str, model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
+    objective: str,
+    model: Model,
+    stream: str,
+    stream_batch: StreamBatch,
+    examples: list[Example],
+    options: Any,
+    tokenizer: Tokenizer,
 ) -> dict[str, Term]:
     """Of a stream's whole step. examples: its records."""
     if objective == "alignlm":
-        return alignlm(model, stream, piece, examples, options, tokenizer)
+        return alignlm(model, stream, stream_batch, examples, options, tokenizer)
     if objective == "contextual":
-        return contextual(model, stream, piece, examples, options, tokenizer)
+        return contextual(model, stream, stream_batch, examples, options, tokenizer)
     if objective == "ppa":
-        return ppa(model, stream, piece, examples, options, tokenizer)
-    found = {"mlm": words(model, piece)}
+        return ppa(model, stream, stream_batch, examples, options, tokenizer)
+    found = {"mlm": words(model, stream_batch)}
     if objective == "align_mlm":
-        found["align"] = align(model, piece, options.alpha)
+        found["align"] = align(model, stream_batch, options.alpha)
     return found
 
 
-def words(model: Model, piece: Piece, factor: float = 1.0) -> Term:
+def words(model: Model, stream_batch: StreamBatch, factor: float = 1.0) -> Term:
     """MLM and all that is one with it."""
-    logits_BLV = run(model.lm, piece.sequences, piece.types).logits
-    return Term(factor, *model.cross_entropy(logits_BLV, sequences_of(piece)[1]))
+    logits_BLV = run(model.lm, stream_batch.sequences, stream_batch.types).logits
+    return Term(factor, *model.cross_entropy(logits_BLV, sequences_of(stream_batch)[1]))
 
 
-def align(model: Model, piece: Piece, alpha: float) -> Term:
+def align(model: Model, stream_batch: StreamBatch, alpha: float) -> Term:
     table_VH = model.lm.get_input_embeddings().weight
-    ids, starts = piece.arrays["ids"].tolist(), piece.arrays["starts"].tolist()
+    ids, starts = stream_batch.arrays["ids"].tolist(), stream_batch.arrays["starts"].tolist()
     mean_NV = np.zeros((len(starts), len(table_VH)))
     for n, (a, b) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
         for token in ids[a:b]:
@@ -231,13 +237,13 @@ def dense_A(words: list[Word | None], links: str | None, expand: str) -> Tensor:
 
 
 def alignlm(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
+    model: Model, stream: str, stream_batch: StreamBatch, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Equations 1 to 11, with a matrix A for each pair and both predictions at every position."""
     by_identity = {int(example.identity): example for example in examples}
-    H_BLH = run(model.lm, piece.sequences, piece.types).hidden_states[-1]
+    H_BLH = run(model.lm, stream_batch.sequences, stream_batch.types).hidden_states[-1]
     A_BLL = H_BLH.new_zeros(*H_BLH.shape[:2], H_BLH.shape[1])
-    for b, (ids, identity) in enumerate(zip(originals(piece), piece.sequences.identities, strict=True)):
+    for b, (ids, identity) in enumerate(zip(originals(stream_batch), stream_batch.sequences.identities, strict=True)):
         example = by_identity[int(identity)]
         A = dense_A(words_of(ids, sides_of(example), tokenizer), example.links, options.expand)
         A_BLL[b, : len(ids), : len(ids)] = A
@@ -248,7 +254,7 @@ def alignlm(
     heads, (W1, GELU, LN, W) = model.heads[stream], head_of(model.lm)
     mono_BLV = W(LN(heads.linear(GELU(W1(H_BLH)))))
     bi_BLV = W(LN(heads.linear(GELU(heads.W3(heads.W2(H_star))))))
-    labels = sequences_of(piece)[1]
+    labels = sequences_of(stream_batch)[1]
     linked = [{i: label for i, label in of_sequence.items() if counts_BL[b, i]} for b, of_sequence in enumerate(labels)]
     masked = sum(map(len, labels))  # (9): both sums run over the same i
     return {
@@ -258,18 +264,18 @@ def alignlm(
 
 
 def contextual(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
+    model: Model, stream: str, stream_batch: StreamBatch, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """L and R, a link and a token at a time. The first half of the sequences is in the anchor language."""
-    P = len(piece.sequences.lengths) // 2
+    P = len(stream_batch.sequences.lengths) // 2
     by_identity = {int(example.identity): example for example in examples}
-    ids = ids_of(piece.sequences)
-    now_BLH = run(model.lm, piece.sequences).hidden_states[-1]
+    ids = ids_of(stream_batch.sequences)
+    now_BLH = run(model.lm, stream_batch.sequences).hidden_states[-1]
     with torch.no_grad():
-        then_PLH = run(model.frozen[stream], part_of(piece.sequences, 0, P)).hidden_states[-1]
+        then_PLH = run(model.frozen[stream], part_of(stream_batch.sequences, 0, P)).hidden_states[-1]
     L = R = now_BLH.new_zeros(())
     links = tokens = 0
-    for p, identity in enumerate(piece.sequences.identities[:P]):
+    for p, identity in enumerate(stream_batch.sequences.identities[:P]):
         example = by_identity[int(identity)]
         anchor = example.langs.index(options.anchor) if options.anchor else 0
         last: dict[Word, Tensor] = {}
@@ -293,20 +299,20 @@ def contextual(
 
 
 def ppa(
-    model: Model, stream: str, piece: Piece, examples: list[Example], options: Any, tokenizer: Tokenizer
+    model: Model, stream: str, stream_batch: StreamBatch, examples: list[Example], options: Any, tokenizer: Tokenizer
 ) -> dict[str, Term]:
     """Equations 2 to 4, a pair and a negative at a time."""
-    found, n = {}, len(piece.sequences.lengths)
-    P = len(piece.arrays["number"]) if options.moco_weight else 0
+    found, n = {}, len(stream_batch.sequences.lengths)
+    P = len(stream_batch.arrays["number"]) if options.moco_weight else 0
     if options.tlm_weight:
-        masked = replace(piece, sequences=part_of(piece.sequences, 0, n - P))
+        masked = replace(stream_batch, sequences=part_of(stream_batch.sequences, 0, n - P))
         found["mlm" if options.replace_tlm_with_mlm else "tlm"] = words(model, masked, options.tlm_weight)
     if not options.moco_weight:
         return found
-    zq_PD, zk_PD = views(model, stream, piece, options)
+    zq_PD, zk_PD = views(model, stream, stream_batch, options)
     by_identity = {int(example.identity): example for example in examples}
-    assert piece.beside is not None
-    queries, keys = part_of(piece.sequences, n - P, n), piece.beside.sequences
+    assert stream_batch.auxiliary is not None
+    queries, keys = part_of(stream_batch.sequences, n - P, n), stream_batch.auxiliary.sequences
     for query, key, identity in zip(ids_of(queries), ids_of(keys), queries.identities, strict=True):
         sides = [[tokenizer.cls_id, *ids, tokenizer.sep_id] for ids in by_identity[int(identity)].ids]
         assert [query, key] in (sides, sides[::-1])
@@ -320,19 +326,19 @@ def ppa(
     return {"moco": Term(options.moco_weight, total, P, right), **found}
 
 
-def views(model: Model, stream: str, piece: Piece, options: Any) -> tuple[Tensor, Tensor]:
+def views(model: Model, stream: str, stream_batch: StreamBatch, options: Any) -> tuple[Tensor, Tensor]:
     """z of each pair's query view and, without gradient, of its key view [P, D]."""
-    n, P = len(piece.sequences.lengths), len(piece.arrays["number"])
-    assert piece.beside is not None
+    n, P = len(stream_batch.sequences.lengths), len(stream_batch.arrays["number"])
+    assert stream_batch.auxiliary is not None
     own = model.heads[stream]
-    views = part_of(piece.sequences, n - P, n)
+    views = part_of(stream_batch.sequences, n - P, n)
     zq = [
         projected(x, own.w1.weight, own.w2.weight, options)
         for x in vectors(run(model.lm, views).hidden_states[-1], views, options)
     ]
     key, w1, w2 = model.frozen[stream]
     with torch.no_grad():
-        views = piece.beside.sequences
+        views = stream_batch.auxiliary.sequences
         zk = [projected(x, w1, w2, options) for x in vectors(run(key, views).last_hidden_state, views, options)]
     return torch.stack(zq), torch.stack(zk)
 

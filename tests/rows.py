@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Piece
-from xscale.data.row import Row, make_row
+from xscale.data.packed_row import PackedRow, pack_row
+from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
-from xscale.run.job import Job
+from xscale.run.run_spec import RunSpec
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
 
@@ -39,7 +39,7 @@ class OneStream(StepModule):
         nn.Module.__init__(self)
         self.encoder = parts.encoder
         self.heads = nn.ModuleDict({"s": parts.heads} if parts.heads is not None else {})
-        self.companions = {"s": parts.companion} if parts.companion is not None else {}
+        self.auxiliary_states = {"s": parts.auxiliary_state} if parts.auxiliary_state is not None else {}
         self.streams = {"s": (OBJECTIVES[objective], options)}
         self.reported = []
 
@@ -52,10 +52,10 @@ class Sums:
     """Sum of each metric, and the term by whose targets it is divided."""
 
 
-def sums(objective: str, parts: Parts, piece: Piece, options: Any, seed: int = 0) -> Sums:
+def sums(objective: str, parts: Parts, stream_batch: StreamBatch, options: Any, seed: int = 0) -> Sums:
     """The companion reads once, and a row runs once for each term, with all other weights at 0."""
     module = OneStream(objective, parts, options)
-    row_pass = RowPass(module, make_row({"s": piece}, LONGEST, FILLER), CPU, (seed,))
+    row_pass = RowPass(module, pack_row({"s": stream_batch}, LONGEST, FILLER), CPU, (seed,))
     names = list(OBJECTIVES[objective].terms(options))
     terms, reported = {}, torch.empty(0)
     for name in names:
@@ -92,19 +92,21 @@ def assert_same_gradients(
 
 
 def rows_of_step(
-    job: Job, world: int = 1, max_tokens: int | None = None, steps: int = 1, **options: Any
-) -> Iterator[list[list[Row]]]:
+    run_spec: RunSpec, world: int = 1, max_tokens: int | None = None, steps: int = 1, **options: Any
+) -> Iterator[list[list[PackedRow]]]:
     """Rows of each of the first steps, by rank."""
-    job = replace(job, recipe=replace(job.recipe, train=replace(job.recipe.train, max_tokens=max_tokens)))
+    run_spec = replace(
+        run_spec, recipe=replace(run_spec.recipe, train=replace(run_spec.recipe.train, max_tokens=max_tokens))
+    )
     ranks = [
-        job.batches(Process(rank, world, rank, world), "cpu", initial_state(job.specs), steps, **options)
+        run_spec.batches(Process(rank, world, rank, world), "cpu", initial_state(run_spec.specs), steps, **options)
         for rank in range(world)
     ]
     for batches in zip(*ranks, strict=True):
         yield [batch.rows for batch in batches]
 
 
-def totals_of(rows: list[Row]) -> dict[tuple[str, str], int]:
+def totals_of(rows: list[PackedRow]) -> dict[tuple[str, str], int]:
     return {key: sum(row.targets[key] for row in rows) for key in rows[0].targets}
 
 

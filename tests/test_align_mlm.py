@@ -20,9 +20,9 @@ from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.piece import Context, Piece, Share
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
+from xscale.data.stream_batch import Context, StreamBatch, StreamShare
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
@@ -64,7 +64,7 @@ def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., Context
     lexicons = (made(entries[:20], ("en", "de")), made(entries[20:], ("fr", "en")))
 
     def make(step: int = 0, part: int = 0, parts: int = 1, seed: int = 0, stream: str = "align_mlm") -> Context:
-        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, Share(step, part, parts))
+        return Context(tokenizer, 64, "drop", LANGUAGES, seed, lexicons, stream, StreamShare(step, part, parts))
 
     return make
 
@@ -83,7 +83,7 @@ def model(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Any:
     return lm
 
 
-def dictionary_of(batch: Piece) -> list[Entry]:
+def dictionary_of(batch: StreamBatch) -> list[Entry]:
     """The entries in a piece's arrays, by loops."""
     ids, starts = batch.arrays["ids"].tolist(), batch.arrays["starts"].tolist()
     words = [ids[a:b] for a, b in zip(starts, [*starts, len(ids)][1:], strict=True)]
@@ -105,22 +105,24 @@ def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
 @pytest.mark.parametrize(("subwords", "parts"), [("mean", 1), ("mean", 3), ("single", 2)])
 def test_loss_and_gradients(subwords: Any, parts: int, context, entries, tokenizer: Tokenizer, model: Any) -> None:
     """L_MLM + alpha L_ALIGN of a step in several parts, summed up as a step sums its rows."""
-    options = align_mlm.Options(0.3, alpha=7.0, subwords=subwords)
+    options = align_mlm.AlignMlmOptions(0.3, alpha=7.0, subwords=subwords)
     samples = random_samples(context(), 6, 1)
-    pieces = [align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)]
+    stream_batches = [
+        align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)
+    ]
 
     used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
     cosine = cosines(model.get_input_embeddings().weight, used)
-    inputs = [sequences_of(piece) for piece in pieces]
+    inputs = [sequences_of(stream_batch) for stream_batch in stream_batches]
     targets = sum(len(labels) for _, places in inputs for labels in places)
     predicted = sum((plain_loss(model, *one) for one in inputs), torch.zeros(()))
     expected = predicted / targets + 7.0 * -(1 / len(used)) * cosine
 
     factors = align_mlm.OBJECTIVE.terms(options)
-    totals = {term: sum(piece.targets[term] for piece in pieces) for term in factors}
+    totals = {term: sum(stream_batch.targets[term] for stream_batch in stream_batches) for term in factors}
     assert factors == {"mlm": 1.0, "align": 7.0}
     assert totals == {"mlm": targets, "align": len(used)} and len(used) >= 10
-    found = [sums("align_mlm", Parts(Encoder(model)), piece, options) for piece in pieces]
+    found = [sums("align_mlm", Parts(Encoder(model)), stream_batch, options) for stream_batch in stream_batches]
     loss = sum(factors[term] * one.terms[term] / totals[term] for one in found for term in factors)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
     assert_same_gradients(gradients(loss, model), gradients(expected, model))
@@ -133,11 +135,11 @@ def test_loss_and_gradients(subwords: Any, parts: int, context, entries, tokeniz
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, model: Any) -> None:
     """Of half-precision rows nothing but the rows is rounded."""
-    piece = align_mlm.collate([], align_mlm.Options(), context())
-    arrays = {name: torch.from_numpy(array) for name, array in piece.arrays.items()}
+    stream_batch = align_mlm.collate([], align_mlm.AlignMlmOptions(), context())
+    arrays = {name: torch.from_numpy(array) for name, array in stream_batch.arrays.items()}
     half = Parts(Encoder(model.to(dtype)))
     states = {"masked": torch.zeros(0, 16, dtype=dtype)}
-    found = align_mlm.loss(half, states, arrays, align_mlm.Options()).sums["align"]
+    found = align_mlm.loss(half, states, arrays, align_mlm.AlignMlmOptions()).sums["align"]
     assert found.dtype == torch.float32
     exact = cosines(half.encoder.lm.get_input_embeddings().weight.detach().double(), entries)
     torch.testing.assert_close(-found.double(), exact, rtol=0, atol=1e-5)
@@ -146,9 +148,9 @@ def test_cosines_are_fp32(dtype: torch.dtype, entries: list[Entry], context, mod
 def test_the_rest_is_mlm(context, tokenizer: Tokenizer) -> None:
     samples = random_samples(context(), 9, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.2), context())
-    piece = align_mlm.collate(samples, align_mlm.Options(0.2), context())
-    assert sequences_of(piece) == sequences_of(plain) and piece.targets["mlm"] == plain.targets["mlm"]
-    assert piece.samples == plain.samples and not plain.arrays
+    stream_batch = align_mlm.collate(samples, align_mlm.AlignMlmOptions(0.2), context())
+    assert sequences_of(stream_batch) == sequences_of(plain) and stream_batch.targets["mlm"] == plain.targets["mlm"]
+    assert stream_batch.samples == plain.samples and not plain.arrays
 
 
 # 2. Which entries
@@ -158,7 +160,7 @@ def test_the_rest_is_mlm(context, tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("wanted", [None, 20, ENTRIES, 1000])
 def test_every_entry_once_a_step(wanted: int | None, parts: int, entries: list[Entry], context) -> None:
     """More parts than entries leave some empty; none is repeated, none differs from its dictionary."""
-    options = align_mlm.Options(pairs_per_step=wanted)
+    options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
     batches = [align_mlm.collate([], options, context(5, part, parts)) for part in range(parts)]
     found = [entry for batch in batches for entry in dictionary_of(batch)]
     assert len(found) == min(wanted or ENTRIES, ENTRIES)
@@ -174,7 +176,7 @@ def test_samples_are_of_the_step(entries: list[Entry], context) -> None:
     """A function of seed, stream and step; over many steps every entry is equally likely."""
 
     def sample(**place: Any) -> list[Entry]:
-        return dictionary_of(align_mlm.collate([], align_mlm.Options(pairs_per_step=10), context(**place)))
+        return dictionary_of(align_mlm.collate([], align_mlm.AlignMlmOptions(pairs_per_step=10), context(**place)))
 
     assert sample(step=1) == sample(step=1)
     assert len({str(sample(**place)) for place in ({}, {"step": 1}, {"seed": 1}, {"stream": "other"})}) == 4
@@ -188,7 +190,7 @@ def test_samples_are_of_the_step(entries: list[Entry], context) -> None:
 
 
 def test_single_leaves_out_longer_words(entries: list[Entry], context) -> None:
-    found = dictionary_of(align_mlm.collate([], align_mlm.Options(subwords="single"), context()))
+    found = dictionary_of(align_mlm.collate([], align_mlm.AlignMlmOptions(subwords="single"), context()))
     assert found == [entry for entry in entries if len(entry[0]) == len(entry[1]) == 1]
 
 
@@ -199,7 +201,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     sources = find_sources([demo])
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
     calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
-    options = align_mlm.Options(pairs_per_step=wanted)
+    options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
     streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
     dataset = StepDataset(sources, streams, context, 3)
@@ -213,8 +215,8 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
             for rank in ranks:
                 plan = rank.next_step()
                 for stream in found:
-                    for piece, _ in dataset.pieces(stream, plan):
-                        found[stream] += dictionary_of(piece)
+                    for stream_batch, _ in dataset.stream_batches(stream, plan):
+                        found[stream] += dictionary_of(stream_batch)
             steps.append({name: sorted(entries) for name, entries in found.items()})
         return steps
 
@@ -234,17 +236,17 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
 
 def test_a_piece_of_nothing(context, tokenizer: Tokenizer, model: Any) -> None:
     """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
-    options, parts, touched = align_mlm.Options(), Parts(Encoder(model)), []
+    options, parts, touched = align_mlm.AlignMlmOptions(), Parts(Encoder(model)), []
     busy = align_mlm.collate(random_samples(context(), 4, 6), options, context(0, 0, 60))
     without_text = align_mlm.collate([], options, context(0, 1, 60))
     empty = align_mlm.collate([], options, context(0, 59, 60))
-    assert [piece.targets["align"] for piece in (busy, without_text, empty)] == [1, 1, 0]
-    for piece in (busy, without_text, empty):
+    assert [stream_batch.targets["align"] for stream_batch in (busy, without_text, empty)] == [1, 1, 0]
+    for stream_batch in (busy, without_text, empty):
         for name in ("reads", "labels", "targets", "arrays"):
-            assert getattr(piece, name).keys() == getattr(busy, name).keys()
-        terms = sums("align_mlm", parts, piece, options).terms
+            assert getattr(stream_batch, name).keys() == getattr(busy, name).keys()
+        terms = sums("align_mlm", parts, stream_batch, options).terms
         touched.append(gradients(terms["mlm"] + terms["align"], model))
-        assert bool(terms["mlm"]) == (piece is busy) and bool(terms["align"]) == (piece is not empty)
+        assert bool(terms["mlm"]) == (stream_batch is busy) and bool(terms["align"]) == (stream_batch is not empty)
     spare = set() if model.config.tie_word_embeddings else {"0.cls.predictions.bias"}  # Hugging Face's, used by nothing
     for found in touched:
         assert found.keys() == dict(model.named_parameters(prefix="0")).keys() - spare
@@ -257,15 +259,17 @@ def test_only_longer_words(tokenizer: Tokenizer) -> None:
     lexicon = made([([50, 51], [60])], ("en", "de"))
     poor = Context(tokenizer, 64, "drop", LANGUAGES, lexicons=(lexicon,), stream="s")
     sample = [[Example(("en",), ([50],), None, np.uint64(0))]]
-    assert align_mlm.collate(sample, align_mlm.Options(), poor).targets["align"] == 1
+    assert align_mlm.collate(sample, align_mlm.AlignMlmOptions(), poor).targets["align"] == 1
     with pytest.raises(UserError, match=r"streams\.s: .* set subwords: mean"):
-        align_mlm.collate(sample, align_mlm.Options(subwords="single"), poor)
+        align_mlm.collate(sample, align_mlm.AlignMlmOptions(subwords="single"), poor)
 
 
 def test_options() -> None:
     names = {name: objective.options for name, objective in OBJECTIVES.items()}
     recipe = load_recipe("align_mlm", [], names)
-    assert recipe.streams["align_mlm"].options == align_mlm.Options(alpha=10.0, subwords="mean", pairs_per_step=None)
+    assert recipe.streams["align_mlm"].options == align_mlm.AlignMlmOptions(
+        alpha=10.0, subwords="mean", pairs_per_step=None
+    )
     for wrong in ("alpha=-1", "pairs_per_step=0", "subwords=first"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             load_recipe("align_mlm", [f"streams.align_mlm.{wrong}"], names)
@@ -304,7 +308,9 @@ def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Toke
     source, target = lexicons.entries((lexicon,), False)
     assert len(source.lengths) == len(target.lengths) == 2
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, lexicons=(lexicon,))
-    piece = align_mlm.collate([[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.Options(), context)
-    assert piece.targets["align"] == 2
-    ids = np.split(piece.arrays["ids"], piece.arrays["starts"][1:])
+    stream_batch = align_mlm.collate(
+        [[Example(("en",), ([50],), None, np.uint64(0))]], align_mlm.AlignMlmOptions(), context
+    )
+    assert stream_batch.targets["align"] == 2
+    ids = np.split(stream_batch.arrays["ids"], stream_batch.arrays["starts"][1:])
     assert [tokenizer.hf.decode(word) for word in ids] == ["Peter", "will", "shaka", "doj"]

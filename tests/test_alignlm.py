@@ -23,10 +23,10 @@ from xscale.data import links as word_links
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.piece import Context, Piece, Reads
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Context, Reads, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -90,7 +90,7 @@ def tiny(tokenizer: Tokenizer, seed: int = 0) -> Encoder:
 def parts(tokenizer: Tokenizer) -> Parts:
     torch.manual_seed(1)
     encoder = tiny(tokenizer)
-    heads = alignlm.Heads(encoder, alignlm.Options()).double()
+    heads = alignlm.Heads(encoder, alignlm.AlignLMOptions()).double()
     noise(encoder)
     noise(heads)
     return Parts(encoder, heads)
@@ -105,7 +105,7 @@ def words_of_pair(pair: Pair, tokenizer: Tokenizer) -> list[list[tuple[int, int]
 
 
 def paper(
-    parts: Parts, piece: Piece, pairs: list[Pair], tokenizer: Tokenizer, options: alignlm.Options
+    parts: Parts, stream_batch: StreamBatch, pairs: list[Pair], tokenizer: Tokenizer, options: alignlm.AlignLMOptions
 ) -> dict[str, Any]:
     """Sums over masked tokens of L_mp and L_bp, and what is counted beside them."""
     lm, heads = parts.encoder.lm, parts.heads
@@ -119,7 +119,7 @@ def paper(
 
     found: dict[str, Any] = {"mono": torch.zeros((), dtype=torch.float64), "bi": torch.zeros((), dtype=torch.float64)}
     found |= dict.fromkeys(("swaps", "masked", "linked", "right", "bilingual_right", "multi", "summed"), 0)
-    for pair, seen, targets, original in zip(pairs, *sequences_of(piece), originals(piece), strict=True):
+    for pair, seen, targets, original in zip(pairs, *sequences_of(stream_batch), originals(stream_batch), strict=True):
         words = words_of(original, words_of_pair(pair, tokenizer), tokenizer)
         swap = words[1] is not None and words[1][0] == 1
         A = dense_A(words, pair[2], options.expand)
@@ -145,12 +145,12 @@ def paper(
 
 
 CASES = {
-    "all": (alignlm.Options(), 128),
-    "first": (alignlm.Options(expand="first", mask_prob=0.6), 128),
-    "mean": (alignlm.Options(normalize="mean", bilingual_weight=0.3), 128),
-    "swapped": (alignlm.Options(shuffle_sides=True), 128),
-    "cut": (alignlm.Options(shuffle_sides=True, mask_prob=0.5), 24),
-    "cut first": (alignlm.Options(expand="first", normalize="mean", mask_prob=0.8), 16),
+    "all": (alignlm.AlignLMOptions(), 128),
+    "first": (alignlm.AlignLMOptions(expand="first", mask_prob=0.6), 128),
+    "mean": (alignlm.AlignLMOptions(normalize="mean", bilingual_weight=0.3), 128),
+    "swapped": (alignlm.AlignLMOptions(shuffle_sides=True), 128),
+    "cut": (alignlm.AlignLMOptions(shuffle_sides=True, mask_prob=0.5), 24),
+    "cut first": (alignlm.AlignLMOptions(expand="first", normalize="mean", mask_prob=0.8), 16),
 }
 
 
@@ -159,15 +159,15 @@ CASES = {
 def test_loss_and_gradients_are_the_papers(tokenizer: Tokenizer, parts: Parts, case: str, seed: int) -> None:
     options, max_length = CASES[case]
     pairs = random_pairs(10, seed)
-    piece = alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, max_length))
-    expected = paper(parts, piece, pairs, tokenizer, options)
+    stream_batch = alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, max_length))
+    expected = paper(parts, stream_batch, pairs, tokenizer, options)
     counts = {"mono": expected["masked"], "bi": expected["linked"], "links": expected["summed"]}
-    assert piece.targets == counts
+    assert stream_batch.targets == counts
     assert 0 < expected["multi"] < expected["linked"] < expected["masked"], "the case tests too little"
     assert bool(expected["swaps"]) == options.shuffle_sides and expected["swaps"] < len(pairs)
-    assert bool(piece.too_long) == (max_length < 128)
+    assert bool(stream_batch.too_long) == (max_length < 128)
 
-    found = sums("alignlm", parts, piece, options)
+    found = sums("alignlm", parts, stream_batch, options)
     assert list(found.terms) == ["mono", "bi"]
     for term, value in found.terms.items():
         torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
@@ -180,7 +180,7 @@ def test_loss_and_gradients_are_the_papers(tokenizer: Tokenizer, parts: Parts, c
     assert factors == {"mono": 1.0, "bi": options.bilingual_weight}
 
     def whole(terms: dict[str, Tensor]) -> Tensor:
-        return sum(factors[term] * terms[term] / piece.targets["mono"] for term in factors)  # |M|, of both
+        return sum(factors[term] * terms[term] / stream_batch.targets["mono"] for term in factors)  # |M|, of both
 
     modules = (parts.encoder, parts.heads)
     assert_same_gradients(gradients(whole(found.terms), *modules), gradients(whole(expected), *modules))
@@ -188,8 +188,10 @@ def test_loss_and_gradients_are_the_papers(tokenizer: Tokenizer, parts: Parts, c
 
 def test_the_two_predictions_can_be_told_apart(tokenizer: Tokenizer, parts: Parts) -> None:
     """L_mp does not reach W2, W3; L_bp does not reach W1. Both reach `linear`, W and the encoder."""
-    piece = alignlm.collate(examples_of(tokenizer, random_pairs(6)), alignlm.Options(), context(tokenizer))
-    found = sums("alignlm", parts, piece, alignlm.Options())
+    stream_batch = alignlm.collate(
+        examples_of(tokenizer, random_pairs(6)), alignlm.AlignLMOptions(), context(tokenizer)
+    )
+    found = sums("alignlm", parts, stream_batch, alignlm.AlignLMOptions())
     dense = parts.encoder.head.dense.weight
     weights = [parts.heads.W2.weight, parts.heads.W3.weight, dense, parts.heads.linear.weight]
     reached = {
@@ -206,7 +208,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     config = CONFIGS[kind]
     lm = AutoModelForMaskedLM.from_config(config).double().eval()
     noise(lm)
-    heads = alignlm.Heads(Encoder(lm), alignlm.Options()).double()
+    heads = alignlm.Heads(Encoder(lm), alignlm.AlignLMOptions()).double()
     ids, lengths = torch.randint(5, 97, (2, 7)), np.array([7, 7])
     places, labels = np.array([1, 4, 9]), torch.randint(5, 97, (3,))
     linked, partners = word_links.linked_states(np.array([[4, 9]]), places, ids.numel())
@@ -215,8 +217,8 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), zeros, zeros, None, identities, zeros[:2])
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
     reads = {"masked": Reads(places), "linked": partners}
-    piece = Piece(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
-    found = sums("alignlm", Parts(Encoder(lm), heads), piece, alignlm.Options())
+    stream_batch = StreamBatch(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
+    found = sums("alignlm", Parts(Encoder(lm), heads), stream_batch, alignlm.AlignLMOptions())
     logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.flatten(0, 1)
     fp32_rotations = 1e-6 if kind == "modernbert" else 1e-12  # Hugging Face turns queries and keys in fp32
     expected = F.cross_entropy(logits[places], labels, reduction="sum")
@@ -231,15 +233,15 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
 
 def test_the_sums_do_not_depend_on_the_cut(tokenizer: Tokenizer, parts: Parts) -> None:
     samples = examples_of(tokenizer, random_pairs(9, seed=3))
-    options = alignlm.Options(shuffle_sides=True)
+    options = alignlm.AlignLMOptions(shuffle_sides=True)
 
     def whole(size: int) -> dict[str, float]:
         totals: dict[str, float] = {}
         for start in range(0, len(samples), size):
-            piece = alignlm.collate(samples[start : start + size], options, context(tokenizer, 40))
-            terms = sums("alignlm", parts, piece, options).terms
+            stream_batch = alignlm.collate(samples[start : start + size], options, context(tokenizer, 40))
+            terms = sums("alignlm", parts, stream_batch, options).terms
             values = {name: value.item() for name, value in terms.items()}
-            for name, value in {**values, **{f"count {t}": n for t, n in piece.targets.items()}}.items():
+            for name, value in {**values, **{f"count {t}": n for t, n in stream_batch.targets.items()}}.items():
                 totals[name] = totals.get(name, 0.0) + value
         return totals
 
@@ -257,29 +259,32 @@ EMPTY = {
 @pytest.mark.parametrize("normalize", ["sum", "mean"])
 def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts, normalize: Any) -> None:
     """Zero loss, zero targets and zero gradients, for every parameter, where there is no sample."""
-    options = alignlm.Options(mask_prob=0.9, normalize=normalize)
-    pieces = {
+    options = alignlm.AlignLMOptions(mask_prob=0.9, normalize=normalize)
+    stream_batches = {
         name: alignlm.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
         for name, pairs in EMPTY.items()
     }
     every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) for n, _ in m.named_parameters()}
-    for name, piece in pieces.items():
-        found = sums("alignlm", parts, piece, options)
+    for name, stream_batch in stream_batches.items():
+        found = sums("alignlm", parts, stream_batch, options)
         touched = gradients(sum(found.terms.values()), parts.encoder, parts.heads)
-        assert touched.keys() == every and list(piece.targets) == ["mono", "bi", "links"]
+        assert touched.keys() == every and list(stream_batch.targets) == ["mono", "bi", "links"]
         for fields in ("reads", "labels", "arrays"):
-            assert getattr(piece, fields).keys() == getattr(pieces["links"], fields).keys()
+            assert getattr(stream_batch, fields).keys() == getattr(stream_batches["links"], fields).keys()
         if name in ("no sample", "all dropped"):
-            assert piece.targets == {"mono": 0, "bi": 0, "links": 0} and (piece.samples, len(piece.sequences.ids)) == (
+            assert stream_batch.targets == {"mono": 0, "bi": 0, "links": 0} and (
+                stream_batch.samples,
+                len(stream_batch.sequences.ids),
+            ) == (
                 0,
                 0,
             )
-            assert piece.too_long == len(EMPTY[name])
+            assert stream_batch.too_long == len(EMPTY[name])
             assert not any(v.item() for v in found.terms.values())
             assert not any(g.any() for g in touched.values())
             assert not any(v for v, _ in found.metrics.values())
         else:
-            assert piece.targets["mono"] > 0 and bool(piece.targets["bi"]) == (name == "links")
+            assert stream_batch.targets["mono"] > 0 and bool(stream_batch.targets["bi"]) == (name == "links")
             assert bool(found.terms["bi"]) == (name == "links")
 
 
@@ -335,44 +340,48 @@ def test_words_without_tokens_keep_their_number(tokenizer: Tokenizer) -> None:
 def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: str | None, words: list[str]) -> None:
     pairs: Any = [("Peter will", "shaka vopina", "0-0"), ("Peter will", "doj koh", links)]
     with pytest.raises(UserError) as caught:
-        alignlm.collate(examples_of(tokenizer, pairs), alignlm.Options(), context(tokenizer))
+        alignlm.collate(examples_of(tokenizer, pairs), alignlm.AlignLMOptions(), context(tokenizer))
     assert all(word in str(caught.value) for word in ("'r1'", *words)), caught.value
 
 
 def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) -> None:
     long = " ".join(ROOT_WORDS[:12])
     (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])
-    piece = alignlm.collate([sample], alignlm.Options(mask_prob=0.99), context(tokenizer, 16))
-    assert piece.too_long == 1 and piece.targets["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
+    stream_batch = alignlm.collate([sample], alignlm.AlignLMOptions(mask_prob=0.99), context(tokenizer, 16))
+    assert stream_batch.too_long == 1 and stream_batch.targets["bi"] == 2 * len(tokenizer.encode(["Peter"])[0])
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(ValidationError, match="mask_prob"):
-        alignlm.Options(mask_prob=1.0)
+        alignlm.AlignLMOptions(mask_prob=1.0)
     with pytest.raises(ValidationError, match="bilingual_weight"):
-        alignlm.Options(bilingual_weight=-1)
+        alignlm.AlignLMOptions(bilingual_weight=-1)
 
 
 def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None:
     """From shards through the loader: what a masked word is predicted from are its gold translations."""
     source = Source(demo / "pairs")
     objective = alignlm.OBJECTIVE
-    options = alignlm.Options(shuffle_sides=True)
+    options = alignlm.AlignLMOptions(shuffle_sides=True)
     stream = StreamCollate(objective.collate, options, objective.words(options))
     dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
     specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
     plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
-    seen, found = 0, dataset.pieces("alignlm", plan)
-    for piece, keys in found:
-        original = piece.sequences.ids.copy()
-        masked, partners, of_token = piece.reads["masked"].places, piece.reads["linked"], piece.sequences.numbers
-        original[masked] = piece.labels["mono"]
-        linked = [place for place in masked.tolist() if original[place] in piece.labels["bi"]]
+    seen, found = 0, dataset.stream_batches("alignlm", plan)
+    for stream_batch, keys in found:
+        original = stream_batch.sequences.ids.copy()
+        masked, partners, of_token = (
+            stream_batch.reads["masked"].places,
+            stream_batch.reads["linked"],
+            stream_batch.sequences.numbers,
+        )
+        original[masked] = stream_batch.labels["mono"]
+        linked = [place for place in masked.tolist() if original[place] in stream_batch.labels["bi"]]
         ends = np.cumsum([0, *partners.counts]).tolist()
         at = iter(linked)
-        for label, (a, b) in zip(piece.labels["bi"].tolist(), pairwise(ends), strict=True):
+        for label, (a, b) in zip(stream_batch.labels["bi"].tolist(), pairwise(ends), strict=True):
             sequence = of_token[partners.places[a]]
             place = next(p for p in at if original[p] == label and of_token[p] == sequence)
             record = records[keys[sequence]]
@@ -385,7 +394,7 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
             assert all(any(partner.removeprefix("##") in word for word in fits) for partner in theirs)
             assert set(of_token[partners.places[a:b]]) == {sequence}
             seen += 1
-        assert piece.targets["bi"] > 0.8 * piece.targets["mono"] > 0
+        assert stream_batch.targets["bi"] > 0.8 * stream_batch.targets["mono"] > 0
     assert seen > 100 and len(found) > 1
 
 
@@ -401,10 +410,10 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
 
     monkeypatch.setattr(Source, "read", lambda self, shard, record: long)
     monkeypatch.setattr(Tokenizer, "encode_words", encode_words)
-    stream = StreamCollate(alignlm.OBJECTIVE.collate, alignlm.Options(), words=True)
+    stream = StreamCollate(alignlm.OBJECTIVE.collate, alignlm.AlignLMOptions(), words=True)
     dataset = StepDataset([source], {"alignlm": stream}, replace(context(tokenizer), overlong="drop"), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     specs = [StreamSpec("alignlm", (0,), 4, packed=False)]
     plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
-    pieces = [piece for piece, _ in dataset.pieces("alignlm", plan)]
-    assert sum(piece.too_long for piece in pieces) == 4 and max(seen) <= 64 * 128
+    stream_batches = [stream_batch for stream_batch, _ in dataset.stream_batches("alignlm", plan)]
+    assert sum(stream_batch.too_long for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

@@ -16,9 +16,9 @@ from xscale.data.sample import spread
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
-from xscale.eval.alignment_score import WordPairs, find_gold, tokens_of, trained_tokens
+from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
-from xscale.run import gold
+from xscale.run import alignment_probe
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -38,7 +38,7 @@ def test_score_is_nearest_neighbour_search_by_hand() -> None:
     targets = sorted({b for _, b in pairs} | set(range(20)))
     expected = by_hand(table, pairs, targets)
     assert 0.2 < expected < 0.8
-    assert WordPairs(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
+    assert ProbeWords(np.unique(pairs, axis=0), np.array(targets)).score(table) == pytest.approx(expected)
 
 
 def plain_tokens(source: Source, language: str, tokenizer: Tokenizer) -> set[int]:
@@ -55,7 +55,7 @@ def test_all_tokens_of_the_other_language_compete(demo: Path, tokenizer: Tokeniz
     tokens = {language: tokens_of(language, sources, tokenizer) for language in ("en", "xx")}
     theirs = plain_tokens(sources[0], "xx", tokenizer) | plain_tokens(sources[1], "xx", tokenizer)
     assert set(tokens["xx"].tolist()) == theirs
-    found = find_gold([lexicon], [], 0.2, tokens)["en-xx"]
+    found = find_probe([lexicon], [], 0.2, tokens)["en-xx"]
     for words in (found.withheld, found.trained):
         assert set(words.targets_C.tolist()) == theirs | {b for _, b in lexicon.single().tolist()}
         assert all(a != b for a, b in words.pairs_P2.tolist())
@@ -76,7 +76,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
     read: list[tuple[str, int]] = []
 
     def recorded(self: Source, shard: int, record: int, plain: Any = Source.read) -> Any:
-        assert not self.swept, "a few records of a shard do not make it worth reading through"
+        assert not self.readahead, "a few records of a shard do not make it worth reading through"
         read.append((self.name, sum(self.counts[:shard].tolist()) + record))
         return plain(self, shard, record)
 
@@ -108,7 +108,7 @@ def test_words_of_which_an_objective_saw_any_entry_are_not_withheld() -> None:
             for a, b in draw.integers(0, 40, (40, 2)).tolist()
         ]
         lexicon = lexicon_of(langs, *entries)
-        asked = find_gold([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
+        asked = find_probe([lexicon], [lexicon], 0.5, tokens)[lexicon.name]
         seen: set[int] = set()
         for *words, a, b in entries:
             if not any(withheld(word, 1 - 0.5**0.5) for word in words) and a != b:
@@ -128,7 +128,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
     tokens = {language: np.arange(9) for language in ("de", "en")}
 
     def asked(*read: Lexicon) -> list[int]:
-        return find_gold([lexicon], read, 0.3, tokens)["de-en"].withheld.queries.tolist()
+        return find_probe([lexicon], read, 0.3, tokens)["de-en"].withheld.queries.tolist()
 
     assert asked(lexicon) == asked() == [4]
     other = lexicon_of(("de", "fr"), (kept, "u", [4], [8]), (kept, "u", [7, 4], [8]))
@@ -138,7 +138,7 @@ def test_a_token_that_is_trained_as_another_word_is_not_withheld() -> None:
 
 def test_dictionaries_of_one_name_are_measured_together() -> None:
     one, two = (lexicon_of(("de", "en"), (some_word(True, "a"), "x", [a], [a + 1])) for a in (1, 5))
-    found = find_gold([one, two], [], 0.3, {"en": np.arange(9)})
+    found = find_probe([one, two], [], 0.3, {"en": np.arange(9)})
     assert found.keys() == {"de-en"} and found["de-en"].withheld.pairs_P2.tolist() == [[1, 2], [5, 6]]
 
 
@@ -199,17 +199,17 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
 
     def words(*files: str) -> dict[str, list[list[int]]]:
         sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
-        job = launch.job_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
-        assert [lexicon.name for lexicon in job.measured] == [file.removesuffix(".txt") for file in files]
-        found = gold.gold_of(job, tmp_path)
+        run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
+        assert [lexicon.name for lexicon in run_spec.measured] == [file.removesuffix(".txt") for file in files]
+        found = alignment_probe.probe_of(run_spec, tmp_path)
         return {name: [w.targets_C.tolist() for w in (g.withheld, g.trained)] for name, g in found.items()}
 
-    monkeypatch.setattr(gold, "tokens_of", count)
+    monkeypatch.setattr(alignment_probe, "tokens_of", count)
     first = words("en-xx.txt")
     assert counted == ["xx"] and words("en-xx.txt") == first and counted == ["xx"]
     both = words("en-xx.txt", "xx-en.txt")
     assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
-    (tmp_path / gold.TOKENS).write_bytes((tmp_path / gold.TOKENS).read_bytes()[:99])
+    (tmp_path / alignment_probe.TOKENS).write_bytes((tmp_path / alignment_probe.TOKENS).read_bytes()[:99])
     assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
 
 
@@ -223,10 +223,12 @@ def test_too_few_words_have_no_score(
     table = torch.randn(tokenizer.vocab_size, 8)
     for heldout, noted in ((0.2, True), (0.0, False)):
         sets = [f"data.lexicons=[{tmp_path / 'en-xx.txt'}]", f"data.lexicon_heldout={heldout}"]
-        job = launch.job_of(["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets])
+        run_spec = launch.run_spec_of(
+            ["--ds_config", "x", "--recipe", "align_mlm", "--data", str(demo), "--set", *sets]
+        )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = gold.gold_of(job, tmp_path)["en-xx"]
+            found = alignment_probe.probe_of(run_spec, tmp_path)["en-xx"]
         assert (f"alignment/en-xx is left out: {len(found.withheld.queries)} words" in caplog.text) == noted
         withheld, trained = found.scores(table)
         assert withheld is None and trained is not None

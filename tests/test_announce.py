@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from xscale.data.row import Work
+from xscale.data.packed_row import Work
 from xscale.ranks import Process
-from xscale.run.announce import FEWEST, MOST, Announcer
+from xscale.run.synchronizer import FEWEST, MOST, StepSynchronizer
 
 STEPS, RANKS = 120, 2
 
@@ -43,17 +43,19 @@ def batch(step: int) -> Any:
         targets=lambda: {("tlm", "mlm"): step},
         work=lambda: Work(*[0] * len(Work._fields)),
         too_long=lambda: empty,
-        beside=lambda: empty,
+        auxiliary=lambda: empty,
         samples=lambda: 1,
     )
 
 
-def announcer(rank: int, network: Network, stop: list[str]) -> Announcer:
-    control: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
+def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
+    host_group: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     watch: Any = SimpleNamespace(note=lambda doing: None)
-    keeper: Any = SimpleNamespace(saver=SimpleNamespace(written=False), under_way=None)
+    checkpoint_manager: Any = SimpleNamespace(saver=SimpleNamespace(written=False), under_way=None)
     told: Any = stop
-    return Announcer(0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), control, told, watch, keeper, [])
+    return StepSynchronizer(
+        0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), host_group, told, watch, checkpoint_manager, []
+    )
 
 
 def batches(failing: int) -> Any:
@@ -67,7 +69,7 @@ def run(network: Network, slower: dict[int, float] | None = None, stop: int = -1
     """The steps of a run. slower: by step, how long messages take from then on; stop: the step in which rank 1 is told
     to; fails: the step that it cannot read."""
     told: list[list[str]] = [[] for _ in range(RANKS)]
-    ranks = [announcer(rank, network, told[rank]) for rank in range(RANKS)]
+    ranks = [synchronizer(rank, network, told[rank]) for rank in range(RANKS)]
     data = [batches(-1), batches(fails)]
     ahead, done, end = [], 0, ""
     while True:
@@ -78,11 +80,11 @@ def run(network: Network, slower: dict[int, float] | None = None, stop: int = -1
             end = "failed" if coming[0].failed() else "stopped"
             assert all((one.failed(), one.stopped()) == (coming[0].failed(), coming[0].stopped()) for one in coming)
             break
-        agreed = [one.agreed() for one in coming]
-        assert agreed[0] == agreed[1] and agreed[0].targets == {("tlm", "mlm"): RANKS * done}
+        counts = [one.counts() for one in coming]
+        assert counts[0] == counts[1] and counts[0].targets == {("tlm", "mlm"): RANKS * done}
         for rank, of in zip(ranks, data, strict=True):
-            rank.announce(of, agreed[0].ahead)
-        ahead.append(len(ranks[0].coming))
+            rank.announce(of, counts[0].ahead)
+        ahead.append(len(ranks[0].pending))
         assert len({len(of_rank) for of_rank in network.sent}) == 1
         if done == stop:
             told[1].append("a signal")

@@ -32,7 +32,7 @@ from xscale.data.text import split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, publish, write_text
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]
@@ -474,7 +474,7 @@ def test_a_source_part_of_which_has_no_word_links(tmp_path: Path, demo: Path, ba
         index.main(Ranks(), [str(folder)])
     message = f"streams.alignlm needs word links; {tmp_path / 'torn' / 'torn'}-0000"
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        prepare("alignlm", [], [tmp_path])
+        resolve_run("alignlm", [], [tmp_path])
     found = re.search(r"record '(\d+)', has none", str(error.value))
     assert found and bare <= int(found[1]) - 100 <= bare + 6
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xscale.checkpoint.store import Checkpoint
 from xscale.data import mixture as mixing
 from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.loader import like_samples, tokens_of_lengths
 from xscale.data.mixture import Mixture, StreamSpec, expected, fit, initial_state
 from xscale.errors import UserError
 from xscale.ranks import Process
-from xscale.run.checkpoint import Checkpoint
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.start import calibration
 
 MAX_LENGTH = 128
@@ -27,12 +27,12 @@ RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]
 
 
 @pytest.fixture(scope="module")
-def job(demo: Path):
+def run_spec(demo: Path):
     """job(recipe, "key=value", ...): a calibrated job on the demo corpus. Each is measured once."""
 
     @cache
-    def make(recipe: str, *sets: str) -> Job:
-        return prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+    def make(recipe: str, *sets: str) -> RunSpec:
+        return resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
 
     return make
 
@@ -41,8 +41,8 @@ def place(rank: int = 0, world: int = 1) -> Process:
     return Process(rank, world, rank, world)
 
 
-def mixture_of(job: Job, rank: int = 0, world: int = 1, rows: int = 1) -> Mixture:
-    return job.mixture(place(rank, world), "cpu", job.specs, initial_state(job.specs), rows)
+def mixture_of(run_spec: RunSpec, rank: int = 0, world: int = 1, rows: int = 1) -> Mixture:
+    return run_spec.mixture(place(rank, world), "cpu", run_spec.specs, initial_state(run_spec.specs), rows)
 
 
 # 1. Records
@@ -64,7 +64,7 @@ def test_records_of_one_length_and_records_of_no_sense() -> None:
     assert line(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
     assert line(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), "a shorter record has not more tokens"
     found = Calibration([0.5], {}, [(0.5, -30.0)])
-    assert found.promised(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
+    assert found.estimated_tokens(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
 
 
 def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
@@ -89,25 +89,27 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 # 2. Streams
 
 
-def read(promised: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
+def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
-    groups = like_samples(promised, max_length)
+    groups = like_samples(estimated_tokens, max_length)
     lengths = [true[group][true[group] > 0] for group in groups]
-    return estimate(promised, groups, lengths, max_length)
+    return estimate(estimated_tokens, groups, lengths, max_length)
 
 
 def test_an_estimate_of_known_samples() -> None:
     rng = np.random.default_rng(0)
-    promised = rng.lognormal(3.5, 0.6, 2048)
-    over = promised > MAX_LENGTH
+    estimated_tokens = rng.lognormal(3.5, 0.6, 2048)
+    over = estimated_tokens > MAX_LENGTH
     for factor, noise, beyond in ((1.0, 0.1, 0.0), (1.5, 1.0, 190.0), (0.9, 0.0, 128.0)):
-        true = np.where(over, beyond, promised * factor + rng.normal(0, np.sqrt(noise * factor * promised)))
-        found = read(promised, true)
+        true = np.where(
+            over, beyond, estimated_tokens * factor + rng.normal(0, np.sqrt(noise * factor * estimated_tokens))
+        )
+        found = read(estimated_tokens, true)
         assert found.ratio == pytest.approx(factor, rel=0.02)
         assert found.beyond == pytest.approx(beyond, abs=0.1)
         assert found.noise == pytest.approx(noise, rel=0.4, abs=0.01)
         assert found.tokens == pytest.approx(true.mean(), rel=0.02)
-        estimated = found.of(promised, MAX_LENGTH)
+        estimated = found.of(estimated_tokens, MAX_LENGTH)
         assert estimated.dtype == np.int64 and estimated.sum() == pytest.approx(true.sum(), rel=0.02)
         assert (np.abs(estimated[over] - beyond) <= 0.5).all()
         # The variance of rows is that of their samples, and of the ratio, which is the same error in all of them.
@@ -120,12 +122,12 @@ def test_an_estimate_of_known_samples() -> None:
 
 
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
-    promised = np.linspace(5, 100, 2048)
-    assert read(promised, promised).beyond is None
-    assert read(promised, promised).of(np.array([300.0]), MAX_LENGTH).tolist() == [300]
-    dropped = read(promised + 200, np.zeros(2048))
+    estimated_tokens = np.linspace(5, 100, 2048)
+    assert read(estimated_tokens, estimated_tokens).beyond is None
+    assert read(estimated_tokens, estimated_tokens).of(np.array([300.0]), MAX_LENGTH).tolist() == [300]
+    dropped = read(estimated_tokens + 200, np.zeros(2048))
     assert (dropped.ratio, dropped.beyond, dropped.tokens, dropped.noise) == (1.0, 0.0, 0.0, 0.0)
-    cut = read(promised + 200, np.full(2048, 128.0))
+    cut = read(estimated_tokens + 200, np.full(2048, 128.0))
     assert (cut.ratio, cut.beyond, cut.tokens) == (1.0, 128.0, 128.0)
 
 
@@ -135,10 +137,10 @@ def test_streams_without_an_estimate_of_their_own() -> None:
     assert found.of("tlm") == Estimate() and found.of("tlm").of(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
 
 
-def test_it_is_kept_as_json(job) -> None:
-    found = job("mixed").calibration
+def test_it_is_kept_as_json(run_spec) -> None:
+    found = run_spec("mixed").calibration
     kept = json.loads(json.dumps(found.to_dict()))
-    made = job("mixed")
+    made = run_spec("mixed")
     assert Calibration.from_dict(kept, len(made.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
@@ -151,9 +153,9 @@ def test_it_is_kept_as_json(job) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_have_as_many_tokens_as_estimated(job, recipe: str) -> None:
+def test_rows_have_as_many_tokens_as_estimated(run_spec, recipe: str) -> None:
     """Over some steps within 1.5 %, and each row as closely as its variance says."""
-    made = job(recipe, "train.max_tokens=1500")
+    made = run_spec(recipe, "train.max_tokens=1500")
     mixture, dataset = mixture_of(made), made.dataset(made.specs)
     errors, totals, sequences = [], np.zeros(2), np.zeros(2)
     for _ in range(8):
@@ -170,10 +172,10 @@ def test_rows_have_as_many_tokens_as_estimated(job, recipe: str) -> None:
     assert 0.3 < np.sqrt(np.mean(np.square(errors))) < 2
 
 
-def test_long_pairs_are_estimated_as_what_becomes_of_them(job) -> None:
+def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
     """Where a third is over the length: dropped or cut, the sum is right."""
     for overlong in ("drop", "truncate"):
-        made = job("tlm", "data.max_length=28", f"data.overlong={overlong}")
+        made = run_spec("tlm", "data.max_length=28", f"data.overlong={overlong}")
         mixture, dataset = mixture_of(made), made.dataset(made.specs)
         beyond = made.calibration.of("tlm").beyond
         assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
@@ -188,37 +190,37 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(job) -> None:
         assert 0.1 < too_long < 0.6 and ratio == pytest.approx(1, abs=0.05)
 
 
-def test_the_same_everywhere(job, demo: Path) -> None:
+def test_the_same_everywhere(run_spec, demo: Path) -> None:
     """On each rank, at each resume, with other rows and another number of samples a step."""
-    found = job("ppa").calibration
-    assert prepare("ppa", ["data.workers=0"], [demo]).calibrated().calibration == found
-    assert job("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
-    assert job("ppa", "train.seed=1").calibration != found
+    found = run_spec("ppa").calibration
+    assert resolve_run("ppa", ["data.workers=0"], [demo]).calibrated().calibration == found
+    assert run_spec("ppa", "train.max_tokens=512", "train.steps=9", "streams.ppa.samples=7").calibration == found
+    assert run_spec("ppa", "train.seed=1").calibration != found
 
 
-def test_tokens_instead_of_samples(job) -> None:
+def test_tokens_instead_of_samples(run_spec) -> None:
     """As many samples as have so many tokens, within 5 %: of texts read twice fewer."""
     for recipe, stream, tokens in (("tlm", "tlm", 5000), ("ppa", "ppa", 5000), ("mlm", "mlm", 3000)):
-        made = job(recipe, f"streams.{stream}.samples=null", f"streams.{stream}.tokens={tokens}")
+        made = run_spec(recipe, f"streams.{stream}.samples=null", f"streams.{stream}.tokens={tokens}")
         mixture, dataset = mixture_of(made), made.dataset(made.specs)
         found = [dataset[mixture.next_step()].work().tokens for _ in range(6)]
         assert np.mean(found) == pytest.approx(tokens, rel=0.05)
-        few = job("tlm", "streams.tlm.samples=null", "streams.tlm.tokens=1")
+        few = run_spec("tlm", "streams.tlm.samples=null", "streams.tlm.tokens=1")
     assert few.specs[0].samples == 1
 
 
-def test_tokens_meet_the_checks_of_samples(job) -> None:
+def test_tokens_meet_the_checks_of_samples(run_spec) -> None:
     sets = ["streams.ppa.samples=null", "streams.ppa.tokens=50_000", "streams.ppa.queue_size=100"]
     with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 100 keys cannot hold the 1,?\d+ of one step"):
-        job("ppa", *sets)
+        run_spec("ppa", *sets)
 
 
 # 3. The shape of rows
 
 
-def test_the_fit_is_a_pure_function(job) -> None:
+def test_the_fit_is_a_pure_function(run_spec) -> None:
     """Of data, recipe, seed, world and max_tokens: the same on every rank, whatever was drawn before."""
-    made = job("mixed", "train.max_tokens=1024")
+    made = run_spec("mixed", "train.max_tokens=1024")
     mixture = mixture_of(made, rank=0, world=3)
     first, start = fit(mixture, MAX_LENGTH), json.dumps(mixture.state)
     assert json.dumps(mixture.state) == start == json.dumps(initial_state(made.specs)) and mixture.rows == 1
@@ -232,16 +234,16 @@ MORE = {"mixed": 4, "tlm": 4, "mlm": 2, "alignlm": 16, "ppa": 4, "xlm": 2, "cont
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("world", "max_tokens"), [(2, 4096), (1, 16384)])
-def test_rows_are_nearly_full(job, demo: Path, recipe: str, world: int, max_tokens: int) -> None:
+def test_rows_are_nearly_full(run_spec, demo: Path, recipe: str, world: int, max_tokens: int) -> None:
     """Compiled rows hold 92 % real tokens, and nearly all of them fit; by counted tokens."""
-    measured = job(recipe)
+    measured = run_spec(recipe)
     samples = {name: MORE[recipe] * stream.samples for name, stream in measured.recipe.streams.items()}
     sets = [
         "data.workers=0",
         f"train.max_tokens={max_tokens}",
         *(f"streams.{n}.samples={k}" for n, k in samples.items()),
     ]
-    made = prepare(recipe, sets, [demo]).calibrated(measured.calibration)
+    made = resolve_run(recipe, sets, [demo]).calibrated(measured.calibration)
     rows, shape = made.fit(place(0, world), "cpu")
     assert shape.tokens <= max_tokens
     dataset, ranks = made.dataset(made.specs, shape), [mixture_of(made, rank, world, rows) for rank in range(world)]
@@ -322,16 +324,16 @@ def test_large_steps_are_fitted_by_few() -> None:
         assert len(drawn) == steps
 
 
-def test_rows_that_are_not_compiled_are_not_filled(job) -> None:
-    made = job("mixed", "train.max_tokens=700")
+def test_rows_that_are_not_compiled_are_not_filled(run_spec) -> None:
+    made = run_spec("mixed", "train.max_tokens=700")
     for batch in made.batches(place(), "cpu", initial_state(made.specs), 2):
         assert len(batch.rows) > 3
         for row in batch.rows:
             assert len(row.inputs.tokens.input_ids) == row.work.tokens and (row.inputs.tokens.lengths > 0).all()
 
 
-def test_a_row_over_the_shape_is_left_as_it_is(job) -> None:
-    made = job("tlm")
+def test_a_row_over_the_shape_is_left_as_it_is(run_spec) -> None:
+    made = run_spec("tlm")
     rows, shape = made.fit(place(), "cpu")
     tight = made.batches(place(), "cpu", initial_state(made.specs), 2, fitted=(rows, shape._replace(tokens=1000)))
     for batch in tight:

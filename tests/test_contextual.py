@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
 from tests.test_alignlm import EMPTY, Pair, context, examples_of, noise, random_pairs, tiny
-from xscale.data.row import Index, Tokens, make_row
+from xscale.data.packed_row import Index, Tokens, pack_row
 from xscale.data.sequences import fit_pairs
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -29,14 +29,14 @@ def parts(tokenizer: Tokenizer) -> Parts:
     encoder = tiny(tokenizer)
     noise(encoder)
     encoder.float().double()  # as fp32 masters would hold it
-    companion = contextual.Frozen(encoder)
+    auxiliary_state = contextual.Frozen(encoder)
     noise(encoder)
-    return Parts(encoder, companion=companion)
+    return Parts(encoder, auxiliary_state=auxiliary_state)
 
 
 @pytest.fixture(scope="module")
 def initial(parts: Parts) -> Encoder:
-    return copy.deepcopy(parts.companion.initial).double()
+    return copy.deepcopy(parts.auxiliary_state.initial).double()
 
 
 def paper(
@@ -46,13 +46,13 @@ def paper(
 
     def states(encoder: Encoder, sentence: str, length: int) -> tuple[Tensor, dict[int, int]]:
         """States of a sentence's tokens without special ones, and the last token of each word."""
-        pieces = [(token, w) for w, word in enumerate(sentence.split()) for token in tokenizer.encode([word])[0]][
-            :length
-        ]
-        ids = [tokenizer.cls_id, *(token for token, _ in pieces), tokenizer.sep_id]
+        stream_batches = [
+            (token, w) for w, word in enumerate(sentence.split()) for token in tokenizer.encode([word])[0]
+        ][:length]
+        ids = [tokenizer.cls_id, *(token for token, _ in stream_batches), tokenizer.sep_id]
         hidden = encoder.lm.bert(input_ids=torch.tensor([ids])).last_hidden_state[0]
         last = {}
-        for i, (_, w) in enumerate(pieces):
+        for i, (_, w) in enumerate(stream_batches):
             last[w] = i
         return hidden[1:-1], last
 
@@ -78,19 +78,19 @@ def paper(
 def test_loss_and_gradients_are_the_papers(
     tokenizer: Tokenizer, parts: Parts, initial: Encoder, anchor: str | None, max_length: int
 ) -> None:
-    options = contextual.Options(anchor=anchor, anchor_weight=0.7)
+    options = contextual.ContextualOptions(anchor=anchor, anchor_weight=0.7)
     pairs = [(s, t, " ".join(links.split()[::5])) for s, t, links in random_pairs(10, seed=max_length)]
     samples = examples_of(tokenizer, pairs)
-    piece = contextual.collate(samples, options, context(tokenizer, max_length))
+    stream_batch = contextual.collate(samples, options, context(tokenizer, max_length))
     kept = [tuple(map(len, e.ids)) for e in fit_pairs([s[0] for s in samples], max_length, "truncate")[0]]
     expected = paper(parts.encoder, initial, pairs, kept, tokenizer, ("en", "xx").index(anchor or "en"))
     both = sum(map(sum, kept))
-    assert piece.targets == {"align": expected["links"], "anchor": expected["tokens"], "tokens": both}
+    assert stream_batch.targets == {"align": expected["links"], "anchor": expected["tokens"], "tokens": both}
     assert contextual.OBJECTIVE.divisors == {"align": "tokens", "anchor": "tokens"}
-    assert piece.samples == 10 and len(piece.sequences.ids) == sum(map(sum, kept)) + 40
-    assert bool(piece.too_long) == (max_length < 128)
+    assert stream_batch.samples == 10 and len(stream_batch.sequences.ids) == sum(map(sum, kept)) + 40
+    assert bool(stream_batch.too_long) == (max_length < 128)
     assert 0 < expected["links"] < sum(len(set(links.split())) for *_, links in pairs), "all are one-to-one"
-    found = sums("contextual", parts, piece, options)
+    found = sums("contextual", parts, stream_batch, options)
     assert list(found.terms) == ["align", "anchor"] and not found.metrics
     for term, value in found.terms.items():
         torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
@@ -110,45 +110,48 @@ def test_pairs_may_have_either_order_of_languages(tokenizer: Tokenizer, parts: P
     values = []
     for langs, made in ((("en", "xx"), pairs), (("xx", "en"), turned)):
         samples = examples_of(tokenizer, made, langs)
-        piece = contextual.collate(samples, contextual.Options(), context(tokenizer))
-        terms = sums("contextual", parts, piece, contextual.Options()).terms
-        values.append({term: value.item() / piece.targets[term] for term, value in terms.items()})
+        stream_batch = contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
+        terms = sums("contextual", parts, stream_batch, contextual.ContextualOptions()).terms
+        values.append({term: value.item() / stream_batch.targets[term] for term, value in terms.items()})
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
 def test_a_pair_without_the_anchor_language(tokenizer: Tokenizer) -> None:
     samples = examples_of(tokenizer, random_pairs(1), ("de", "xx"))
     with pytest.raises(UserError, match=r"'r0' is in de and xx, not in the anchor language 'en'"):
-        contextual.collate(samples, contextual.Options(), context(tokenizer))
+        contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
 
 
 @pytest.mark.parametrize(("links", "word"), [("0-9", "'0-9'"), (None, "no word links"), ("zero", "'zero'")])
 def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: Any, word: str) -> None:
     samples = examples_of(tokenizer, [("Peter will", "doj koh", links)])
     with pytest.raises(UserError, match=f"record 'r0'.*{word}|{word}.*record 'r0'"):
-        contextual.collate(samples, contextual.Options(), context(tokenizer))
+        contextual.collate(samples, contextual.ContextualOptions(), context(tokenizer))
 
 
 def test_an_idle_rank_touches_the_same_parameters(tokenizer: Tokenizer, parts: Parts) -> None:
-    options = contextual.Options()
-    pieces = {
+    options = contextual.ContextualOptions()
+    stream_batches = {
         name: contextual.collate(examples_of(tokenizer, pairs), options, context(tokenizer, 16, "drop"))
         for name, pairs in EMPTY.items()
     }
-    for name, piece in pieces.items():
-        found = sums("contextual", parts, piece, options)
+    for name, stream_batch in stream_batches.items():
+        found = sums("contextual", parts, stream_batch, options)
         touched = gradients(sum(found.terms.values()), parts.encoder)
         names = dict(parts.encoder.named_parameters(prefix="0"))
         assert touched.keys() == {name for name in names if not name.startswith("0.lm.cls")}  # no word head in its loss
-        assert list(piece.targets) == ["align", "anchor", "tokens"]
-        assert piece.reads.keys() == pieces["links"].reads.keys() and piece.beside is not None
+        assert list(stream_batch.targets) == ["align", "anchor", "tokens"]
+        assert stream_batch.reads.keys() == stream_batches["links"].reads.keys() and stream_batch.auxiliary is not None
         if name in ("no sample", "all dropped"):
-            assert set(piece.targets.values()) == {0} and (piece.samples, len(piece.sequences.ids)) == (0, 0)
-            assert piece.too_long == len(EMPTY[name])
+            assert set(stream_batch.targets.values()) == {0} and (
+                stream_batch.samples,
+                len(stream_batch.sequences.ids),
+            ) == (0, 0)
+            assert stream_batch.too_long == len(EMPTY[name])
             assert not any(v.item() for v in found.terms.values())
             assert not any(g.any() for g in touched.values())
         else:
-            assert piece.targets["anchor"] > 0 and bool(piece.targets["align"]) == (name == "links")
+            assert stream_batch.targets["anchor"] > 0 and bool(stream_batch.targets["align"]) == (name == "links")
 
 
 # The frozen copy
@@ -161,52 +164,60 @@ def fresh(tokenizer: Tokenizer, dropout: float) -> Encoder:
     )  # fmt: skip
 
 
-def beside(tokenizer: Tokenizer) -> tuple[Tokens, Index, dict[str, Tensor]]:
+def auxiliary(tokenizer: Tokenizer) -> tuple[Tokens, Index, dict[str, Tensor]]:
     """What the copy reads of three pairs."""
-    piece = contextual.collate(examples_of(tokenizer, random_pairs(3)), contextual.Options(), context(tokenizer))
-    inputs = to_device(make_row({"s": piece}, LONGEST, FILLER).inputs, CPU)
-    return *inputs.beside["s"], inputs.arrays["s"]
+    stream_batch = contextual.collate(
+        examples_of(tokenizer, random_pairs(3)), contextual.ContextualOptions(), context(tokenizer)
+    )
+    inputs = to_device(pack_row({"s": stream_batch}, LONGEST, FILLER).inputs, CPU)
+    return *inputs.auxiliary["s"], inputs.arrays["s"]
 
 
 def test_before_the_first_step_nothing_has_moved(tokenizer: Tokenizer) -> None:
     """R = 0 at the start; training the encoder, or updating, leaves the copy where it was."""
     encoder = fresh(tokenizer, 0.0)
-    companion = contextual.OBJECTIVE.companion(encoder, None, contextual.Options())
-    piece = contextual.collate(examples_of(tokenizer, random_pairs(3)), contextual.Options(), context(tokenizer))
+    auxiliary_state = contextual.OBJECTIVE.auxiliary_state(encoder, None, contextual.ContextualOptions())
+    stream_batch = contextual.collate(
+        examples_of(tokenizer, random_pairs(3)), contextual.ContextualOptions(), context(tokenizer)
+    )
 
     def anchor() -> float:
-        return sums("contextual", Parts(encoder, None, companion), piece, contextual.Options()).terms["anchor"].item()
+        return (
+            sums("contextual", Parts(encoder, None, auxiliary_state), stream_batch, contextual.ContextualOptions())
+            .terms["anchor"]
+            .item()
+        )
 
     # The sentences stand in rows of other lengths, where a kernel may round otherwise.
     assert anchor() == pytest.approx(0, abs=1e-8)
     noise(encoder)
     moved = anchor()
     assert moved > 0
-    companion.update(applied=True)
+    auxiliary_state.update(applied=True)
     assert anchor() == moved
 
 
 def test_the_copy_has_no_dropout_no_gradients_and_no_place_among_modules(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.5).train()
-    companion = contextual.Frozen(encoder)
-    read = beside(tokenizer)
+    auxiliary_state = contextual.Frozen(encoder)
+    read = auxiliary(tokenizer)
     state = torch.get_rng_state()
-    first, again = (companion.read(encoder, *read) for _ in range(2))
+    first, again = (auxiliary_state.read(encoder, *read) for _ in range(2))
     assert torch.equal(first, again) and torch.equal(state, torch.get_rng_state())
-    assert not first.requires_grad and not any(p.requires_grad for p in companion.initial.parameters())
-    assert not isinstance(companion, torch.nn.Module), "DeepSpeed would cast it"
+    assert not first.requires_grad and not any(p.requires_grad for p in auxiliary_state.initial.parameters())
+    assert not isinstance(auxiliary_state, torch.nn.Module), "DeepSpeed would cast it"
 
 
 def test_the_copy_computes_in_the_encoders_type_and_stays_fp32(tokenizer: Tokenizer) -> None:
     encoder = fresh(tokenizer, 0.0)
-    companion = contextual.Frozen(encoder)
-    read = tokens, index, _ = beside(tokenizer)
-    exact = companion.read(encoder, *read)
+    auxiliary_state = contextual.Frozen(encoder)
+    read = tokens, index, _ = auxiliary(tokenizer)
+    exact = auxiliary_state.read(encoder, *read)
     encoder.bfloat16()
-    rounded = companion.read(encoder, *read)
+    rounded = auxiliary_state.read(encoder, *read)
     assert rounded.dtype == torch.bfloat16 and torch.equal(rounded, encoder(tokens)[index[1]])
-    assert torch.equal(companion.read(encoder.float(), *read), exact), "the fp32 weights were rounded"
-    assert {w.dtype for w in companion.state_dict().values() if w.is_floating_point()} == {torch.float32}
+    assert torch.equal(auxiliary_state.read(encoder.float(), *read), exact), "the fp32 weights were rounded"
+    assert {w.dtype for w in auxiliary_state.state_dict().values() if w.is_floating_point()} == {torch.float32}
 
 
 def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
@@ -217,7 +228,7 @@ def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
     noise(encoder)
     file.seek(0)
     resumed = contextual.Frozen(encoder)
-    read = beside(tokenizer)
+    read = auxiliary(tokenizer)
     resumed.read(encoder.bfloat16(), *read)
     resumed.load_state_dict(torch.load(file, weights_only=True)["contextual"])
     encoder.float()
@@ -226,4 +237,4 @@ def test_the_copy_survives_a_checkpoint(tokenizer: Tokenizer) -> None:
 
 def test_options_are_checked() -> None:
     with pytest.raises(ValidationError, match="anchor_weight"):
-        contextual.Options(anchor_weight=-0.1)
+        contextual.ContextualOptions(anchor_weight=-0.1)

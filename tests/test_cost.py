@@ -1,6 +1,5 @@
 """Estimates against what torch really keeps."""
 
-import re
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
-from xscale.data.row import Row, Tokens, Work
+from xscale.data.packed_row import PackedRow, Tokens, Work
 from xscale.models.attention import attention_blocks, attention_blocks_backward
 from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
@@ -73,7 +72,7 @@ def test_activations(device: str, dtype: torch.dtype) -> None:
     encoder = make().to(dtype)
     kept = saved_bytes(encoder, 8, 64)
     probabilities = 4 * 2 * 512 * 2 * 64 * dtype.itemsize  # layers, twice, tokens, heads, length
-    estimate = cost.activations(encoder, recipe_of(), dtype.itemsize, device, 512)
+    estimate = cost.activation_bytes(encoder, recipe_of(), dtype.itemsize, device, 512)
     assert estimate == pytest.approx(kept - (probabilities if device == "cuda" else 0), rel=0.25)
 
 
@@ -82,7 +81,7 @@ def test_activations_of_gated_layers(dropout: float) -> None:
     config = preset_config("modern-small", 500, 0, 64, dropout)
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
     encoder = Encoder(AutoModelForMaskedLM.from_config(config).train())
-    estimate = cost.activations(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", 512)
+    estimate = cost.activation_bytes(encoder, recipe_of(f"model.dropout={dropout}"), 4, "cpu", 512)
     assert estimate == pytest.approx(saved_bytes(encoder, 8, 64), rel=0.1 if dropout else 0.3)
 
 
@@ -93,7 +92,7 @@ def test_activations_of_checkpointed_layers() -> None:
     encoder = make(layers=8)
     encoder.checkpoint_activations()
     inputs = saved_bytes(encoder, 8, 64)
-    assert cost.activations(encoder, recipe, 4, "cpu", 512) == pytest.approx(inputs + two - one, rel=0.25)
+    assert cost.activation_bytes(encoder, recipe, 4, "cpu", 512) == pytest.approx(inputs + two - one, rel=0.25)
 
 
 def test_vocabulary_head() -> None:
@@ -105,7 +104,7 @@ def test_vocabulary_head() -> None:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     encoder.lm.config.vocab_size = 20_000
-    assert cost.vocabulary_head(encoder, 4, "cpu") == pytest.approx(peak, rel=0.2)
+    assert cost.vocabulary_head_bytes(encoder, 4, "cpu") == pytest.approx(peak, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -123,26 +122,25 @@ def test_what_stays_is_that_of_the_zero_paper(zero: dict, precision: str, kept: 
     """Bytes a parameter on each of 8 ranks (Rajbhandari et al. 2020, figure 1)."""
     module = StepModule(make(vocab_size=150_000), recipe_of())
     bucket = {"reduce_bucket_size": 10**6, "overlap_comm": True}
-    lines = cost.estimate(
-        module, recipe_of(), {"zero_optimization": zero | bucket}, precision, 8, "cuda", 512
-    ).splitlines()
-    n = sum(p.numel() for p in module.parameters()) / 1e6
-    found = {name: int(value) for name, value in re.findall(r"(\w+) ([\d,]+) MB", lines[1].replace(",", ""))}
-    expected = {name: round(factor * n) for name, factor in kept.items()}
-    buckets = {"buckets": 2 * (4 if precision == "fp32" else 2)} if zero["stage"] in (1, 2) else {}
-    assert found == expected | buckets
+    ds_config = {"zero_optimization": zero | bucket}
+    found = dict(cost.memory_by_phase(module, recipe_of(), ds_config, precision, 8, "cuda", 512)[cost.KEPT])
+    buckets = found.pop("gradient buckets", 0)
+    assert buckets == (2e6 * (4 if precision == "fp32" else 2) if zero["stage"] in (1, 2) else 0)
+    n = cost.parameter_count(module)
+    assert found == pytest.approx({name: factor * n for name, factor in kept.items()})
 
 
-def test_a_row_is_among_the_phases() -> None:
-    """Gradients of a row wait for the one reduction of its step; at stages 0 and 1 they are what is kept anyway."""
-    module, recipe = StepModule(make(), recipe_of("train.measure_every=0")), recipe_of("train.measure_every=0")
+def test_the_peak_is_what_stays_and_the_greatest_phase() -> None:
+    """At stages 0 and 1 the gradients of a row are those that stay; at 2 and 3 they wait for the one reduction."""
+    module, recipe = StepModule(make(), recipe_of()), recipe_of("train.measure_every=0")
     for stage, wait in ((0, False), (1, False), (2, True), (3, True)):
-        lines = cost.estimate(module, recipe, {"zero_optimization": {"stage": stage}}, "bf16", 8, "cuda", 4096)
-        _, _, row, update = lines.splitlines()
-        assert row.startswith("  a row of 4,096 tokens: activations ") and update.startswith("  or update: ")
-        assert ("gradients before they are reduced" in row) == wait
-    lines = cost.estimate(module, recipe_of(), {"zero_optimization": {"stage": 2}}, "bf16", 8, "cuda", 4096)
-    assert "or gradient norms" in lines
+        ds_config = {"zero_optimization": {"stage": stage}}
+        found = cost.memory_by_phase(module, recipe, ds_config, "bf16", 8, "cuda", 4096)
+        kept, row, update = found.values()
+        assert list(found)[1:] == ["in a row of 4,096 tokens", "in the update"]
+        assert row.get("gradients before they are reduced", 0) == 2 * cost.parameter_count(module) * wait
+        assert cost.peak_bytes(found) == sum(kept.values()) + max(sum(row.values()), sum(update.values()))
+    assert "in gradient norms" in cost.memory_by_phase(module, recipe_of(), {}, "bf16", 8, "cuda", 4096)
 
 
 @pytest.mark.parametrize(("recipe", "preset"), [("tlm", "tiny"), ("mixed", "tiny"), ("mixed", "mini")])
@@ -157,8 +155,8 @@ def test_peak_of_a_row(demo: Path, recipe: str, preset: str) -> None:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     peak = max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
     recipe_here = recipe_of("data.max_length=128")
-    expected = cost.activations(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
-    expected += cost.vocabulary_head(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
+    expected = cost.activation_bytes(module.encoder, recipe_here, 4, "cpu", row.work.tokens)
+    expected += cost.vocabulary_head_bytes(module.encoder, 4, "cpu") + 4 * sum(p.numel() for p in module.parameters())
     assert 0.85 * peak < expected < 1.3 * peak
 
 
@@ -192,17 +190,17 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=IN_PLACE | ATTENTION)
 
 
-def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, Row]:
-    job = prepare(recipe, ["data.workers=0", *sets], [demo]).calibrated()
-    (batch,) = job.batches(Process(0, 1, 0, 1), "cpu", initial_state(job.specs), 1)
-    return StepModule(job.encoder(), job.recipe), batch.rows[0]
+def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, PackedRow]:
+    run_spec = resolve_run(recipe, ["data.workers=0", *sets], [demo]).calibrated()
+    (batch,) = run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 1)
+    return StepModule(run_spec.encoder(), run_spec.recipe), batch.rows[0]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "mini"])
 def test_flops_by_term(preset: str) -> None:
     """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
-    work = Work(tokens=512, squares=8 * 64**2, predictions=30, beside_tokens=128, beside_squares=2 * 64**2)
+    work = Work(tokens=512, squares=8 * 64**2, predictions=30, auxiliary_tokens=128, auxiliary_squares=2 * 64**2)
     found = cost.StepFlops(encoder).flops(work)
     with counter() as counted:
         encoder(row_of(8, 64)).sum().backward()
@@ -215,7 +213,7 @@ def test_flops_by_term(preset: str) -> None:
     assert counted.get_total_flops() == found["head"]
     with counter() as counted, torch.no_grad():
         encoder(row_of(2, 64))
-    assert counted.get_total_flops() == pytest.approx(found["beside"])
+    assert counted.get_total_flops() == pytest.approx(found["auxiliary"])
 
 
 def test_flops_of_local_attention() -> None:
@@ -233,13 +231,13 @@ def test_flops_of_local_attention() -> None:
 
 @pytest.mark.parametrize("recipe", ["tlm", "mlm", "alignlm", "ppa", "contextual", "mixed", "xlm"])
 def test_flops_of_a_whole_row(demo: Path, recipe: str) -> None:
-    """Forward and backward, companions included, within 5 %: what is left out are AlignLM's and PPA's own small heads,
-    and the padding of attention's blocks."""
+    """Forward and backward, auxiliary states included, within 5 %: what is left out are AlignLM's and PPA's own small
+    heads, and the padding of attention's blocks."""
     module, row = first_row(demo, recipe)
     weights = {key: 1e-3 for key in row.targets}
     with counter() as counted:
         RowPass(module, row, torch.device("cpu"), (0,))(module, weights)[0].backward()
     found = cost.StepFlops(module.encoder).flops(row.work)
-    assert set(found) == {"encoder", "attention", "head", "beside"}
+    assert set(found) == {"encoder", "attention", "head", "auxiliary"}
     assert sum(found.values()) == pytest.approx(counted.get_total_flops(), rel=0.05)
     assert sum(found.values()) <= counted.get_total_flops() * 1.001

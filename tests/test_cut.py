@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xscale.data.cut import FEWEST, ROOM, TURNS, cut, deal
+from xscale.data.balance import FEWEST, ROOM, TURNS, cut, deal
 
 NO_BUDGET = 1 << 40
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import launch
 from tests.rows import CPU, rows_of_step, totals_of
-from xscale.data.row import Row
+from xscale.checkpoint import store
+from xscale.data.packed_row import PackedRow
 from xscale.files import sha256_file
-from xscale.ranks import Control
-from xscale.run import checkpoint
-from xscale.run.job import Job
+from xscale.ranks import HostGroup
+from xscale.run.run_spec import RunSpec
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, by_one_buffer, step_weights, to_device
 
@@ -25,15 +25,15 @@ SMALL = ["mlm=4", "tlm=6", "alignlm=6", "ppa=5", "contextual=4", "align_mlm=3"]
 
 
 @pytest.fixture(scope="module")
-def job(demo: Path) -> Job:
+def run_spec(demo: Path) -> RunSpec:
     sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
     sets += ["data.workers=0", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-    return launch.job_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+    return launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
 
 
 @pytest.fixture(scope="module")
-def row(job: Job) -> Row:
-    ((row,),) = next(rows_of_step(job))
+def row(run_spec: RunSpec) -> PackedRow:
+    ((row,),) = next(rows_of_step(run_spec))
     return row
 
 
@@ -55,22 +55,22 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_host_does_not_wait_for_the_device(job: Job, row: Row) -> None:
+def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow) -> None:
     """Forward, backward and the companions' update of a row of all objectives. But for the weights of the predictions,
     which come from the host, and on a CPU the head, which looks whether the incoming gradient is 1."""
-    module = StepModule(job.encoder(), job.recipe)
-    weights = step_weights(job.recipe, totals_of([row]), 0)
+    module = StepModule(run_spec.encoder(), run_spec.recipe)
+    weights = step_weights(run_spec.recipe, totals_of([row]), 0)
     row_pass = RowPass(module, row, CPU, (0,))
     with Waits() as waits:
-        row_pass.beside = module.read_beside(row_pass.inputs)
+        row_pass.auxiliary = module.read_auxiliary(row_pass.inputs)
         loss, _ = row_pass(module, weights)
     assert waits.found == Counter(lift_fresh=1)
     with Waits() as waits:
         loss.backward()
     assert waits.found == Counter(_local_scalar_dense=3), "features, weight and bias of the head"
     with Waits() as waits:
-        for companion in module.companions.values():
-            companion.update(applied=True)
+        for auxiliary_state in module.auxiliary_states.values():
+            auxiliary_state.update(applied=True)
     assert not waits.found
     for wait in (lambda x: x.item(), lambda x: x[x > 0], lambda x: bool(x.any()), lambda x: x + torch.tensor(1.0)):
         with Waits() as waits:
@@ -93,16 +93,16 @@ def saved_bytes(module: nn.Module, call: Any) -> int:
     return sum(kept.values())
 
 
-def test_checkpointed_activations_give_the_same_step(demo: Path, row: Row) -> None:
+def test_checkpointed_activations_give_the_same_step(demo: Path, row: PackedRow) -> None:
     """Bit for bit, with dropout; half as much is kept. The momentum encoder, without backward pass, stays as it is."""
     found = []
     for on in ("false", "true"):
         sets = [f"streams.{name.replace('=', '.samples=')}" for name in SMALL]
         sets += [f"train.activation_checkpointing={on}", "streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=8"]
-        job = launch.job_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
-        module = StepModule(job.encoder(), job.recipe)
+        run_spec = launch.run_spec_of(["--ds_config", "", "--recipe", "mixed", "--data", str(demo), "--set", *sets])
+        module = StepModule(run_spec.encoder(), run_spec.recipe)
         row_pass = RowPass(module, row, CPU, (0,))
-        loss, _ = row_pass(module, step_weights(job.recipe, totals_of([row]), 0))
+        loss, _ = row_pass(module, step_weights(run_spec.recipe, totals_of([row]), 0))
         loss.backward()
         inputs = to_device(row.inputs, CPU)
         kept = saved_bytes(module, lambda m=module, i=inputs: m.encoder(i.tokens))
@@ -170,8 +170,8 @@ def test_a_manifest_that_is_not_sound_is_passed_over(tmp_path: Path, change: dic
             "state": {"step": step},
             "files": {"weights": whole},
         }
-        (path / checkpoint.MANIFEST).write_text(json.dumps(manifest | (change if step == 8 else {})))
+        (path / store.MANIFEST).write_text(json.dumps(manifest | (change if step == 8 else {})))
     said: list[str] = []
-    found = checkpoint.newest_valid(tmp_path, Control(), said.append)
+    found = store.newest_valid(tmp_path, HostGroup(), said.append)
     assert found is not None and found.step == 4
     assert len(said) == 1 and "step_00000008" in said[0] and "trying the one before" in said[0]

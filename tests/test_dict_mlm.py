@@ -17,8 +17,8 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from xscale import rng
 from xscale.config import load_recipe
 from xscale.data.lexicon import Lexicon
-from xscale.data.piece import Context
 from xscale.data.sequences import Example
+from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.errors import UserError
@@ -126,7 +126,7 @@ def model(tokenizer: Tokenizer) -> Any:
 
 
 def expected_sequences(
-    samples: list[list[Example]], options: dict_mlm.Options, context: Context
+    samples: list[list[Example]], options: dict_mlm.DictMlmOptions, context: Context
 ) -> tuple[list[list[int]], list[dict[int, int]], int]:
     """By loops: each sequence's inputs, its labels by place, and how many targets use a dictionary.
 
@@ -158,7 +158,7 @@ def expected_sequences(
 
 
 CASES = [
-    dict_mlm.Options(0.3, whole_word=whole_word, synonym=synonym, dict_share=share)
+    dict_mlm.DictMlmOptions(0.3, whole_word=whole_word, synonym=synonym, dict_share=share)
     for synonym in ("input", "label")
     for share, whole_word in ((0.3, True), (1, True), (0.5, False))
 ]
@@ -168,13 +168,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("options", CASES)
-def test_sequences_by_loops(options: dict_mlm.Options, context: Context, tokenizer: Tokenizer) -> None:
+def test_sequences_by_loops(options: dict_mlm.DictMlmOptions, context: Context, tokenizer: Tokenizer) -> None:
     samples = random_samples(context, 60, 1)
     inputs, labels, used = expected_sequences(samples, options, context)
-    piece = dict_mlm.collate(samples, options, context)
-    assert sequences_of(piece) == (inputs, labels) and used > 30
-    assert piece.targets == {"mlm": sum(map(len, labels)), "translated": used}
-    assert not piece.arrays and not piece.types and piece.beside is None
+    stream_batch = dict_mlm.collate(samples, options, context)
+    assert sequences_of(stream_batch) == (inputs, labels) and used > 30
+    assert stream_batch.targets == {"mlm": sum(map(len, labels)), "translated": used}
+    assert not stream_batch.arrays and not stream_batch.types and stream_batch.auxiliary is None
 
 
 @pytest.mark.parametrize("synonym", ["input", "label"])
@@ -185,11 +185,17 @@ def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Toke
     table = translations(context.lexicons)
     samples = random_samples(context, 1500, 2)
     plain = mlm.collate(samples, mlm.MaskedOptions(0.3, True, language_embeddings=True, language_dropout=0.0), context)
-    options = dict_mlm.Options(0.3, language_embeddings=True, language_dropout=0.0, synonym=synonym, dict_share=share)
-    piece = dict_mlm.collate(samples, options, context)
-    assert piece.reads["masked"].places.tolist() == plain.reads["masked"].places.tolist()
-    assert piece.sequences.languages.tolist() == plain.sequences.languages.tolist() and piece.types and plain.types
-    (before, originals), (inputs, labels) = sequences_of(plain), sequences_of(piece)
+    options = dict_mlm.DictMlmOptions(
+        0.3, language_embeddings=True, language_dropout=0.0, synonym=synonym, dict_share=share
+    )
+    stream_batch = dict_mlm.collate(samples, options, context)
+    assert stream_batch.reads["masked"].places.tolist() == plain.reads["masked"].places.tolist()
+    assert (
+        stream_batch.sequences.languages.tolist() == plain.sequences.languages.tolist()
+        and stream_batch.types
+        and plain.types
+    )
+    (before, originals), (inputs, labels) = sequences_of(plain), sequences_of(stream_batch)
     selected = with_entry = used = 0
     expected, sizes = 0.0, set()
     for (first, words), old, was, shown, said in zip(
@@ -217,9 +223,9 @@ def test_the_rules(share: float, synonym: str, context: Context, tokenizer: Toke
         expected += min(share * len(was), there + with_entry)
     assert sizes == {1, 2} and with_entry < 0.7 * selected
     # MLM's random token may be a translation by chance.
-    assert piece.targets["translated"] <= used < piece.targets["translated"] + 0.01 * with_entry
+    assert stream_batch.targets["translated"] <= used < stream_batch.targets["translated"] + 0.01 * with_entry
     assert abs(used - expected) < 0.03 * expected
-    assert bool(dict_mlm.shortfall(options, piece.targets)) == (used < dict_mlm.MET * share * selected)
+    assert bool(dict_mlm.shortfall(options, stream_batch.targets)) == (used < dict_mlm.MET * share * selected)
     assert not dict_mlm.shortfall(options, {"mlm": 100, "translated": int(100 * share)})
     (line,) = dict_mlm.shortfall(options, {"mlm": 100, "translated": 10})
     assert f"dict_share: {share:g}" in line and "0.10" in line
@@ -229,8 +235,8 @@ def test_translations_are_equally_likely(context: Context, tokenizer: Tokenizer)
     table = translations(context.lexicons)["en"]
     word = max(table, key=lambda word: len(table[word]))
     samples = [[sentence("en", [word] * 40, i * 7919)] for i in range(400)]
-    piece = dict_mlm.collate(samples, dict_mlm.Options(0.5, dict_share=1.0, synonym="label"), context)
-    counts = Counter(tuple(row) for row in piece.labels["mlm"].reshape(-1, len(word)).tolist())
+    stream_batch = dict_mlm.collate(samples, dict_mlm.DictMlmOptions(0.5, dict_share=1.0, synonym="label"), context)
+    counts = Counter(tuple(row) for row in stream_batch.labels["mlm"].reshape(-1, len(word)).tolist())
     assert set(counts) == table[word] and len(table[word]) >= 3
     mean = counts.total() / len(table[word])
     assert all(abs(count - mean) < 5 * mean**0.5 for count in counts.values())
@@ -241,7 +247,7 @@ def test_other_languages_words_are_not_translated(context: Context, tokenizer: T
     table = translations(context.lexicons)
     word = next(word for word in table["fr"] if word not in table["de"])
     targets = dict_mlm.collate(
-        [[sentence("de", [word] * 30, 3)]], dict_mlm.Options(0.5, dict_share=1.0), context
+        [[sentence("de", [word] * 30, 3)]], dict_mlm.DictMlmOptions(0.5, dict_share=1.0), context
     ).targets
     assert targets["mlm"] > 5 and targets["translated"] == 0
 
@@ -261,9 +267,9 @@ def test_a_record_is_the_same_in_any_company(options: Any, context: Context, tok
 def test_no_share_is_mlm(context: Context, tokenizer: Tokenizer) -> None:
     samples = random_samples(context, 20, 4)
     plain = mlm.collate(samples, mlm.MaskedOptions(whole_word=True), context)
-    piece = dict_mlm.collate(samples, dict_mlm.Options(dict_share=0.0), context)
-    assert sequences_of(piece) == sequences_of(plain)
-    assert piece.targets == plain.targets | {"translated": 0} and piece.samples == plain.samples
+    stream_batch = dict_mlm.collate(samples, dict_mlm.DictMlmOptions(dict_share=0.0), context)
+    assert sequences_of(stream_batch) == sequences_of(plain)
+    assert stream_batch.targets == plain.targets | {"translated": 0} and stream_batch.samples == plain.samples
 
 
 # 2. Loss
@@ -285,25 +291,26 @@ def test_loss_and_gradients(options: Any, context: Context, tokenizer: Tokenizer
     samples = random_samples(context, 8, 5)
     inputs, labels, used = expected_sequences(samples, options, context)
     expected = plain_loss(model, inputs, labels)
-    piece = dict_mlm.collate(samples, options, context)
-    found = sums("dict_mlm", Parts(Encoder(model)), piece, options)
+    stream_batch = dict_mlm.collate(samples, options, context)
+    found = sums("dict_mlm", Parts(Encoder(model)), stream_batch, options)
     assert set(found.terms) == {"mlm"} and set(found.metrics) == {"accuracy"}
     torch.testing.assert_close(found.terms["mlm"], expected, rtol=1e-9, atol=0)
     assert_same_gradients(gradients(found.terms["mlm"], model), gradients(expected, model))
     assert (
-        dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")} and piece.targets["translated"] == used
+        dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")}
+        and stream_batch.targets["translated"] == used
     )
 
 
 def test_a_piece_of_nothing(context: Context, tokenizer: Tokenizer, model: Any) -> None:
     """No target, no loss, but the same fields and the same parameters as any other."""
-    options, parts = dict_mlm.Options(), Parts(Encoder(model))
+    options, parts = dict_mlm.DictMlmOptions(), Parts(Encoder(model))
     busy = dict_mlm.collate(random_samples(context, 4, 6), options, context)
     idle = dict_mlm.collate([], options, context)
     for name in ("reads", "labels", "targets", "arrays"):
         assert getattr(idle, name).keys() == getattr(busy, name).keys()
     assert idle.targets == {"mlm": 0, "translated": 0} and (idle.samples, len(idle.sequences.ids)) == (0, 0)
-    found = [sums("dict_mlm", parts, piece, options).terms["mlm"] for piece in (busy, idle)]
+    found = [sums("dict_mlm", parts, stream_batch, options).terms["mlm"] for stream_batch in (busy, idle)]
     touched = [gradients(loss, model) for loss in found]
     assert found[0] > 0 and found[1] == 0
     assert touched[0].keys() == touched[1].keys() == dict(model.named_parameters(prefix="0")).keys()
@@ -319,7 +326,7 @@ def test_a_dictionary_without_entries_of_as_many_tokens(context: Context, tokeni
     with pytest.raises(
         UserError, match=r"streams\.s: data\.lexicons has no entry of two different words of as many tokens"
     ):
-        dict_mlm.collate(random_samples(context, 2, 0), dict_mlm.Options(), poor)
+        dict_mlm.collate(random_samples(context, 2, 0), dict_mlm.DictMlmOptions(), poor)
 
 
 @pytest.fixture
@@ -329,7 +336,7 @@ def recipe() -> Callable[..., Any]:
 
 
 def test_options(recipe) -> None:
-    assert recipe() == dict_mlm.Options(0.15, language_embeddings=True, synonym="input", dict_share=0.5)
+    assert recipe() == dict_mlm.DictMlmOptions(0.15, language_embeddings=True, synonym="input", dict_share=0.5)
     for wrong in ("dict_share=1.5", "dict_share=-0.1", "synonym=output", "mask_prob=0"):
         with pytest.raises(UserError, match=wrong.partition("=")[0]):
             recipe(f"streams.dict_mlm.{wrong}")

@@ -17,13 +17,13 @@ from torch import nn
 
 from tests import launch
 from tests.test_training import same_checkpoint, wait_for
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.snapshot import on_host
+from xscale.checkpoint.store import Saver
 from xscale.errors import UserError
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
+from xscale.ranks import HostGroup
 from xscale.run import metrics
-from xscale.run.checkpoint import Saver
 from xscale.run.metrics import JsonLines
-from xscale.step.host_copy import on_host
 
 SCRIPT = str(launch.ROOT / "tests" / "broken_disk.py")
 STEPS = 12
@@ -136,16 +136,16 @@ def read(accumulator: Any, path: Path) -> list[Any]:
 
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
     class Module(nn.Linear):
-        companions: dict[str, Any] = {}  # noqa: RUF012
+        auxiliary_states: dict[str, Any] = {}  # noqa: RUF012
 
-        def companion_bytes(self) -> int:
+        def auxiliary_bytes(self) -> int:
             return 0
 
     class Engine:
         module = Module(2, 2)
 
     monkeypatch.setattr(checkpoints, "SPARE_BYTES", 1 << 60)
-    saver = Saver(Engine(), tmp_path / "checkpoints", Control())
+    saver = Saver(Engine(), tmp_path / "checkpoints", HostGroup())
     saver.begin(3, {}, lambda path: None, copies=True)
     problem, _ = saver.finish()
     assert "rank 0" in problem and "GB needed" in problem and saver.step is None
@@ -157,9 +157,9 @@ def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, monkeyp
     """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
 
     class Module(nn.Linear):
-        companions: dict[str, Any] = {}  # noqa: RUF012
+        auxiliary_states: dict[str, Any] = {}  # noqa: RUF012
 
-        def companion_bytes(self) -> int:
+        def auxiliary_bytes(self) -> int:
             return 0
 
     class Engine:
@@ -172,7 +172,7 @@ def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, monkeyp
             pass
 
     Engine.checkpoint_engine = None
-    saver = Saver(Engine(), tmp_path / "checkpoints", Control())
+    saver = Saver(Engine(), tmp_path / "checkpoints", HostGroup())
     scaler: Any = LossScaler(1.0)
     saver.begin(0, {"state": {"step": 0}, "identity": {"a": 1}}, lambda path: None, copies=copies)
     assert saver.finish()[0] == "" and (saver.folder / "latest").read_text() == "step_00000000"
@@ -236,11 +236,11 @@ def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> Non
     for step in (2, 8, 10):
         path = f"checkpoints/step_{step:08d}"
         files = [checkpoints.read(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
-        assert files[0] == files[1] and {checkpoints.COMPANIONS, "hf/config.json"} < files[0].keys()
+        assert files[0] == files[1] and {checkpoints.AUXILIARY_STATES, "hf/config.json"} < files[0].keys()
         own = launch.checkpoint_tensors(runs / "own" / str(step))
         ours = launch.checkpoint_tensors(runs / "disturbed" / path)
         assert own and all(torch.equal(own[name], ours[name]) for name in own)
-        assert {name for name in ours if not name.startswith(checkpoints.COMPANIONS)} == own.keys()
+        assert {name for name in ours if not name.startswith(checkpoints.AUXILIARY_STATES)} == own.keys()
     entries = launch.metrics(runs / "disturbed")
     assert all(entry["save_blocked_s"] >= 0 for entry in entries if entry["step"] % 2)
     assert any("save_write_s" in entry for entry in entries)

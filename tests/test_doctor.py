@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from xscale import doctor
-from xscale.run import slurm
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 
 CONFIG = """\
 Configuration data as of 2026-01-31T12:00:00
@@ -53,7 +52,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         monkeypatch.delenv("SLURM_JOB_ID", raising=False)
         if job:
             monkeypatch.setenv("SLURM_JOB_ID", "7")
-        return list(slurm.advice())
+        return list(doctor.slurm())
 
     return say
 
@@ -65,7 +64,7 @@ def warnings(lines: list[str]) -> list[str]:
 def test_a_site_that_signals_in_time(site: Callable[..., list[str]]) -> None:
     lines = site()
     assert not warnings(lines) and "partition gpu: jobs are preempted, PreemptMode=REQUEUE, GraceTime=600" in lines
-    assert lines[0] == ("job 7 in partition gpu: 2 node(s), 16 tasks, until 2026-02-01, restarts 1")
+    assert not any("partition cpu" in line for line in lines), "the job is in partition gpu"
     assert not warnings(site(kind="preempt/none", grace=0, more="(null)"))
 
 
@@ -92,20 +91,20 @@ def test_outside_of_a_job_all_partitions_are_told(site: Callable[..., list[str]]
 def test_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    assert list(slurm.advice()) == ["none: no scontrol here"]
+    assert list(doctor.slurm()) == ["none: no scontrol here"]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    assert "MASTER_ADDR" in next(slurm.advice())
+    assert "MASTER_ADDR" in next(doctor.slurm())
     program = tmp_path / "scontrol"
     program.write_text("#!/bin/bash\nexit 1\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "scontrol does not answer" in next(slurm.advice())
+    assert "scontrol does not answer" in next(doctor.slurm())
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process without a launcher, far from any SLURM."""
-    monkeypatch.setattr(doctor, "advice", lambda: iter(["none"]))
+    monkeypatch.setattr(doctor, "slurm", lambda: iter(["none"]))
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "RANK", "WORLD"))}
     monkeypatch.setattr(os, "environ", variables | {"MASTER_PORT": "29500"})
 
@@ -115,25 +114,11 @@ def test_one_screen(demo: Path, tmp_path: Path, alone: None, capsys: pytest.Capt
     told = capsys.readouterr().out
     assert code == 0 and "error:" not in told and told.endswith("a run could start\n"), told
     titles = [line.split()[0] for line in told.splitlines() if line[0] not in " ["]  # without DeepSpeed's own lines
-    assert titles == [
-        "network",
-        "machine",
-        "versions",
-        "launcher",
-        "limits",
-        "out",
-        "slurm",
-        "data",
-        "ds_configs",
-        "memory",
-        "room",
-    ]
+    assert titles == ["network", "machine", "launcher", "out", "slurm", "data", "ds_configs", "room"]
     assert len(told.splitlines()) < 50 and not (tmp_path / "runs").exists() and not list(tmp_path.glob(".doctor*"))
-    assert "rank 0 of 1" in told and "MB/s to disk" in told and "en-xx (pair): 600 records" in told
+    assert "rank 0 of 1, 0 of 1 on this host" in told and "MB/s to disk" in told and "en-xx (pair): 600 records" in told
     runs = next(line for line in told.splitlines() if "run here:" in line)
     assert "zero2_cpu" in runs and "zero3" not in runs and "zero3_fp16_nodes: streams.ppa has a momentum" in told
-    stage_2 = next(line for line in told.splitlines() if "ZeRO 2" in line).split()[2:]
-    assert sorted(map(float, stage_2), reverse=True) == [float(size) for size in stage_2] and len(stage_2) == 4
 
 
 @pytest.mark.parametrize(
@@ -160,7 +145,7 @@ def test_what_keeps_a_run_from_starting(
 
 def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "SECONDS", 0.2)
-    monkeypatch.setattr(doctor, "probe", lambda place: time.sleep(5))
+    monkeypatch.setattr(doctor, "probe_file_system", lambda place: time.sleep(5))
     with pytest.raises(ValueError, match="no answer within"):
         list(doctor.file_system(tmp_path))
 
@@ -168,7 +153,7 @@ def test_a_file_system_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch:
 def test_a_file_system_without_atomic_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "replace", lambda old, new: None)
     with pytest.raises(OSError, match="a rename does not replace"):
-        doctor.probe(tmp_path)
+        doctor.probe_file_system(tmp_path)
 
 
 def test_one_process_where_several_were_meant(alone: None, capsys: pytest.CaptureFixture) -> None:
@@ -182,7 +167,7 @@ def test_a_disk_that_has_no_room_for_checkpoints(
 ) -> None:
     """One that has none for a single one ends a run at its first save; one that lacks some, later."""
     words = ["--recipe", "tlm", "--data", str(demo), "--out", str(tmp_path)]
-    size = 14 * sum(p.numel() for p in prepare("tlm", [], [demo]).module().parameters())
+    size = 14 * sum(p.numel() for p in resolve_run("tlm", [], [demo]).module().parameters())
     for free, kind, code in ((2.5 * size, "warning", 0), (0.5 * size, "error", 2)):
         monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(total=1e12, free=free))
         assert doctor.main(words) == code

@@ -16,16 +16,16 @@ from tests import launch
 from xscale.data.calibration import Calibration
 from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
+from xscale.dry_run import dry_run
 from xscale.ranks import Process
 from xscale.run import loop
-from xscale.run.describe import dry_run
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 
 SETS = ["data.workers=0", "streams.tlm.samples=32"]
 
 
-def job_of(data: Path, recipe: str, *sets: str) -> Job:
-    return prepare(recipe, ["data.workers=0", *sets], [data]).calibrated()
+def run_spec_of(data: Path, recipe: str, *sets: str) -> RunSpec:
+    return resolve_run(recipe, ["data.workers=0", *sets], [data]).calibrated()
 
 
 def share_over(max_length: int, tokenizer: Tokenizer, data: Path) -> float:
@@ -43,10 +43,10 @@ def share_over(max_length: int, tokenizer: Tokenizer, data: Path) -> float:
 def test_the_share_is_known_before_step_1(demo: Path, tokenizer: Tokenizer, max_length: int) -> None:
     """As all pairs have it, to a few standard errors of the 512 and more that are read of 2,048."""
     share = share_over(max_length, tokenizer, demo / "pairs")
-    job = job_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
-    found = job.calibration.of("tlm").too_long
+    run_spec = run_spec_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
+    found = run_spec.calibration.of("tlm").too_long
     assert found == pytest.approx(share, abs=0.01 + 0.06 * (share * (1 - share)) ** 0.5)
-    assert bool(job.dropped()) == (found > 0.03)
+    assert bool(run_spec.dropped()) == (found > 0.03)
     assert max_length != 20 or share > 0.5
     assert max_length != 128 or found == 0
 
@@ -62,33 +62,33 @@ def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., Non
     tokenizers.main(Ranks(), ["--data", str(tmp_path / "data"), *out])
     for max_length in (64, 100, 160):
         share = share_over(max_length, Tokenizer(tmp_path / "data" / "tokenizer"), tmp_path / "data")
-        job = job_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
-        assert job.calibration.of("tlm").too_long == pytest.approx(share, abs=0.03), max_length
-        assert bool(job.dropped()) == (job.calibration.of("tlm").too_long > 0.03)
+        run_spec = run_spec_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
+        assert run_spec.calibration.of("tlm").too_long == pytest.approx(share, abs=0.03), max_length
+        assert bool(run_spec.dropped()) == (run_spec.calibration.of("tlm").too_long > 0.03)
 
 
 def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
     sets = ["data.max_length=28", "streams.more={objective: tlm, samples: 4}"]
-    job = job_of(demo, "xlm", *sets)
-    assert list(job.dropped()) == ["tlm", "more"]  # monolingual text is no pair
-    line = job.dropped({"mlm": 0.5, "tlm": 0.03, "more": 0.1234})
+    run_spec = run_spec_of(demo, "xlm", *sets)
+    assert list(run_spec.dropped()) == ["tlm", "more"]  # monolingual text is no pair
+    line = run_spec.dropped({"mlm": 0.5, "tlm": 0.03, "more": 0.1234})
     assert line == {
         "more": "warning: streams.more drops 12.3% of its pairs, those longer than data.max_length: 28; take a larger "
         "one, or data.overlong=truncate, or leave them out when shards are written: --max_tokens 28"
     }
-    assert job_of(demo, "xlm", *sets, "data.overlong=truncate").dropped() == {}
+    assert run_spec_of(demo, "xlm", *sets, "data.overlong=truncate").dropped() == {}
 
 
 def test_calibrations_of_earlier_versions_load(demo: Path) -> None:
     """Without the share: they warn of nothing before a step is done."""
-    job = job_of(demo, "tlm", "data.max_length=28")
-    tree = json.loads(json.dumps(job.calibration.to_dict()))
-    same = Calibration.from_dict(tree, len(job.sources), ["tlm"])
-    assert asdict(same) == asdict(job.calibration) and same.of("tlm").too_long > 0.1
+    run_spec = run_spec_of(demo, "tlm", "data.max_length=28")
+    tree = json.loads(json.dumps(run_spec.calibration.to_dict()))
+    same = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
+    assert asdict(same) == asdict(run_spec.calibration) and same.of("tlm").too_long > 0.1
     del tree["streams"]["tlm"]["too_long"]
-    old = Calibration.from_dict(tree, len(job.sources), ["tlm"])
+    old = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
     assert old.of("tlm").too_long == 0 and old.of("tlm").ratio == same.of("tlm").ratio
-    assert job.calibrated(old).dropped() == {}
+    assert run_spec.calibrated(old).dropped() == {}
 
 
 @pytest.mark.parametrize("max_length", [28, 128])
@@ -104,10 +104,10 @@ def test_dry_run_warns(
     assert "unknown tokens: en 0.00%, xx 0.00%, yy 0.00%" in out
 
 
-def trainer(job: Job, warned: set[str], main: bool = True) -> loop.Trainer:
+def trainer(run_spec: RunSpec, warned: set[str], main: bool = True) -> loop.Trainer:
     """As far as it counts what is dropped."""
     made = object.__new__(loop.Trainer)
-    made.job, made.step, made.first, made.too_long, made.warned = job, 0, 0, Counter(), warned
+    made.run_spec, made.step, made.first, made.too_long, made.warned = run_spec, 0, 0, Counter(), warned
     made.process = SimpleNamespace(is_main=main)
     return made
 
@@ -116,10 +116,10 @@ def test_training_warns_once_where_the_share_passes(demo: Path, monkeypatch: pyt
     """By all steps of this start; of the first 1,000 samples, more than 30 in number."""
     said: list[str] = []
     monkeypatch.setattr(loop.LOG, "warning", said.append)
-    job = job_of(demo, "xlm", "streams.tlm.samples=100", "streams.more={objective: tlm, samples: 50}")
+    run_spec = run_spec_of(demo, "xlm", "streams.tlm.samples=100", "streams.more={objective: tlm, samples: 50}")
     drops = [25, 0, 0, 0, 0, 0, 0, 0, 0, 0, 5, 10, 1, 40]  # of 100 each; 25 % of few, and 40 of 1,200 at step 12
     for main, expected in ((True, 1), (False, 0)):
-        made = trainer(job, {"more"}, main)
+        made = trainer(run_spec, {"more"}, main)
         for step, dropped in enumerate(drops, start=1):
             made.step = step
             made.count_dropped(Counter(mlm=50, tlm=dropped, more=50))

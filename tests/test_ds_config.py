@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from xscale.checkpoint.store import Checkpoint
 from xscale.config import RECIPES, Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.run.checkpoint import Checkpoint
 from xscale.run.start import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 
@@ -111,26 +111,15 @@ def test_torch_s_adam_is_fused_where_torch_can() -> None:
         assert resolved["optimizer"]["params"].get("fused") is expected
 
 
-def test_the_file_s_content_is_not_changed() -> None:
-    config = read_ds_config(SHIPPED[-1])
-    before = copy.deepcopy(config)
-    resolve(config)
-    assert config == before
-
-
-def test_absence_is_auto() -> None:
-    empty, *_ = resolve({})
-    spelled, *_ = resolve(
-        {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}},
-        }
-    )
-    assert empty == spelled
+def test_absence_is_auto_and_the_file_stays_as_it_is() -> None:
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"), "auto")
+    spelled = sizes | {
+        "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}},
+    }
+    before = copy.deepcopy(spelled)
+    assert resolve({}) == resolve(spelled) and spelled == before
 
 
 @pytest.mark.parametrize(
@@ -152,49 +141,27 @@ def test_schedulers_get_the_recipe_s_steps(kind: str, owned: dict[str, Any]) -> 
 
 
 MADE = {"train.lr": "0.001", "train.weight_decay": "0.01", "train.max_grad_norm": "1.0", "train.steps": "1000"}
-CONTRADICTIONS: list[tuple[dict[str, Any], str, str, str, str]] = [
-    # ds_config, its key, its value, the recipe's field, its value
-    ({"gradient_clipping": 0.5}, "gradient_clipping", "0.5", "train.max_grad_norm", "1.0"),
-    ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "optimizer.params.lr", "0.5", "train.lr", "0.001"),
-    (
-        {"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.5}}},
-        "optimizer.params.weight_decay",
-        "0.5",
-        "train.weight_decay",
-        "0.01",
-    ),
-    (
-        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 5}}},
-        "scheduler.params.total_num_steps",
-        "5",
-        "train.steps",
-        "1000",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},
-        "scheduler.params.warmup_num_steps",
-        "5",
-        "train.warmup",
-        "100",
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 5}}},
-        "scheduler.params.warmup_max_lr",
-        "5",
-        "train.lr",
-        "0.001",
-    ),
-]
 
 
-@pytest.mark.parametrize("case", CONTRADICTIONS, ids=[case[1] for case in CONTRADICTIONS])
-def test_a_contradiction_names_both(case: tuple[dict[str, Any], str, str, str, str]) -> None:
-    config, key, value, field, recipe_s = case
+@pytest.mark.parametrize(
+    ("section", "key", "field", "recipe_s"),
+    [
+        ("", "gradient_clipping", "train.max_grad_norm", "1.0"),
+        ("optimizer", "lr", "train.lr", "0.001"),
+        ("optimizer", "weight_decay", "train.weight_decay", "0.01"),
+        ("scheduler", "total_num_steps", "train.steps", "1000"),
+        ("scheduler", "warmup_num_steps", "train.warmup", "100"),
+        ("scheduler", "warmup_max_lr", "train.lr", "0.001"),
+    ],
+)
+def test_a_contradiction_names_both(section: str, key: str, field: str, recipe_s: str) -> None:
+    kind = {"optimizer": "AdamW", "scheduler": "WarmupDecayLR"}.get(section, "")
+    config: dict[str, Any] = {section: {"type": kind, "params": {key: 5}}} if section else {key: 5}
     with pytest.raises(UserError) as error:
         resolve(config, recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100"))
     first, line = str(error.value).splitlines()
-    assert "X.json" in first
-    assert f"{key} = {value} " in line and field in line and line.endswith(recipe_s)
+    where = f"{section}.params." * bool(section)
+    assert "X.json" in first and f"{where}{key} = 5 " in line and field in line and line.endswith(recipe_s)
 
 
 @pytest.mark.parametrize(
@@ -207,17 +174,9 @@ def test_how_a_step_is_cut_is_not_the_ds_config_s(key: str, value: int) -> None:
         resolve({key: value})
 
 
-def test_a_batch_size_whose_samples_are_not_known() -> None:
-    """One stream says tokens: 64 samples are not the whole step."""
-    made = recipe("xlm", "streams.tlm.samples=64", "streams.mlm.samples=null", "streams.mlm.tokens=4000")
-    with pytest.raises(UserError, match=r"train_batch_size = 64: .*write .auto. here"):
-        resolve({"train_batch_size": 64}, made)
-
-
 def test_the_same_value_is_no_contradiction() -> None:
     made = recipe("mlm", *(f"{k}={v}" for k, v in MADE.items()), "train.warmup=100")
     config = {
-        "train_batch_size": 64,  # the samples of a step, as the user counts them
         "gradient_clipping": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.98]}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 100, "warmup_max_lr": 1e-3}},
@@ -309,14 +268,13 @@ def test_unreadable_files(tmp_path: Path) -> None:
 
 
 ADAM = {"type": "AdamW", "params": {"torch_adam": True}}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_stesp": 3}}
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
     """NaN differs from itself, and so would every rank's file from rank 0's."""
     (tmp_path / "x.json").write_text(f'{{"gradient_clipping": {number}}}')
-    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is no finite number"):
+    with pytest.raises(UserError, match=rf"x\.json is not JSON: {number} is not a finite number"):
         read_ds_config(tmp_path / "x.json")
 
 
@@ -326,13 +284,11 @@ def test_numbers_that_are_none(tmp_path: Path, number: str) -> None:
         ({"fp61": {}}, "fp61 .*did you mean fp16"),
         ({"gradient_cliping": 1.0}, "gradient_cliping .*did you mean gradient_clipping"),
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint: .*checkpoint.background"),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint .*leave it out"),
         ({"optimizer": "AdamW"}, "optimizer: 'AdamW' is not an object"),
         ({"optimizer": {"params": {}}}, "optimizer.type is missing"),
         ({"optimizer": {"type": "AdamWW"}}, "AdamWW is none of .*adamw"),
-        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "did you mean weight_decay"),
         ({"optimizer": ADAM, "scheduler": {"type": "Warmup"}}, "Warmup is none of .*WarmupLR"),
-        ({"scheduler": WARMUP}, "scheduler.params.warmup_stesp .*WarmupLR; did you mean warmup_num_steps"),
     ],
 )
 def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) -> None:
@@ -344,62 +300,36 @@ def test_mistakes_in_names_are_told(tmp_path: Path, config: dict, message: str) 
 
 
 def test_other_keys_are_left_to_deepspeed(tmp_path: Path) -> None:
-    keys = ["tensorboard", "aio", "flops_profiler", "comms_logger", "amp", "data_types"]
-    path = tmp_path / "mine.json"
-    path.write_text(json.dumps({key: {} for key in keys}))
-    assert list(read_ds_config(path)) == keys
-    config = {
-        "optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}},
-        "scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}},
-        "amp": {"enabled": False},
-    }
-    path.write_text(json.dumps(config))
-    assert read_ds_config(path) == config
-    path.write_text(json.dumps({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}))
-    read_ds_config(path)
+    path, sections = tmp_path / "mine.json", ["tensorboard", "aio", "flops_profiler", "comms_logger", "amp"]
+    for config in (
+        {key: {} for key in sections},
+        {"optimizer": {"type": "adam", "params": {"adam_w_mode": True, "bias_correction": True, "fused": True}}},
+        {"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": 100}}, "amp": {"enabled": False}},
+        {"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}},
+    ):
+        path.write_text(json.dumps(config))
+        assert read_ds_config(path) == config
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"bfloat16": {"enabled": True}}, "bfloat16: .*write bf16"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16 .*did you mean bf16"),
         ({"fp16": {"enabled": "true"}}, "fp16.enabled: 'true' is not true, false or"),
         ({"fp16": {"enabled": 1}}, "fp16.enabled: 1 is not true, false or"),
-        ({"torch_autocast": {"enabled": True}}, "torch_autocast: .*leave it out"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint: .*leave it out"),
-        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: .*leave it out"),
-        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning is nothing that a run of xscale reads"),
+        ({"torch_autocast": {"enabled": True}}, "torch_autocast .*leave it out"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op .*leave it out"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation .*leave it out"),
         ({"gradient_clipping": True}, "gradient_clipping: True is not a number"),
-        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: 0 must be positive"),
         ({"zero_optimization": {"cpu_offload": True}}, "zero_optimization.cpu_offload: write offload_optimizer"),
         ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage = '2': must be 0, 1, 2 or 3"),
-        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is no parameter"),
-        ({"optimizer": {"type": "Adam", "params": {"maximize": True}}}, "optimizer.params.maximize: .*loss larger"),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            "offload_optimizer.device = nvme",
-        ),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param.device = nvme"),
-        ({"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "zero_quantized_weights .* at stage 2"),
-        ({"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}, "zero_quantized_gradients .* stage 1"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype is unknown"),
         ({"wandb": {"enabled": True}}, "wandb: the package wandb is not installed"),
         ({"comet": {"enabled": True}}, "comet: the package comet_ml is not installed"),
         ({"optimizer": {"type": "Adam", "params": None}}, "optimizer.params: None is not an object"),
-        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is no parameter; did you mean params"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "betas: '0.9' is not a list of 2 numbers"),
-        ({"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}, "betas: .0.9. is not a list of 2 numbers"),
-        ({"optimizer": {"type": "Adam", "params": {"torch_adam": "true"}}}, "torch_adam: 'true' is not true or false"),
+        ({"optimizer": {"type": "Adam", "parms": {}}}, "optimizer.parms is unknown; did you mean params"),
         ({"optimizer": {"type": "Optimizer"}}, "optimizer.type: Optimizer is none of"),
         ({"scheduler": {"type": "math"}}, "scheduler.type: math is none of"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "quadratic"}}}, "'quadratic' is neither log nor"),
-        (
-            {"scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": "x"}}},
-            "cos_min_ratio: 'x' is not a num",
-        ),
-        (
-            {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
-            "last_batch_iteration is no param",
-        ),
     ],
 )
 def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: str) -> None:
@@ -418,9 +348,12 @@ def test_what_would_not_do_what_it_says(tmp_path: Path, config: dict, message: s
         ({"zero_optimization": {"stage": 2, "reduce_scater": True}}, "reduce_scater: True"),
         ({"data_types": {"grad_accum_dtype": "fp8"}}, "data_types.grad_accum_dtype: 'fp8'"),
         ({"communication_data_type": "fp8"}, "communication_data_type.*fp8"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params: .*1.5"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params: .*cycle_min_lr"),
-        ({"scheduler": {"type": "StepLR"}}, "scheduler.params: .*step_size"),
+        ({"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1.5]}}}, "optimizer.params .*1.5"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": "0.9"}}}, "optimizer.params .*'betas': '0.9'"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}, "optimizer.params .*'weight_deacy'"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.params .*cycle_min_lr"),
+        ({"scheduler": {"type": "StepLR"}}, "scheduler.params .*step_size"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_stesp": 3}}}, "scheduler.params .*'warmup_stesp'"),
         ({"elasticity": {}}, "'elasticity' configuration block is no longer supported"),
     ],
 )
@@ -432,8 +365,7 @@ def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "lion", "RMSprop"])
 def test_an_optimizer_gets_no_parameter_that_it_does_not_take(kind: str) -> None:
     resolved, *_ = resolve({"optimizer": {"type": kind}})
-    assert set(resolved["optimizer"]["params"]) <= {"lr", "weight_decay", "eps", "betas"}
-    assert ("betas" in resolved["optimizer"]["params"]) == (kind == "lion")
+    assert set(resolved["optimizer"]["params"]) == {"lr", "weight_decay"}
 
 
 def test_a_resume_with_another_optimizer_is_refused() -> None:
@@ -460,7 +392,7 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision_takes_zero(precision: str) -> None:
     """At stage 0 DeepSpeed 0.19.8 forgets the loss scale in fp16, and stops in bf16."""
-    with pytest.raises(UserError, match=f"{precision} at ZeRO stage 0.*stage to 1 or 2"):
+    with pytest.raises(UserError, match=f"{precision} .*stage 0.*stage to 1 or 2"):
         resolve({precision: {"enabled": True}})
     resolve({precision: {"enabled": True}, "zero_optimization": {"stage": 1}})
     resolve({precision: {"enabled": "auto"}}, hardware=OLD_CPU)

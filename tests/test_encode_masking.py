@@ -22,10 +22,10 @@ from xscale.data import masking
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepDataset, StreamCollate, source_statistics
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.piece import Context, Piece
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
 from xscale.data.shards import find_sources
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.objectives import mlm, tlm
@@ -70,9 +70,9 @@ def context(tokenizer: Tokenizer, max_length: int = 128, overlong: str = "drop")
     return Context(tokenizer, max_length, overlong, LANGUAGES)
 
 
-def found_in(piece: Piece) -> list[dict[str, Any]]:
+def found_in(stream_batch: StreamBatch) -> list[dict[str, Any]]:
     """Each sequence, with the original ids put back."""
-    columns = zip(*sequences_of(piece), originals(piece), strict=True)
+    columns = zip(*sequences_of(stream_batch), originals(stream_batch), strict=True)
     return [{"ids": ids, "targets": targets, "original": original} for ids, targets, original in columns]
 
 
@@ -254,15 +254,23 @@ def test_where_words_begin() -> None:
 def test_too_long_is_counted(tokenizer, overlong: str) -> None:
     """Also where nothing of a piece is left."""
     for sizes, long in (([(5, 5), (90, 90), (3, 200)], 2), ([(90, 90), (100, 100)], 2)):
-        piece = tlm.collate([[fake(*size)] for size in sizes], tlm.Options(), context(tokenizer, 64, overlong))
-        assert piece.too_long == long and max(piece.sequences.lengths, default=0) <= 64
+        stream_batch = tlm.collate(
+            [[fake(*size)] for size in sizes], tlm.TlmOptions(), context(tokenizer, 64, overlong)
+        )
+        assert stream_batch.too_long == long and max(stream_batch.sequences.lengths, default=0) <= 64
         assert (
-            piece.samples
-            == len(piece.sequences.lengths)
+            stream_batch.samples
+            == len(stream_batch.sequences.lengths)
             == (len(sizes) if overlong == "truncate" else len(sizes) - long)
         )
-    piece = mlm.collate([[fake(5), fake(200)]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
-    assert piece.too_long == 0 and piece.sequences.lengths.tolist() == [7, 64, 64, 64, 16]  # [CLS] and [SEP] each
+    stream_batch = mlm.collate([[fake(5), fake(200)]], mlm.MaskedOptions(), context(tokenizer, 64, overlong))
+    assert stream_batch.too_long == 0 and stream_batch.sequences.lengths.tolist() == [
+        7,
+        64,
+        64,
+        64,
+        16,
+    ]  # [CLS] and [SEP] each
 
 
 # 3. Masking
@@ -368,7 +376,7 @@ def test_masks_do_not_depend_on_the_batch(tokenizer, pairs) -> None:
             [[a, *(replace(e, follows=True) for e in bc)] for a, *bc in zip(*[iter(examples)] * 3, strict=True)],
         ),
     ):
-        for options in (tlm.Options(), tlm.Options(whole_word=True), tlm.Options(shuffle_sides=True)):
+        for options in (tlm.TlmOptions(), tlm.TlmOptions(whole_word=True), tlm.TlmOptions(shuffle_sides=True)):
             whole = found_in(objective(samples, options, context(tokenizer)))
             shuffled = np.random.default_rng(0).permutation(len(samples))
             for size in (1, 7, len(samples)):
@@ -387,7 +395,7 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
     calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
-        "tlm": StreamCollate(tlm.collate, tlm.Options(whole_word=True, shuffle_sides=True), words=True),
+        "tlm": StreamCollate(tlm.collate, tlm.TlmOptions(whole_word=True, shuffle_sides=True), words=True),
     }
     dataset = StepDataset(sources, collates, context(tokenizer, 64), seed)
     arguments: Any = {"seed": seed, "alpha": 0.7, "max_length": 64, "max_tokens": max_tokens, "world": world}
@@ -397,20 +405,22 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
         found: dict[str, list] = {"mlm": [], "tlm": [], "keys": []}
         for rank in ranks:
             plan = rank.next_step()
-            pieces = {stream: dataset.pieces(stream, plan) for stream in collates}
-            for stream, of_rows in pieces.items():
-                for piece, keys in of_rows:
-                    rows = found_in(piece)
+            stream_batches = {stream: dataset.stream_batches(stream, plan) for stream in collates}
+            for stream, of_rows in stream_batches.items():
+                for stream_batch, keys in of_rows:
+                    rows = found_in(stream_batch)
                     found[stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
                     found["keys"] += keys
-                    assert piece.targets == {"mlm": sum(len(row["targets"]) for row in rows)}
+                    assert stream_batch.targets == {"mlm": sum(len(row["targets"]) for row in rows)}
             batch = dataset[plan]
             for number, row in enumerate(batch.rows):  # what a step gets is these pieces
-                expected = sorted(seq["ids"] for of_rows in pieces.values() for seq in found_in(of_rows[number][0]))
+                expected = sorted(
+                    seq["ids"] for of_rows in stream_batches.values() for seq in found_in(of_rows[number][0])
+                )
                 starts = row.inputs.tokens.starts.tolist()
                 ids = [row.inputs.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
                 assert sorted(ids) == expected or not expected
-                assert row.keys == {stream: of_rows[number][1] for stream, of_rows in pieces.items()}
+                assert row.keys == {stream: of_rows[number][1] for stream, of_rows in stream_batches.items()}
                 assert row.work.tokens == sum(map(len, expected)) and row.samples >= 0
         result.append({name: sorted(values) for name, values in found.items()})
     return result
@@ -447,11 +457,13 @@ def test_epochs_and_seeds_mask_differently(demo: Path, tokenizer) -> None:
 @pytest.mark.parametrize("options", [{}, TLM, {"whole_word": True}, {"shuffle_sides": True, **TLM}])
 def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool]) -> None:
     examples = examples_of(tokenizer, pairs, words=True)
-    piece = tlm.collate([[e] for e in examples], tlm.Options(**options), context(tokenizer))
-    cuts = np.cumsum(piece.sequences.lengths)[:-1]
-    positions, languages = (np.split(getattr(piece.sequences, name), cuts) for name in ("positions", "languages"))
+    stream_batch = tlm.collate([[e] for e in examples], tlm.TlmOptions(**options), context(tokenizer))
+    cuts = np.cumsum(stream_batch.sequences.lengths)[:-1]
+    positions, languages = (
+        np.split(getattr(stream_batch.sequences, name), cuts) for name in ("positions", "languages")
+    )
     swaps = hidden = 0
-    for number, (row, pair) in enumerate(zip(found_in(piece), pairs, strict=True)):
+    for number, (row, pair) in enumerate(zip(found_in(stream_batch), pairs, strict=True)):
         straight, swapped = hugging_face(*pair)["input_ids"], hugging_face(*pair[::-1])["input_ids"]
         swap = row["original"] == swapped
         assert row["original"] in (straight, swapped)
@@ -466,10 +478,10 @@ def test_pieces_of_tlm(tokenizer, hugging_face, pairs, options: dict[str, bool])
         assert languages[number].tolist() in ([shown, [0] * length] if "language_embeddings" in options else [shown])
     assert within(hidden, len(pairs), 0.1) if "language_embeddings" in options else hidden == 0
     assert within(swaps, len(pairs), 0.5) if "shuffle_sides" in options else swaps == 0
-    assert piece.types == ("languages" if "language_embeddings" in options else None)
-    labels = piece.labels["mlm"]
-    assert piece.targets == {"mlm": len(labels)} and piece.samples == len(pairs)
-    assert piece.reads.keys() == {"masked"} and not piece.arrays and piece.beside is None
+    assert stream_batch.types == ("languages" if "language_embeddings" in options else None)
+    labels = stream_batch.labels["mlm"]
+    assert stream_batch.targets == {"mlm": len(labels)} and stream_batch.samples == len(pairs)
+    assert stream_batch.reads.keys() == {"masked"} and not stream_batch.arrays and stream_batch.auxiliary is None
     assert not np.isin(labels, hugging_face.all_special_ids).any()
 
 
@@ -479,19 +491,19 @@ def test_hidden_languages(tokenizer, pairs) -> None:
     examples = examples_of(tokenizer, pairs)
     of = replace(context(tokenizer), names=("en-xx",))
 
-    def piece(share: float, order: slice = slice(None)) -> Piece:
-        options = tlm.Options(language_embeddings=True, language_dropout=share)
+    def stream_batch(share: float, order: slice = slice(None)) -> StreamBatch:
+        options = tlm.TlmOptions(language_embeddings=True, language_dropout=share)
         return tlm.collate([[e] for e in examples[order]], options, of)
 
-    def hidden(piece: Piece) -> set[int]:
-        sequences = piece.sequences
+    def hidden(stream_batch: StreamBatch) -> set[int]:
+        sequences = stream_batch.sequences
         neutral = {int(sequences.identities[n]) for n in sequences.numbers[sequences.languages == 0]}
         assert not set(sequences.identities[sequences.numbers[sequences.languages != 0]].tolist()) & neutral
         return neutral
 
-    some, none, every = piece(0.3), piece(0.0), piece(1.0)
+    some, none, every = stream_batch(0.3), stream_batch(0.0), stream_batch(1.0)
     assert within(len(hidden(some)), len(pairs), 0.3) and not hidden(none) and len(hidden(every)) == len(pairs)
-    assert hidden(piece(0.3, slice(None, None, -1))) == hidden(some) < hidden(piece(0.5))
+    assert hidden(stream_batch(0.3, slice(None, None, -1))) == hidden(some) < hidden(stream_batch(0.5))
     assert (some.sequences.ids == none.sequences.ids).all() and (every.names["mlm"] == 0).all()
 
 
@@ -500,10 +512,10 @@ def test_pieces_of_mlm(tokenizer, hugging_face, pairs) -> None:
     examples = examples_of(tokenizer, [(en,) for en, _ in pairs])
     examples = [replace(example, follows=number % 10 % 4 > 0) for number, example in enumerate(examples)]
     samples = [list(group) for group in zip(*[iter(examples)] * 10, strict=True)]
-    piece = mlm.collate(samples, mlm.MaskedOptions(), context(tokenizer, 48))
+    stream_batch = mlm.collate(samples, mlm.MaskedOptions(), context(tokenizer, 48))
     texts = [en for en, _ in pairs]
     documents = [" ".join(texts[i + a : i + b]) for i in range(0, 300, 10) for a, b in ((0, 4), (4, 8), (8, 10))]
-    rows = found_in(piece)
+    rows = found_in(stream_batch)
     assert len(documents) < len(rows) < 2 * len(documents) and max(len(row["original"]) for row in rows) <= 48
     assert all(row["original"][0] == tokenizer.cls_id and row["original"][-1] == tokenizer.sep_id for row in rows)
     fitting = [ids for ids in hugging_face(documents)["input_ids"] if len(ids) <= 48]
@@ -511,20 +523,25 @@ def test_pieces_of_mlm(tokenizer, hugging_face, pairs) -> None:
     assert len(fitting) > 20 and [ids for ids in found if ids in fitting] == fitting
     in_turn = [token for ids in found for token in ids[1:-1]]
     assert in_turn == [token for en in texts for token in hugging_face(en, add_special_tokens=False)["input_ids"]]
-    assert piece.samples == 30 and piece.too_long == 0
-    assert piece.reads.keys() == {"masked"} and not piece.types and not piece.arrays and piece.beside is None
+    assert stream_batch.samples == 30 and stream_batch.too_long == 0
+    assert (
+        stream_batch.reads.keys() == {"masked"}
+        and not stream_batch.types
+        and not stream_batch.arrays
+        and stream_batch.auxiliary is None
+    )
 
 
 def test_a_piece_of_nothing_has_no_target(tokenizer) -> None:
-    for piece in (
-        tlm.collate([], tlm.Options(), context(tokenizer)),
+    for stream_batch in (
+        tlm.collate([], tlm.TlmOptions(), context(tokenizer)),
         mlm.collate([], mlm.MaskedOptions(), context(tokenizer)),
         mlm.collate([], mlm.MaskedOptions(whole_word=True), context(tokenizer)),
     ):
-        assert piece.targets == {"mlm": 0} and piece.samples == piece.too_long == 0
-        assert piece.reads.keys() == {"masked"} and piece.labels.keys() == {"mlm"}
-        assert len(piece.sequences.ids) == len(piece.sequences.lengths) == 0
-        assert len(piece.reads["masked"]) == len(piece.labels["mlm"]) == 0
+        assert stream_batch.targets == {"mlm": 0} and stream_batch.samples == stream_batch.too_long == 0
+        assert stream_batch.reads.keys() == {"masked"} and stream_batch.labels.keys() == {"mlm"}
+        assert len(stream_batch.sequences.ids) == len(stream_batch.sequences.lengths) == 0
+        assert len(stream_batch.reads["masked"]) == len(stream_batch.labels["mlm"]) == 0
 
 
 def test_sentences_of_documents_fill_samples(demo: Path, tokenizer) -> None:

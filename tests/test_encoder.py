@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.models.modernbert import modeling_modernbert
 
-from xscale.data.row import Tokens
+from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, positions
 from xscale.models.encoder import HEADS, Encoder

@@ -328,7 +328,7 @@ def test_error_rates_by_hand() -> None:
     """Two pairs: |A| = 5, |S| = 4, |A & S| = 3, |A & P| = 4."""
     sure = [{(0, 0), (1, 1)}, {(0, 1), (2, 2)}]
     possible = [{(0, 0), (1, 1), (1, 2)}, {(0, 1), (2, 2)}]
-    gold = aer.Gold(("en", "fr"), [], sure, possible)
+    gold = aer.GoldLinks(("en", "fr"), [], sure, possible)
     found = aer.error_rates([{(0, 0), (1, 2), (5, 5)}, {(0, 1), (2, 2)}], gold)
     assert found == pytest.approx({"AER": 1 - 7 / 9, "precision": 4 / 5, "recall": 3 / 4, "F1": 1.2 / 1.55})
     assert aer.error_rates(sure, gold)["AER"] == 0 and aer.error_rates([set(), set()], gold)["AER"] == 1

@@ -17,6 +17,7 @@ import torch
 
 from tests import launch
 from tests.test_training import wait_for
+from xscale.checkpoint import store as checkpoints
 from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
 from xscale.data.shards import IDX_DTYPE, Source
@@ -25,10 +26,9 @@ from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.models.build import read_pretrained, trained_as
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control, Process
-from xscale.run import checkpoint as checkpoints
+from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 from xscale.run.status import Status
 from xscale.step.ds_config import read_ds_config
 
@@ -48,24 +48,24 @@ OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 def test_a_key_twice_in_a_recipe(tmp_path: Path, text: str, twice: str) -> None:
     path = tmp_path / "r.yaml"
     path.write_text(text)
-    with pytest.raises(UserError, match=rf"r\.yaml is not YAML: {twice} stands twice"):
+    with pytest.raises(UserError, match=rf"r\.yaml is not YAML: {twice} occurs twice"):
         load_recipe(str(path), [], OPTIONS)
 
 
 def test_a_key_twice_in_a_ds_config(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
     path.write_text('{"zero_optimization": {"stage": 2, "stage": 1}}')
-    with pytest.raises(UserError, match=r"d\.json is not JSON: 'stage' stands twice"):
+    with pytest.raises(UserError, match=r"d\.json is not JSON: 'stage' occurs twice"):
         read_ds_config(path)
 
 
 def test_a_dropout_that_leaves_nothing() -> None:
-    with pytest.raises(UserError, match=r"model\.dropout: 0\.999999 must be at most 0\.9"):
+    with pytest.raises(UserError, match=r"model\.dropout: 0\.999999: .* 0\.9"):
         load_recipe("mlm", ["model.dropout=0.999999"], OPTIONS)
 
 
 def test_a_time_limit_that_never_advances() -> None:
-    with pytest.raises(UserError, match=r"train\.time_limit: 0 must be positive"):
+    with pytest.raises(UserError, match=r"train\.time_limit: 0: "):
         load_recipe("mlm", ["train.time_limit=0"], OPTIONS)
 
 
@@ -194,7 +194,7 @@ def test_other_special_tokens_are_another_run(demo: Path, tmp_path: Path) -> Non
     changed = Tokenizer(tmp_path / "tokenizer")
     assert changed.fingerprint == same.fingerprint and changed.mask_id != same.mask_id
     both = demo / "tokenizer", path.parent
-    was, now = (prepare("tlm", [f"model.tokenizer={at}"], [demo / "pairs"]).identity() for at in both)
+    was, now = (resolve_run("tlm", [f"model.tokenizer={at}"], [demo / "pairs"]).identity() for at in both)
     now["recipe"] = was["recipe"]
     with pytest.raises(UserError, match=rf"special_tokens\.mask: was {same.mask_id}, is now {changed.mask_id}"):
         (tmp_path / "run").mkdir()
@@ -231,7 +231,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
     named = name.removeprefix("./")
     for sets in ([f"model.init={name}"], [f"model.tokenizer={name}"]):
         with pytest.raises(UserError, match=rf"(model\.init|tokenizer) \S*{named} does not exist"):
-            prepare("tlm", sets, [demo / "pairs"])
+            resolve_run("tlm", sets, [demo / "pairs"])
     with pytest.raises(UserError, match=rf"model\.init {name} does not exist"):
         read_pretrained("model.init", name)
     with pytest.raises(UserError, match=rf"model\.init owner/absent cannot be loaded \(.*no such folder in {tmp_path}"):
@@ -239,7 +239,7 @@ def test_a_folder_that_is_not_there_is_not_asked_of_the_hub(
 
 
 def newest(run: Path) -> int | None:
-    found = folder.find_checkpoint(run, "auto", {"a": 1}, Control())
+    found = folder.find_checkpoint(run, "auto", {"a": 1}, HostGroup())
     return found and found.step
 
 
@@ -247,7 +247,7 @@ def test_foreign_code_in_a_checkpoint_is_not_run(run: Path, tmp_path: Path) -> N
     step = run / "checkpoints/step_00000008"
     torch.save({"w": torch.ones(3), "x": Code(tmp_path / "owned")}, step / "mp_rank_00_model_states.pt")
     seal(step, 8)
-    problem = checkpoints.verify(step, Control())
+    problem = checkpoints.verify(step, HostGroup())
     assert problem and "posix.mkdir" in problem and "may run code" in problem
     assert newest(run) == 4 and not (tmp_path / "owned").exists()
     (step / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Code(tmp_path / "owned")))
@@ -360,10 +360,10 @@ def test_one_rank_cannot_read_its_records(demo: Path, tmp_path: Path) -> None:
     run = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "tlm", "--out", str(tmp_path / "out"), "--set"]
     run += [f"model.tokenizer={demo / 'tokenizer'}", "train.steps=12", "checkpoint.every=1", "checkpoint.keep=99"]
     run += ["streams.tlm.samples=16", "data.workers=0", "--data", str(tmp_path / "pairs")]
-    job = launch.job_of(run)
-    *_, fifth = islice(job.batches(Process(1, 2, 1, 2), "cpu", initial_state(job.specs), 5), 5)
+    run_spec = launch.run_spec_of(run)
+    *_, fifth = islice(run_spec.batches(Process(1, 2, 1, 2), "cpu", initial_state(run_spec.specs), 5), 5)
     key = fifth.keys()["tlm"][0]
-    (source,) = job.sources
+    (source,) = run_spec.sources
     places = [(shard, n) for shard, count in enumerate(source.counts) for n in range(count)]
     shard, number = next(place for place in places if source.read(*place).key == key)
     path, at = source.directory / source.shards[shard].name, int(source.entries(shard)["offset"][number])

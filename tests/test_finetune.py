@@ -26,7 +26,7 @@ from xscale.eval.finetune.runs import Runs, Scores, trainings, write_predictions
 from xscale.eval.finetune.task import Data, Encoding, Example, Task
 from xscale.eval.finetune.tuning import Padded, Settings, Tuner
 from xscale.eval.model import Exported
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 
 SETTINGS = Settings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -257,8 +257,10 @@ def entities(sequence: list[str]) -> set[tuple[int, int, str]]:
     """conlleval's: a B-, or an I- after another type or O, begins an entity, which its I- go on."""
     found, start = set(), 0
     for i, tag in enumerate(sequence):
-        goes_on = i > 0 and tag.startswith("I-") and sequence[i - 1][2:] == tag[2:] and sequence[i - 1] != "O"
-        start = start if goes_on else i
+        continues_document = (
+            i > 0 and tag.startswith("I-") and sequence[i - 1][2:] == tag[2:] and sequence[i - 1] != "O"
+        )
+        start = start if continues_document else i
         last = i + 1 == len(sequence) or not (sequence[i + 1].startswith("I-") and sequence[i + 1][2:] == tag[2:])
         if tag != "O" and last:
             found.add((start, i, tag[2:]))
@@ -298,7 +300,7 @@ def said(model: Exported, hf: Path, task: Task, features: list[Any], labels: lis
     """What the head says of each feature, and transformers' model; its head is drawn with seed 5."""
     batches = Padded(model, model.numbers_of(["en", "de"]), task.answers)
     torch.manual_seed(5)
-    whole = Tuner(hf, Path(), task, SETTINGS, None, batches, Control(), print).load_model(labels).eval()
+    whole = Tuner(hf, Path(), task, SETTINGS, None, batches, HostGroup(), print).load_model(labels).eval()
     torch.nn.init.normal_(whole.classifier.weight)
     with torch.no_grad():
         outputs = whole(**batches([[feature] for feature in features], labelled=False)).logits.numpy()
@@ -422,7 +424,7 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
 def test_what_is_not_finite_has_no_score(model: Exported, hf: Path) -> None:
     features = tags.encode([Example("1", ("en",), ("word",), None)], Encoding(model.tokenizer, 40, tags.UPOS))
     batches = Padded(model, model.numbers_of(["en"]), tags.answers)
-    tuner = Tuner(hf, Path(), tags.POS, SETTINGS, None, batches, Control(), print)
+    tuner = Tuner(hf, Path(), tags.POS, SETTINGS, None, batches, HostGroup(), print)
     said = np.full((1, 3, 17), np.nan)
     trainer: Any = SimpleNamespace(predict=lambda features: SimpleNamespace(predictions=said))
     with pytest.raises(NotFinite, match="--lr"):
@@ -531,7 +533,7 @@ def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, mode
             SETTINGS,
             replace(command.TASKS["xnli"], encode=encode),
         )
-        control = Control()
+        control = HostGroup()
 
         def fit(self, units: list[list[Any]], labels: list[str], seed: int, name: str) -> int:
             fits.append((name, len(units), labels))

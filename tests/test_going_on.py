@@ -18,11 +18,13 @@ from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.restore import full_weights
 from xscale.config import Recipe
-from xscale.data.piece import Context, Piece
-from xscale.data.row import Tokens
+from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import Exported, read_all
@@ -31,11 +33,9 @@ from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
 from xscale.objectives import OBJECTIVES, alignlm, tlm
-from xscale.run import checkpoint as checkpoints
 from xscale.run.checks import find_tokenizer
 from xscale.run.folder import claim_out
-from xscale.run.job import Job, shows_neutral
-from xscale.run.weights import full_weights
+from xscale.run.run_spec import RunSpec, shows_neutral
 from xscale.step.module import StepModule
 
 
@@ -49,7 +49,7 @@ def recipe(init: str | Path | None) -> Recipe:
 
 def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path, tmp_path: Path) -> None:
     """In tokenizers' file, or in older forms; a hub name's own; and that beside the shards where the model has none."""
-    beside = str(demo / "tokenizer")
+    auxiliary = str(demo / "tokenizer")
     fast, slow, bare = (tmp_path / name for name in ("fast", "slow", "bare"))
     for folder in (fast, slow, bare):
         folder.mkdir()
@@ -57,7 +57,7 @@ def test_the_models_own_tokenizer_comes_before_one_beside_the_shards(demo: Path,
     (fast / "tokenizer.json").write_bytes((demo / "tokenizer" / "tokenizer.json").read_bytes())
     (slow / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nword\n")  # as bert-base's first releases
     names = {init: find_tokenizer(recipe(init), demo) for init in (None, fast, slow, bare, "some/model")}
-    assert names == {None: beside, fast: str(fast), slow: str(slow), bare: beside, "some/model": "some/model"}
+    assert names == {None: auxiliary, fast: str(fast), slow: str(slow), bare: auxiliary, "some/model": "some/model"}
     with pytest.raises(UserError, match=r"model\.init /not/there does not exist"):
         find_tokenizer(recipe("/not/there"), demo)
     with pytest.raises(UserError, match=rf"no tokenizer in model.init {bare}, and none in {tmp_path}"):
@@ -203,8 +203,8 @@ def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embedding
     """One with language embeddings is refused, with the way on; others are resumed as ever."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"streams: {{tlm: {{objective: tlm, samples: 4, language_embeddings: {embeddings}}}}}")
-    job, out = job_of(demo, recipe), tmp_path / "run"
-    saved = json.loads(json.dumps(job.identity()))
+    run_spec, out = run_spec_of(demo, recipe), tmp_path / "run"
+    saved = json.loads(json.dumps(run_spec.identity()))
     saved["recipe"]["streams"]["tlm"].pop("language_dropout", None)
     out.mkdir()
     (out / "identity.json").write_text(json.dumps(saved))
@@ -212,9 +212,9 @@ def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embedding
         with pytest.raises(
             UserError, match=rf"{out} has language embeddings.*--set model.init={out} with another --out"
         ):
-            claim_out(out, job.identity(), "auto")
+            claim_out(out, run_spec.identity(), "auto")
     else:
-        claim_out(out, job.identity(), "auto")
+        claim_out(out, run_spec.identity(), "auto")
 
 
 # Heads
@@ -222,22 +222,22 @@ def test_a_run_from_before_the_neutral_row(demo: Path, tmp_path: Path, embedding
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24", "train.lr=0.003")
 
 
-def job_of(demo: Path, recipe: str | Path, *sets: str) -> Job:
+def run_spec_of(demo: Path, recipe: str | Path, *sets: str) -> RunSpec:
     common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
-    return launch.job_of([*common, "--set", "data.workers=0", *sets])
+    return launch.run_spec_of([*common, "--set", "data.workers=0", *sets])
 
 
-def save(module: StepModule, job: Job, path: Path) -> Path:
+def save(module: StepModule, run_spec: RunSpec, path: Path) -> Path:
     """As a run at ZeRO stage 0 keeps its step 7."""
     module.encoder.lm.config.save_pretrained(path / "hf")
-    job.tokenizer.hf.save_pretrained(path / "hf")
+    run_spec.tokenizer.hf.save_pretrained(path / "hf")
     torch.save({"module": module.state_dict()}, path / "mp_rank_00_model_states.pt")
     sealed = {
         str(file.relative_to(path)): {"bytes": file.stat().st_size, "sha256": files.sha256_file(file)}
         for file in path.rglob("*")
         if file.is_file()
     }
-    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": job.identity(), "files": sealed}
+    manifest = {"step": 7, "world_size": 1, "state": {"step": 7}, "identity": run_spec.identity(), "files": sealed}
     (path / "manifest.json").write_text(json.dumps(manifest))
     return path
 
@@ -246,13 +246,13 @@ def save(module: StepModule, job: Job, path: Path) -> Path:
 def ended(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[StepModule, Path, Path]:
     """A run of all objectives with weights like no fresh ones, its checkpoint, and what was exported."""
     path = tmp_path_factory.mktemp("ended")
-    job = job_of(demo, "mixed", *SETS)
-    module = job.module()
+    run_spec = run_spec_of(demo, "mixed", *SETS)
+    module = run_spec.module()
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
-    save(module, job, path / "checkpoints" / "step_00000007")
+    save(module, run_spec, path / "checkpoints" / "step_00000007")
     export.export(path, path / "hf")
     return module.eval(), path, path / "hf"
 
@@ -277,12 +277,12 @@ def test_heads_are_taken_over(demo: Path, ended: tuple[StepModule, Path, Path], 
     recipe = run / "other.yaml"
     streams = {"links": {"objective": "alignlm", "samples": 8}, "ppa": {"objective": "ppa", "samples": 8}}
     recipe.write_text(yaml.safe_dump({"streams": streams}))
-    gone_on = job_of(demo, recipe, *SETS, f"model.init={init}").module()
+    gone_on = run_spec_of(demo, recipe, *SETS, f"model.init={init}").module()
     for ours, theirs in (("links", "alignlm"), ("ppa", "ppa")):
         expected = module.heads[theirs].state_dict()
         found = gone_on.heads[ours].state_dict()
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    keys = gone_on.companions["ppa"].momentum.masters[1]  # type: ignore[attr-defined]
+    keys = gone_on.auxiliary_states["ppa"].momentum.masters[1]  # type: ignore[attr-defined]
     assert torch.equal(keys.w1.weight, module.heads["ppa"].w1.weight)
     assert gone_on.notes == [
         "streams.links takes over the heads of model.init's stream alignlm: W2.bias, W2.weight, W3.bias, W3.weight, "
@@ -297,26 +297,26 @@ def test_heads_of_a_plug_in_are_kept_without_it(demo: Path, tmp_path: Path, monk
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("streams: {mine: {objective: odd, samples: 4}}")
     monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    job = job_of(demo, recipe)
-    module = job.module()
-    save(module, job, tmp_path / "checkpoint")
+    run_spec = run_spec_of(demo, recipe)
+    module = run_spec.module()
+    save(module, run_spec, tmp_path / "checkpoint")
     monkeypatch.delitem(OBJECTIVES, "odd")
     export.export(tmp_path / "checkpoint", tmp_path / "hf")
     (kept,) = load_heads(tmp_path / "hf").values()
     assert kept.objective == "odd" and kept.stream["samples"] == 4
     assert torch.equal(kept.weights["weight"], module.heads["mine"].weight)
     monkeypatch.setitem(OBJECTIVES, "odd", linear)
-    gone_on = job_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5").module()
+    gone_on = run_spec_of(demo, recipe, f"model.init={tmp_path / 'hf'}", "train.seed=5").module()
     assert torch.equal(gone_on.heads["mine"].weight, module.heads["mine"].weight)
 
 
 def test_heads_of_another_shape_start_fresh_and_it_is_said(demo: Path, ended: tuple[StepModule, Path, Path]) -> None:
     sets = [*SETS, "streams.ppa.samples=16", "streams.ppa.projection=25"]
-    gone_on, fresh = (job_of(demo, "ppa", *sets, *more).module() for more in ([f"model.init={ended[2]}"], []))
+    gone_on, fresh = (run_spec_of(demo, "ppa", *sets, *more).module() for more in ([f"model.init={ended[2]}"], []))
     assert torch.equal(gone_on.heads["ppa"].w1.weight, fresh.heads["ppa"].w1.weight)
     (note,) = gone_on.notes
     assert note.startswith("streams.ppa starts with fresh heads") and "w2.weight is 24x128, here 25x128" in note
-    assert not job_of(demo, "tlm", f"model.init={ended[2]}").module().notes
+    assert not run_spec_of(demo, "tlm", f"model.init={ended[2]}").module().notes
 
 
 def test_the_stream_of_the_same_name_comes_first() -> None:
@@ -409,23 +409,26 @@ def test_held_out_losses_of_alignlm_are_of_its_heads(
     """Equal to dense logits and matrices of stock modules, for the same masks; the same again."""
     module, _, hf = ended
     model, (source,) = Exported(hf), find_sources([demo / "heldout"])
-    pieces: list[tuple[Piece, list[Example]]] = []
+    stream_batches: list[tuple[StreamBatch, list[Example]]] = []
 
-    def collate(samples: list[list[Example]], options: Any, context: Context) -> Piece:
-        pieces.append((alignlm.collate(samples, options, context), [pair for (pair,) in samples]))
-        return pieces[-1][0]
+    def collate(samples: list[list[Example]], options: Any, context: Context) -> StreamBatch:
+        stream_batches.append((alignlm.collate(samples, options, context), [pair for (pair,) in samples]))
+        return stream_batches[-1][0]
 
     monkeypatch.setitem(OBJECTIVES, "alignlm", replace(alignlm.OBJECTIVE, collate=collate))
     found = heldout.evaluate(model, source, 50)
     plain_model = plain.Model(module.encoder.lm, dict(module.heads.items()), {})
-    options = alignlm.Options()
-    sums = [plain.terms("alignlm", plain_model, "alignlm", *piece, options, model.tokenizer) for piece in pieces]
+    options = alignlm.AlignLMOptions()
+    sums = [
+        plain.terms("alignlm", plain_model, "alignlm", *stream_batch, options, model.tokenizer)
+        for stream_batch in stream_batches
+    ]
     for term in ("mono", "bi"):
         targets, right = (sum(getattr(of[term], name) for of in sums) for name in ("targets", "right"))
         assert targets == found[f"alignlm_{term}_targets"] > 100
         assert sum(of[term].total.item() for of in sums) / targets == pytest.approx(found[f"alignlm_{term}_loss"], 1e-5)
         assert right / targets == found[f"alignlm_{term}_accuracy"]
-    assert sum(len(examples) for _, examples in pieces) == 50
+    assert sum(len(examples) for _, examples in stream_batches) == 50
     assert found == heldout.evaluate(model, source, 50)
 
 
@@ -472,9 +475,9 @@ def test_the_tokenizer_returns_the_token_types_that_were_trained(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path
 ) -> None:
     """Those of a pair's two sentences; none where types are languages, of which it knows nothing."""
-    job = job_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
-    module = job.module()
-    save(module, job, tmp_path / "checkpoint")
+    run_spec = run_spec_of(demo, "tlm", "streams.tlm.language_embeddings=true", "streams.tlm.language_dropout=0.0")
+    module = run_spec.module()
+    save(module, run_spec, tmp_path / "checkpoint")
     export.export(tmp_path / "checkpoint", tmp_path / "hf")
     found = {path: AutoTokenizer.from_pretrained(path)("a cat", "a dog") for path in (ended[2], tmp_path / "hf")}
     segments = found[ended[2]]["token_type_ids"]

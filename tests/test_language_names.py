@@ -16,7 +16,7 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.eval import mining
 from xscale.ranks import Process
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 
 PAIRS = {("en", "zh-CN"): 200, ("zh-CN", "pt-BR"): 100, ("en", "zh-Hans"): 60}
 
@@ -46,19 +46,21 @@ def data(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     sets = ["data.workers=0", "streams.tlm.samples=36", "streams.mlm.samples=8", "train.max_tokens=512"]
     languages = "[zh-CN-en, zh-CN-pt-BR, en-zh-Hans]"  # either way round
-    job = prepare("xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data])
-    job = job.calibrated()
-    names = {spec.name: sorted(job.sources[s].name for s in spec.sources) for spec in job.specs}
+    run_spec = resolve_run(
+        "xlm", [*sets, f"streams.tlm.languages={languages}", "streams.mlm.languages=[zh-CN]"], [data]
+    )
+    run_spec = run_spec.calibrated()
+    names = {spec.name: sorted(run_spec.sources[s].name for s in spec.sources) for spec in run_spec.specs}
     assert names == {"mlm": ["zh-CN"], "tlm": ["en-zh-CN", "en-zh-Hans", "zh-CN-pt-BR"]}
-    tlm = next(spec for spec in job.specs if spec.name == "tlm")
-    weights = dict(zip(tlm.sources, source_weights([job.sources[s] for s in tlm.sources], 0.7), strict=True))
+    tlm = next(spec for spec in run_spec.specs if spec.name == "tlm")
+    weights = dict(zip(tlm.sources, source_weights([run_spec.sources[s] for s in tlm.sources], 0.7), strict=True))
     total = sum(n**0.7 for n in PAIRS.values())
-    assert {job.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
+    assert {run_spec.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}
     )
-    state = {"step": 0, "positions": {spec.name: [[0, 0]] * len(spec.sources) for spec in job.specs}}
+    state = {"step": 0, "positions": {spec.name: [[0, 0]] * len(spec.sources) for spec in run_spec.specs}}
     drawn = Counter[str]()
-    for batch in islice(job.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
+    for batch in islice(run_spec.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
         for (_, what, name), number in batch.counts().items():
             drawn[name] += number if what == "drawn" else 0
         of_pairs = {name for stream, what, name in batch.counts() if what == "drawn"}
@@ -71,10 +73,10 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
 
 
 def test_dictionaries_of_such_languages(data: Path) -> None:
-    job = prepare("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
-    assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in job.lexicons] == [(("en", "zh-CN"), True)]
+    run_spec = resolve_run("dict_mlm", ["data.workers=0", "streams.dict_mlm.languages=[zh-CN]"], [data])
+    assert [(lexicon.langs, len(lexicon.words) > 100) for lexicon in run_spec.lexicons] == [(("en", "zh-CN"), True)]
     with pytest.raises(UserError, match=r"no pair data for en-zh; --data has en-zh-CN, en-zh-Hans, pt-BR-zh-CN"):
-        prepare("tlm", ["streams.tlm.languages=[en-zh]"], [data])
+        resolve_run("tlm", ["streams.tlm.languages=[en-zh]"], [data])
 
 
 @pytest.mark.parametrize(

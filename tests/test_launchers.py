@@ -75,7 +75,7 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
 @pytest.mark.parametrize(
     ("environment", "named"),
     [
-        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is no number"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' in the environment is not a number"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "two"}, "LOCAL_WORLD_SIZE='two' .* how many ranks"),
         (
@@ -86,11 +86,11 @@ def test_ranks_of_launchers(started, environment: dict[str, str], expected: Proc
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"},
             "LOCAL_RANK=0, LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2 contradict",
         ),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is no number"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT='x' in the environment is not a number"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2, but not the other of RANK and WORLD_SIZE"),
         ({"RANK": "0", "WORLD_SIZE": ""}, "RANK=0, but not the other of RANK and WORLD_SIZE"),
-        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is no number"),
+        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS='x' in the environment is not a number"),
     ],
 )
 def test_an_environment_that_says_nothing(
@@ -252,7 +252,7 @@ import psutil
 from xscale import ranks
 process = ranks.find_process()
 ranks.start(process)
-control = ranks.Control()
+control = ranks.HostGroup()
 assert control.sum([3]) == [3] and control.gather("a") == ["a"]
 print({found.laddr.ip for found in psutil.Process().net_connections() if found.status == psutil.CONN_LISTEN})
 """

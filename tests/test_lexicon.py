@@ -39,9 +39,9 @@ from xscale.data.lexicon import (
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 from xscale.run import folder
-from xscale.run import job as jobs
+from xscale.run import run_spec as jobs
 
 
 @pytest.fixture
@@ -144,19 +144,22 @@ def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer
 # 2. Which dictionaries a run uses
 
 
-def prepare(data: Path, recipe: str, *sets: str) -> Any:
+def resolve_run(data: Path, recipe: str, *sets: str) -> Any:
     arguments = ["--ds_config", "x", "--data", str(data), "--recipe", recipe]
-    return launch.job_of(arguments + (["--set", *sets] if sets else []))
+    return launch.run_spec_of(arguments + (["--set", *sets] if sets else []))
 
 
 @pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
 def test_dictionaries_beside_the_shards(demo: Path, recipe: str) -> None:
     """One direction of a pair, where an objective needs one and the recipe names none."""
-    found, given = prepare(demo, recipe), prepare(demo, recipe, f"data.lexicons=[{demo / 'lexicon' / 'xx-en.txt'}]")
+    found, given = (
+        resolve_run(demo, recipe),
+        resolve_run(demo, recipe, f"data.lexicons=[{demo / 'lexicon' / 'xx-en.txt'}]"),
+    )
     assert [lexicon.path for lexicon in found.lexicons] == [demo / "lexicon" / "en-xx.txt"]
     assert [lexicon.name for lexicon in given.lexicons] == ["xx-en"]
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
-    assert prepare(demo, "mlm").lexicons == ()
+    assert resolve_run(demo, "mlm").lexicons == ()
     below = demo / "pairs"
     assert [path.name for path in find_lexicons(find_sources([below]), below)] == ["en-xx.txt"]
 
@@ -181,11 +184,13 @@ def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
     (shards / "lexicon").mkdir()
     bad = shards / "lexicon" / "en-xx.txt"
     bad.write_text("one two three\n")
-    job = jobs.prepare("tlm", [], [shards])
-    assert job.measured == () and any("no alignment score by" in line and f"{bad}" in line for line in job.notes())
+    run_spec = jobs.resolve_run("tlm", [], [shards])
+    assert run_spec.measured == () and any(
+        "no alignment score by" in line and f"{bad}" in line for line in run_spec.notes()
+    )
     for recipe, sets in (("align_mlm", []), ("tlm", [f"data.lexicons=[{bad}]"])):
         with pytest.raises(UserError, match="line 1"):
-            jobs.prepare(recipe, sets, [shards])
+            jobs.resolve_run(recipe, sets, [shards])
 
 
 def test_languages_that_differ_in_case() -> None:
@@ -198,7 +203,7 @@ def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
     for name in ("mono_en", "mono_xx", "tokenizer"):
         (tmp_path / name).symlink_to(demo / name)
     with pytest.raises(UserError, match=r"streams\.dict_mlm needs a dictionary: set data\.lexicons"):
-        prepare(tmp_path, "dict_mlm")
+        resolve_run(tmp_path, "dict_mlm")
 
 
 @pytest.fixture
@@ -230,20 +235,24 @@ def test_a_stream_s_languages_choose_its_dictionaries(three_languages: Path) -> 
             f"  two: {{objective: align_mlm, samples: 4, languages: [yy, en], pairs_per_step: 8}}\n"
             f"  three: {{objective: mlm, samples: 4}}\n"
         )
-        job = prepare(three_languages, str(recipe), "data.workers=0")
-        names = {stream: " ".join(x.name for x in read) for stream, read in job.dictionaries.items()}
+        run_spec = resolve_run(three_languages, str(recipe), "data.workers=0")
+        names = {stream: " ".join(x.name for x in read) for stream, read in run_spec.dictionaries.items()}
         assert names == {"one": expected, "two": "en-yy"}
-        dataset = job.dataset(job.specs)
-        assert {n: how.lexicons for n, how in dataset.streams.items()} == job.dictionaries | {"three": ()}
+        dataset = run_spec.dataset(run_spec.specs)
+        assert {n: how.lexicons for n, how in dataset.streams.items()} == run_spec.dictionaries | {"three": ()}
         read = {*expected.split(), "en-yy"}
-        assert {entry["lexicon"] for entry in job.identity()["lexicons"]} == {x.name for x in job.lexicons} == read
-        assert {lexicon.name for lexicon in job.measured} == {"en-xx", "en-yy", "xx-yy"} - read
+        assert (
+            {entry["lexicon"] for entry in run_spec.identity()["lexicons"]}
+            == {x.name for x in run_spec.lexicons}
+            == read
+        )
+        assert {lexicon.name for lexicon in run_spec.measured} == {"en-xx", "en-yy", "xx-yy"} - read
 
 
 def test_a_stream_without_a_dictionary_of_its_languages(three_languages: Path) -> None:
     (three_languages / "lexicon" / "xx-yy.txt").unlink()
     with pytest.raises(UserError, match=r"streams\.align_mlm needs a dictionary of its languages, xx, yy .*en-xx\.txt"):
-        prepare(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
+        resolve_run(three_languages, "align_mlm", "streams.align_mlm.languages=[xx, yy]")
 
 
 def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictionary) -> None:
@@ -251,10 +260,14 @@ def test_a_dictionary_that_is_only_measured_with_may_change(demo: Path, dictiona
     path = demo / "lexicon" / "en-xx.txt"
     other = dictionary("given/en-xx.txt", *path.read_text().splitlines()[:900])
     for recipe, same in (("mlm", True), ("dict_mlm", False)):
-        jobs = [prepare(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
-        jobs += [prepare(demo, recipe, "data.lexicon_heldout=0.1")]
-        assert [[x.path for x in (job.measured if same else job.lexicons)] for job in jobs] == [[path], [other], [path]]
-        assert [job.identity() == jobs[0].identity() for job in jobs] == [True, same, same]
+        jobs = [resolve_run(demo, recipe, *sets) for sets in ([], [f"data.lexicons=[{other}]"])]
+        jobs += [resolve_run(demo, recipe, "data.lexicon_heldout=0.1")]
+        assert [[x.path for x in (run_spec.measured if same else run_spec.lexicons)] for run_spec in jobs] == [
+            [path],
+            [other],
+            [path],
+        ]
+        assert [run_spec.identity() == jobs[0].identity() for run_spec in jobs] == [True, same, same]
 
 
 # 2b. Withheld words
@@ -271,18 +284,18 @@ def test_no_objective_sees_a_withheld_word(demo: Path, tokenizer: Tokenizer) -> 
     assert 0.1 < 1 - len(trained) / len(first.words) < 0.3
     for name in ("en-xx.txt", "xx-en.txt"):
         as_given = ("data.truecase=false", "data.workers=0")
-        job = prepare(demo, "dict_mlm", f"data.lexicons=[{path / name}]", *as_given)
-        (lexicon,) = job.dictionaries["dict_mlm"]
+        run_spec = resolve_run(demo, "dict_mlm", f"data.lexicons=[{path / name}]", *as_given)
+        (lexicon,) = run_spec.dictionaries["dict_mlm"]
         flip = 1 if name == "en-xx.txt" else -1
         assert {words[::flip] for words in lexicon.words} == {words for words, *_ in trained}
         assert {tuple(p[::flip]) for p in lexicon.single().tolist()} == pairs
-        piece = next(launch.pieces_of(job, 1))["dict_mlm"]
+        piece = next(launch.pieces_of(run_spec, 1))["dict_mlm"]
         places = piece.reads["masked"].places
         shown = set(zip(piece.labels["mlm"].tolist(), piece.sequences.ids[places].tolist(), strict=True))
         withheld_pairs = {pair for pair in every - pairs if pair[0] != pair[1]}  # a name may stay as it is
         assert len(shown & both_ways(pairs)) > 50 and not shown & both_ways(withheld_pairs)
-        job = prepare(demo, "align_mlm", f"data.lexicons=[{path / name}]", *as_given)
-        arrays = next(launch.pieces_of(job, 1))["align_mlm"].arrays
+        run_spec = resolve_run(demo, "align_mlm", f"data.lexicons=[{path / name}]", *as_given)
+        arrays = next(launch.pieces_of(run_spec, 1))["align_mlm"].arrays
         words = [ids.tolist() for ids in np.split(arrays["ids"], arrays["starts"][1:])]
         n = len(words) // 2
         found = sorted([b, a] if flip == -1 else [a, b] for a, b in zip(words[:n], words[n:], strict=True))
@@ -319,7 +332,7 @@ FIXED = ["word7", "word18"]
 
 def test_the_order_of_dictionaries_does_not_matter(demo: Path) -> None:
     paths = [str(demo / "lexicon" / name) for name in ("en-xx.txt", "xx-en.txt")]
-    jobs = [prepare(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1])]
+    jobs = [resolve_run(demo, "align_mlm", f"data.lexicons=[{a}, {b}]") for a, b in (paths, paths[::-1])]
     assert [lexicon.name for lexicon in jobs[0].lexicons] == [lexicon.name for lexicon in jobs[1].lexicons]
 
 
@@ -379,7 +392,7 @@ ENTRIES_GIVEN = ["dog hund", "house haus", "the die", "berlin berlin", "Berlin B
 AS_SPELLED = ["dog Hund", "house Haus", "the die", "Berlin Berlin", "hat rast", "dog Hund-Haus"]
 
 
-class OfRanks(Control):
+class OfRanks(HostGroup):
     """Of one of several threads."""
 
     def __init__(self, ranks: Any):
@@ -397,7 +410,7 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary, o
     sources = cased_shards(tmp_path)
     monkeypatch.setattr("xscale.data.sample._CHUNK", 1)
     monkeypatch.setattr(truecase, "COUNTING", 2)
-    forms = truecase.forms_of({"de", "en"}, sources, Control())
+    forms = truecase.forms_of({"de", "en"}, sources, HostGroup())
     for size in (2, 3):
         found = on_ranks(
             size, lambda r: truecase.forms_of({"de", "en"}, find_sources([tmp_path / "shards"]), OfRanks(r))
@@ -417,7 +430,7 @@ def test_words_are_spelled_as_the_text_mostly_does(tmp_path: Path, dictionary, o
     # A few records of many, in runs from all over: the first and the last.
     monkeypatch.setattr(sample, "SAMPLE", 2)
     monkeypatch.setattr(sample, "RUN", 1)
-    assert set(truecase.forms_of({"de"}, sources, Control())["de"]) == {"der", "hund", "sieht", "den", "die"}
+    assert set(truecase.forms_of({"de"}, sources, HostGroup())["de"]) == {"der", "hund", "sieht", "den", "die"}
 
 
 def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path, dictionary) -> None:
@@ -429,7 +442,7 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     for name, options in (("tokenizer", ()), ("lower", ("--lowercase",))):
         tokenizers.main(Ranks(), [*texts, "--out", str(data / name), *options])
     found, given, lower = (
-        jobs.prepare("align_mlm", [*sets], [data])
+        jobs.resolve_run("align_mlm", [*sets], [data])
         for sets in ([], ["data.truecase=false"], [f"model.tokenizer={data / 'lower'}"])
     )
     (lexicon,), (plain,), (same,) = found.lexicons, given.lexicons, lower.lexicons
@@ -476,13 +489,13 @@ def test_real_dictionaries_meet_their_text(real: Path, tmp_path: Path) -> None:
     tokenizers.main(Ranks(), ["--data", str(tmp_path), "--out", str(tmp_path / "tokenizer"), "--max_records", "20000"])
     muse = real / "lexicon/muse/en-de.txt.xz"
     sets = [f"data.lexicons=[{muse}]", "data.workers=0", "streams.dict_mlm.samples=200"]
-    job = jobs.prepare("dict_mlm", sets, [tmp_path]).calibrated()
-    for entries, least, most in ((read_entries(muse), 0.1, 0.25), (job.lexicons[0].words, 0.5, 0.56)):
+    run_spec = jobs.resolve_run("dict_mlm", sets, [tmp_path]).calibrated()
+    for entries, least, most in ((read_entries(muse), 0.1, 0.25), (run_spec.lexicons[0].words, 0.5, 0.56)):
         meet = sum(a in seen["en"] and b in seen["de"] for a, b in entries)
         assert least <= meet / len(entries) <= most
-    targets = next(launch.pieces_of(job, 1))["dict_mlm"].targets
+    targets = next(launch.pieces_of(run_spec, 1))["dict_mlm"].targets
     assert targets["translated"] / targets["mlm"] > 0.3
-    assert any("streams.dict_mlm.dict_share" in line for line in job.shortfalls())
+    assert any("streams.dict_mlm.dict_share" in line for line in run_spec.shortfalls())
 
 
 # 4. The tool

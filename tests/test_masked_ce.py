@@ -21,7 +21,7 @@ from tests.triton_kernel import compiled, fenced, memory_instructions, run_pytho
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
-from xscale.run.job import Job, prepare
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 
 V, H = 61, 16
@@ -640,13 +640,13 @@ def test_the_compiled_kernel_moves_16_bytes_a_lane(dtype: torch.dtype, arch: int
 # 7. From the recipe
 
 
-def job_of(demo: Path, *sets: str) -> Job:
-    return prepare("mlm", ["model.dropout=0.0", "data.workers=0", *sets], [demo])
+def run_spec_of(demo: Path, *sets: str) -> RunSpec:
+    return resolve_run("mlm", ["model.dropout=0.0", "data.workers=0", *sets], [demo])
 
 
 def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
-    job = job_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
-    encoder = StepModule(job.encoder(), job.recipe).double().encoder
+    run_spec = run_spec_of(demo, "train.label_smoothing=0.1", "train.z_loss=0.01")
+    encoder = StepModule(run_spec.encoder(), run_spec.recipe).double().encoder
     out = encoder.lm.get_output_embeddings()
     torch.manual_seed(0)
     features, labels = torch.randn(20, out.weight.shape[1]).double(), torch.randint(len(out.weight), (20,))
@@ -658,6 +658,6 @@ def test_the_recipe_s_terms_reach_the_model_s_own_head(demo: Path) -> None:
 
 
 def test_they_belong_to_the_run_s_identity(demo: Path) -> None:
-    changed = job_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").identity()
+    changed = run_spec_of(demo, "train.label_smoothing=0.1", "train.z_loss=1e-4").identity()
     assert changed["recipe"]["train"]["label_smoothing"] == 0.1 and changed["recipe"]["train"]["z_loss"] == 1e-4
-    assert changed != job_of(demo).identity()
+    assert changed != run_spec_of(demo).identity()

@@ -16,7 +16,7 @@ from tests import launch
 from xscale.config import RECIPES, Recipe, load_recipe, shipped_recipes
 from xscale.models.build import preset_config
 from xscale.objectives import OBJECTIVES
-from xscale.objectives.ppa import Options as PPA
+from xscale.objectives.ppa import PpaOptions as PPA
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 NAMES = [name for name in shipped_recipes() if name.startswith("paper/")]

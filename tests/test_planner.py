@@ -24,7 +24,7 @@ from xscale.data.mixture import StepPlan, StreamSpec, initial_state
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
-from xscale.run.job import prepare
+from xscale.run.run_spec import resolve_run
 from xscale.run.status import MACHINE, USER_ERROR, code_of, message_of
 
 
@@ -173,7 +173,7 @@ def test_what_a_file_system_answers_names_the_file(
 ) -> None:
     """With its exit code, also from another process, whose errors torch makes anew without errno and file."""
     workers = "data.workers=0" if which == "the trainer" else "data.workers=1"
-    job = prepare("tlm", [workers, "streams.tlm.samples=8"], [demo]).calibrated()
+    run_spec = resolve_run("tlm", [workers, "streams.tlm.samples=8"], [demo]).calibrated()
     trainer, pread = os.getpid(), os.pread
 
     def broken(fd: int, size: int, at: int) -> bytes:
@@ -185,7 +185,7 @@ def test_what_a_file_system_answers_names_the_file(
     monkeypatch.setattr(os, "pread", broken)
     monkeypatch.setattr(shards, "ENTRIES", "absent")  # so that a planner reads too
     with pytest.raises(OSError) as raised:
-        list(job.batches(Process(0, 1, 0, 1), "cpu", initial_state(job.specs), 3))
+        list(run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 3))
     error, memory = raised.value, number == errno.ENOMEM
     assert code_of(error) == (USER_ERROR if memory else MACHINE)
     said = message_of(error)

@@ -25,10 +25,10 @@ from tests.rows import one_thread as one_thread
 from xscale import export, rng
 from xscale.config import RECIPES, load_recipe
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Context, Piece
-from xscale.data.row import make_row
+from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all
@@ -36,10 +36,10 @@ from xscale.eval.retrieval import accuracies
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
-from xscale.objectives import OBJECTIVES, Parts, Prefilled, ppa, tlm
+from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
-from xscale.run import prefill as prefilling
-from xscale.run.job import Job
+from xscale.run import queue_warmup as prefilling
+from xscale.run.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, optimizer_step, share_vectors, to_device
@@ -67,25 +67,27 @@ def make_pairs(tokenizer: Tokenizer, n: int, seed: int = 0) -> list[Example]:
     return [Example(("en", "xx"), (sentence(), sentence()), None, identities[i], i) for i in range(n)]
 
 
-def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective: str = "ppa") -> Piece:
+def collate(tokenizer: Tokenizer, pairs: list[Example], options: Any, objective: str = "ppa") -> StreamBatch:
     context = Context(tokenizer, MAX_LENGTH, "drop", {"en": 0, "xx": 1})
     return OBJECTIVES[objective].collate([[pair] for pair in pairs], options, context)
 
 
-def read(moco: ppa.Moco, encoder: Encoder, piece: Piece) -> Tensor:
+def read(moco: ppa.Moco, encoder: Encoder, stream_batch: StreamBatch) -> Tensor:
     """z of the key view of each pair."""
-    inputs = to_device(make_row({"s": piece}, MAX_LENGTH, FILLER).inputs, CPU)
-    return moco.read(encoder, *inputs.beside["s"], inputs.arrays["s"])
+    inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
+    return moco.read(encoder, *inputs.auxiliary["s"], inputs.arrays["s"])
 
 
-def make_parts(tokenizer: Tokenizer, options: ppa.Options, dtype: torch.dtype = torch.float64, **changes: Any) -> Parts:
+def make_parts(
+    tokenizer: Tokenizer, options: ppa.PpaOptions, dtype: torch.dtype = torch.float64, **changes: Any
+) -> Parts:
     """Query and key differ, the queue holds 5 keys too few."""
     encoder = build(tokenizer, **changes).to(dtype).train()
     torch.manual_seed(3)
     heads = ppa.heads(encoder, options)
     if heads is None:
         return Parts(encoder)
-    moco = ppa.companion(encoder, heads.to(dtype), options)
+    moco = ppa.auxiliary_state(encoder, heads.to(dtype), options)
     assert moco is not None
     with torch.no_grad():
         for parameter in [*encoder.parameters(), *heads.parameters()]:
@@ -99,7 +101,7 @@ def make_parts(tokenizer: Tokenizer, options: ppa.Options, dtype: torch.dtype = 
 # Equations
 
 
-def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[int], options: ppa.Options) -> Tensor:
+def plain_z(base: Any, w1: Tensor, w2: Tensor, tokenizer: Tokenizer, ids: list[int], options: ppa.PpaOptions) -> Tensor:
     hidden = base(input_ids=torch.tensor([[tokenizer.cls_id, *ids, tokenizer.sep_id]])).last_hidden_state[0]
     x = hidden[0] if options.pooling == "cls" else hidden[1:-1].mean(0)
     z = w2 @ torch.relu(w1 @ (x / x.square().sum().sqrt()))
@@ -110,11 +112,11 @@ def plain_moco(
     parts: Parts,
     tokenizer: Tokenizer,
     views: list[tuple[list[int], list[int]]],
-    options: ppa.Options,
+    options: ppa.PpaOptions,
     own: dict[int, set[int]] | None = None,
 ) -> Tensor:
     """Equations 2 and 3, one pair and one negative at a time. own: of a pair, which keys in the queue are its own."""
-    moco = parts.companion
+    moco = parts.auxiliary_state
     key_encoder, key_projection = moco.momentum.masters
     queue = moco.queue.ring_KD[: moco.queue.filled].double()
     total = torch.zeros((), dtype=torch.float64)
@@ -141,34 +143,38 @@ def plain_words(lm: Any, sequences: list[tuple[list[int], dict[int, int]]]) -> T
     return total
 
 
-def queries_of(piece: Piece) -> list[list[int]]:
+def queries_of(stream_batch: StreamBatch) -> list[list[int]]:
     """The query views, which stand behind the sequences of words."""
-    n = len(piece.sequences.lengths)
-    return ids_of(part_of(piece.sequences, n - len(piece.reads["query"]), n))
+    n = len(stream_batch.sequences.lengths)
+    return ids_of(part_of(stream_batch.sequences, n - len(stream_batch.reads["query"]), n))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        ppa.Options(queue_size=23, projection=30, mask_prob=0.3),
-        ppa.Options(queue_size=23, projection=30, temperature=0.5, moco_weight=0.3, tlm_weight=0.7, mask_prob=0.3),
-        ppa.Options(queue_size=23, projection=7, normalize_z=False),
-        ppa.Options(queue_size=5, projection=7, prefill=False),
-        ppa.Options(queue_size=23, projection=30, replace_tlm_with_mlm=True, mask_prob=0.3),
-        ppa.Options(queue_size=23, projection=30, pooling="mean"),
+        ppa.PpaOptions(queue_size=23, projection=30, mask_prob=0.3),
+        ppa.PpaOptions(queue_size=23, projection=30, temperature=0.5, moco_weight=0.3, tlm_weight=0.7, mask_prob=0.3),
+        ppa.PpaOptions(queue_size=23, projection=7, normalize_z=False),
+        ppa.PpaOptions(queue_size=5, projection=7, prefill=False),
+        ppa.PpaOptions(queue_size=23, projection=30, replace_tlm_with_mlm=True, mask_prob=0.3),
+        ppa.PpaOptions(queue_size=23, projection=30, pooling="mean"),
     ],
     ids=["paper", "other factors", "not normalised", "empty queue", "tlm -> mlm", "mean"],
 )
-def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa.Options) -> None:
+def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa.PpaOptions) -> None:
     """Both orders of sides: loss and every gradient to 1e-9, in fp64."""
     text, parts = tokenizer, make_parts(tokenizer, options)
     pairs = make_pairs(text, 9, seed=4)
-    piece = collate(text, pairs, options)
+    stream_batch = collate(text, pairs, options)
     views, swaps = [], set()
     cls, sep = [tokenizer.cls_id], [tokenizer.sep_id]
-    assert piece.beside is not None
-    queries, keys, unmasked = queries_of(piece), ids_of(piece.beside.sequences), originals(piece)
-    words = list(zip(*sequences_of(piece), strict=True))
+    assert stream_batch.auxiliary is not None
+    queries, keys, unmasked = (
+        queries_of(stream_batch),
+        ids_of(stream_batch.auxiliary.sequences),
+        originals(stream_batch),
+    )
+    words = list(zip(*sequences_of(stream_batch), strict=True))
     assert [ids for ids, targets in words if not targets][-9:] == queries, "the query view is not masked"
     for i, pair in enumerate(pairs):
         side = pair.ids.index(queries[i][1:-1])
@@ -180,14 +186,14 @@ def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa
         else:
             assert unmasked[i] == cls + first + sep + second + sep
         views.append((first, second))
-    assert swaps == {0, 1} and piece.arrays["number"].tolist() == list(range(9))
+    assert swaps == {0, 1} and stream_batch.arrays["number"].tolist() == list(range(9))
     moco, word_loss = plain_moco(parts, text, views, options), plain_words(parts.encoder.lm, words[:-9])
     term = "mlm" if options.replace_tlm_with_mlm else "tlm"
     factors = ppa.terms(options)
     assert factors == {"moco": options.moco_weight, term: options.tlm_weight}
-    assert piece.targets == {"moco": 9, term: len(piece.labels[term])} and piece.samples == 9
+    assert stream_batch.targets == {"moco": 9, term: len(stream_batch.labels[term])} and stream_batch.samples == 9
 
-    found = sums("ppa", parts, piece, options)
+    found = sums("ppa", parts, stream_batch, options)
     torch.testing.assert_close(found.terms["moco"], moco, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found.terms[term], word_loss, rtol=1e-9, atol=1e-12)
     total = sum(factors[name] * value for name, value in found.terms.items())
@@ -198,7 +204,7 @@ def test_loss_and_gradients_are_the_equations(tokenizer: Tokenizer, options: ppa
 
 def test_rows_do_not_matter(tokenizer: Tokenizer) -> None:
     """The sums over 3 + 1 + 5 pairs are those over 9: the queue stands still within a step."""
-    options = ppa.Options(queue_size=23, projection=30)
+    options = ppa.PpaOptions(queue_size=23, projection=30)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
 
     def total(*cuts: list[Example]) -> dict[str, float]:
@@ -212,50 +218,50 @@ def test_rows_do_not_matter(tokenizer: Tokenizer) -> None:
 
 def test_accuracy_and_age_of_known_keys(tokenizer: Tokenizer) -> None:
     """A queue of opposite vectors never wins, one that holds each query itself always does; age is a mean of steps."""
-    options = ppa.Options(queue_size=9, projection=300, prefill=False)
+    options = ppa.PpaOptions(queue_size=9, projection=300, prefill=False)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 4)
-    piece = collate(tokenizer, pairs, options)
-    inputs = to_device(make_row({"s": piece}, MAX_LENGTH, FILLER).inputs, CPU)
+    stream_batch = collate(tokenizer, pairs, options)
+    inputs = to_device(pack_row({"s": stream_batch}, MAX_LENGTH, FILLER).inputs, CPU)
     places = inputs.gather[1][-4:].long()
     zq = parts.heads(parts.encoder(inputs.tokens)[places]).detach()
-    parts.companion.step = 6
+    parts.auxiliary_state.step = 6
     for keys, born, accuracy, age in [(-zq, 1, 0, 6.0), (zq, 5, 4, (6 + 2) / 2)]:
         if born == 1:
-            parts.companion.queue = Queue(9, 300)
-        parts.companion.queue.push(keys, born)
-        metrics = sums("ppa", parts, piece, options).metrics
+            parts.auxiliary_state.queue = Queue(9, 300)
+        parts.auxiliary_state.queue.push(keys, born)
+        metrics = sums("ppa", parts, stream_batch, options).metrics
         assert metrics["contrastive_accuracy"] == (4 - accuracy, "moco")
         assert metrics["queue_age"] == (pytest.approx(4 * age), "moco")
 
 
 @pytest.mark.parametrize("changes", [{}, {"replace_tlm_with_mlm": True}, {"tlm_weight": 0.0}, {"moco_weight": 0.0}])
 def test_a_piece_of_nothing_touches_the_same_parameters(tokenizer: Tokenizer, changes: dict[str, Any]) -> None:
-    options = ppa.Options(queue_size=9, **changes)
+    options = ppa.PpaOptions(queue_size=9, **changes)
     parts = make_parts(tokenizer, options)
     busy, idle = (collate(tokenizer, pairs, options) for pairs in (make_pairs(tokenizer, 3), []))
     for name in ("reads", "labels", "targets", "arrays"):
         assert getattr(idle, name).keys() == getattr(busy, name).keys()
-    assert (idle.beside is None) == (busy.beside is None)
+    assert (idle.auxiliary is None) == (busy.auxiliary is None)
     assert set(idle.targets.values()) == {0} and idle.samples == len(idle.sequences.ids) == 0
-    found = [sums("ppa", parts, piece, options).terms for piece in (busy, idle)]
+    found = [sums("ppa", parts, stream_batch, options).terms for stream_batch in (busy, idle)]
     touched = [gradients(sum(terms.values()), parts.encoder, parts.heads) for terms in found]
     every = {f"{i}.{n}" for i, m in enumerate((parts.encoder, parts.heads)) if m for n, _ in m.named_parameters()}
     word_head = () if busy.labels else {name for name in every if name.startswith("0.lm.cls")}
     assert touched[0].keys() == touched[1].keys() == every.difference(word_head)
     assert all(value > 0 for value in found[0].values()) and not any(value for value in found[1].values())
     assert not any(gradient.any() for gradient in touched[1].values())
-    if parts.companion is not None:
-        assert len(parts.companion._batch.send()()[0]) == 3, "a piece of nothing has no keys"
+    if parts.auxiliary_state is not None:
+        assert len(parts.auxiliary_state._batch.send()()[0]) == 3, "a piece of nothing has no keys"
 
 
 def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> None:
-    options = ppa.Options(queue_size=9)
+    options = ppa.PpaOptions(queue_size=9)
     pairs = make_pairs(tokenizer, 3)
     pairs[1] = replace(pairs[1], ids=([7] * 20, [8] * 20))
-    piece = collate(tokenizer, pairs, options)
-    assert piece.too_long == 1 and piece.targets["moco"] == 2 and piece.samples == 2
-    assert piece.arrays["number"].tolist() == [0, 2] and len(piece.sequences.lengths) == 4
-    assert piece.beside is not None and len(piece.beside.sequences.lengths) == 2
+    stream_batch = collate(tokenizer, pairs, options)
+    assert stream_batch.too_long == 1 and stream_batch.targets["moco"] == 2 and stream_batch.samples == 2
+    assert stream_batch.arrays["number"].tolist() == [0, 2] and len(stream_batch.sequences.lengths) == 4
+    assert stream_batch.auxiliary is not None and len(stream_batch.auxiliary.sequences.lengths) == 2
 
 
 # Table 5
@@ -263,11 +269,11 @@ def test_overlong_pairs_are_dropped_from_both_terms(tokenizer: Tokenizer) -> Non
 
 def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
     """-MoCo: the piece and the loss of objective tlm with shuffle_sides; no projection, no momentum encoder."""
-    options, like = ppa.Options(moco_weight=0.0), tlm.Options(shuffle_sides=True)
+    options, like = ppa.PpaOptions(moco_weight=0.0), tlm.TlmOptions(shuffle_sides=True)
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
-    assert parts.heads is None and ppa.companion(parts.encoder, None, options) is None
+    assert parts.heads is None and ppa.auxiliary_state(parts.encoder, None, options) is None
     ours, theirs = collate(tokenizer, pairs, options), collate(tokenizer, pairs, like, "tlm")
-    assert sequences_of(ours) == sequences_of(theirs) and ours.beside is None and not ours.arrays
+    assert sequences_of(ours) == sequences_of(theirs) and ours.auxiliary is None and not ours.arrays
     assert (ours.reads.keys(), ours.types) == (theirs.reads.keys(), theirs.types)
     for name in ("positions", "languages", "identities"):
         assert np.array_equal(getattr(ours.sequences, name), getattr(theirs.sequences, name))
@@ -280,25 +286,25 @@ def test_without_moco_is_tlm_in_shuffled_order(tokenizer: Tokenizer) -> None:
 def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     """Keys of pairs that have a text in common with the anchor's, by brute force over the texts: the same pair earlier,
     whichever way round, the same sentence with another translation; wherever they lie in the queue."""
-    options = ppa.Options(queue_size=23, tlm_weight=0.0)
+    options = ppa.PpaOptions(queue_size=23, tlm_weight=0.0)
     parts = make_parts(tokenizer, options)
-    parts.companion.queue = Queue(23, options.projection)
+    parts.auxiliary_state.queue = Queue(23, options.projection)
     pairs = make_pairs(tokenizer, 6)
     (a, b), (c, d), (e, f) = (pairs[i].ids for i in (0, 2, 5))
     earlier = [(a, b), (b, a), (c, e), ([*a[:-1], 99], d), (f, f), (c[::-1], [7]), ([*a, 99], [8]), ([9], c)]
     earlier = [replace(x, ids=texts) for x, texts in zip(make_pairs(tokenizer, 8, seed=7), earlier, strict=True)]
     for cut in (earlier[:3], earlier[3:]):
-        read(parts.companion, parts.encoder, collate(tokenizer, cut, options))
-        parts.companion.update(applied=False)
-    piece = collate(tokenizer, pairs, options)
-    found = sums("ppa", parts, piece, options)
+        read(parts.auxiliary_state, parts.encoder, collate(tokenizer, cut, options))
+        parts.auxiliary_state.update(applied=False)
+    stream_batch = collate(tokenizer, pairs, options)
+    found = sums("ppa", parts, stream_batch, options)
     own = {
         i: {k for k, other in enumerate(earlier) if {tuple(t) for t in pair.ids} & {tuple(t) for t in other.ids}}
         for i, pair in enumerate(pairs)
     }
     assert own == {0: {0, 1}, 1: set(), 2: {2, 3, 7}, 3: set(), 4: set(), 5: {2, 4}}
-    assert piece.beside is not None
-    both = zip(queries_of(piece), ids_of(piece.beside.sequences), strict=True)
+    assert stream_batch.auxiliary is not None
+    both = zip(queries_of(stream_batch), ids_of(stream_batch.auxiliary.sequences), strict=True)
     views = [(query[1:-1], key[1:-1]) for query, key in both]
     expected = plain_moco(parts, tokenizer, views, options, own)
     torch.testing.assert_close(found.terms["moco"], expected, rtol=1e-9, atol=0)
@@ -307,10 +313,10 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
     assert_same_gradients(gradients(found.terms["moco"], *modules), gradients(expected, *modules))
     assert abs(expected - plain_moco(parts, tokenizer, views, options)) > 1e-4
 
-    state = copy.deepcopy(parts.companion.queue.state_dict())
+    state = copy.deepcopy(parts.auxiliary_state.queue.state_dict())
     fresh = Queue(23, options.projection)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh.texts, parts.companion.queue.texts) and fresh.texts.all()
+    assert torch.equal(fresh.texts, parts.auxiliary_state.queue.texts) and fresh.texts.all()
     del state["texts"]
     fresh.load_state_dict(state | {"records": torch.arange(23)})
     assert not fresh.texts.any(), "an older checkpoint's keys are of unknown texts"
@@ -319,20 +325,20 @@ def test_a_pairs_own_keys_are_no_negatives(tokenizer: Tokenizer) -> None:
 def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     """Pair by pair, in plain PyTorch: another key of the step that is nearer than the own one, unless it is of the same
     sentence; the mean cosine of two different sentences. The same in one row and in three."""
-    options = ppa.Options(queue_size=23, tlm_weight=0.0, pooling="mean")
+    options = ppa.PpaOptions(queue_size=23, tlm_weight=0.0, pooling="mean")
     parts, pairs = make_parts(tokenizer, options), make_pairs(tokenizer, 9)
-    parts.companion.momentum.momentum = 0.3  # after an update the two encoders are near each other
-    parts.companion.momentum.update()
+    parts.auxiliary_state.momentum.momentum = 0.3  # after an update the two encoders are near each other
+    parts.auxiliary_state.momentum.update()
     pairs = [replace(pair, ids=(pair.ids[0], [*pair.ids[0], 50 + pair.number])) for pair in pairs]  # alike
     pairs[4] = replace(pairs[4], ids=pairs[1].ids[::-1])
     pairs[7] = replace(pairs[7], ids=(pairs[2].ids[0], pairs[7].ids[1]))
-    piece = collate(tokenizer, pairs, options)
-    assert piece.beside is not None
-    key_encoder, key_projection = parts.companion.momentum.masters
+    stream_batch = collate(tokenizer, pairs, options)
+    assert stream_batch.auxiliary is not None
+    key_encoder, key_projection = parts.auxiliary_state.momentum.masters
     of_query = parts.encoder.lm.base_model, parts.heads.w1.weight, parts.heads.w2.weight
     of_key = key_encoder.lm, key_projection.w1.weight, key_projection.w2.weight
-    zq = [plain_z(*of_query, tokenizer, ids[1:-1], options) for ids in queries_of(piece)]
-    zk = [plain_z(*of_key, tokenizer, ids[1:-1], options) for ids in ids_of(piece.beside.sequences)]
+    zq = [plain_z(*of_query, tokenizer, ids[1:-1], options) for ids in queries_of(stream_batch)]
+    zk = [plain_z(*of_key, tokenizer, ids[1:-1], options) for ids in ids_of(stream_batch.auxiliary.sequences)]
     texts = [{tuple(text) for text in pair.ids} for pair in pairs]
     right = sum(all(zq[i] @ zk[i] > zq[i] @ zk[j] for j in range(9) if not texts[i] & texts[j]) for i in range(9))
     strict = sum(all(zq[i] @ zk[i] > zq[i] @ zk[j] for j in range(9) if j != i) for i in range(9))
@@ -340,14 +346,14 @@ def test_measures_among_the_keys_of_the_step(tokenizer: Tokenizer) -> None:
     assert 0 < strict < right < 9, "the case tells them apart"
     for cuts in ([pairs], [pairs[5:6], pairs[:5], pairs[6:]]):
         module = OneStream("ppa", parts, options)
-        rows = [make_row({"s": collate(tokenizer, cut, options)}, LONGEST, FILLER) for cut in cuts]
+        rows = [pack_row({"s": collate(tokenizer, cut, options)}, LONGEST, FILLER) for cut in cuts]
         passes = [RowPass(module, row, CPU, (0,)) for row in rows]
         share_vectors(module, passes)
         reported = sum(row_pass(module, {("s", "moco"): 1.0})[1] for row_pass in passes)
         found = {of.name: value for of, value in zip(module.reported, reported.tolist(), strict=True)}
         assert found["contrastive_accuracy_step"] == right
         assert found["sentence_cosine"] / 9 == pytest.approx(cosine, rel=1e-9)
-        parts.companion.of_step = None
+        parts.auxiliary_state.of_step = None
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -361,20 +367,24 @@ def test_one_vector_for_all_sentences_is_never_right(seed: int) -> None:
     queue = Queue(64, 300)
     queue.push(z.repeat(2, 1), 1)
     moco = SimpleNamespace(queue=queue, step=1, of_step=None)
-    parts = SimpleNamespace(companion=moco, heads=lambda x: x)
-    _, metrics = ppa.contrast(parts, {"query": z, "beside": z.clone()}, texts, ppa.Options(queue_size=64))
+    parts = SimpleNamespace(auxiliary_state=moco, heads=lambda x: x)
+    _, metrics = ppa.contrast(parts, {"query": z, "auxiliary": z.clone()}, texts, ppa.PpaOptions(queue_size=64))
     assert metrics["contrastive_accuracy"] == 0
 
 
 def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
     """-TLM: the contrastive term is that of the whole objective; the word head has no part in it."""
-    both, options = ppa.Options(queue_size=23), ppa.Options(queue_size=23, tlm_weight=0.0)
+    both, options = ppa.PpaOptions(queue_size=23), ppa.PpaOptions(queue_size=23, tlm_weight=0.0)
     parts, pairs = make_parts(tokenizer, both), make_pairs(tokenizer, 9)
-    piece = collate(tokenizer, pairs, options)
-    assert piece.reads.keys() == {"query"} and piece.arrays.keys() == {"number", "texts"} and not piece.labels
-    assert piece.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
-    assert ids_of(piece.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
-    found = sums("ppa", parts, piece, options).terms
+    stream_batch = collate(tokenizer, pairs, options)
+    assert (
+        stream_batch.reads.keys() == {"query"}
+        and stream_batch.arrays.keys() == {"number", "texts"}
+        and not stream_batch.labels
+    )
+    assert stream_batch.targets == {"moco": 9} and ppa.terms(options) == {"moco": 1.0}
+    assert ids_of(stream_batch.sequences) == queries_of(collate(tokenizer, pairs, both)), "only the views are read"
+    found = sums("ppa", parts, stream_batch, options).terms
     whole = sums("ppa", parts, collate(tokenizer, pairs, both), both).terms
     assert found.keys() == {"moco"}
     torch.testing.assert_close(found["moco"], whole["moco"], rtol=1e-12, atol=0)
@@ -384,7 +394,7 @@ def test_without_tlm_nothing_is_masked(tokenizer: Tokenizer) -> None:
 
 def test_mlm_in_place_of_tlm_masks_sides_independently(tokenizer: Tokenizer) -> None:
     """Two equal sides of a pair are masked at different places; the order of sides is that of TLM."""
-    options = ppa.Options(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
+    options = ppa.PpaOptions(replace_tlm_with_mlm=True, mask_prob=0.5, moco_weight=0.0)
     same = [replace(pair, ids=([*range(10, 30)], [*range(10, 30)])) for pair in make_pairs(tokenizer, 4)]
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1})
     _, targets = sequences_of(ppa.collate([[pair] for pair in same], options, context))
@@ -431,9 +441,9 @@ def test_global_order_from_shuffled_rows() -> None:
 
 def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
     """Row i of the step's keys is the key of pair number i, by the key encoder of before the update."""
-    options = ppa.Options(queue_size=23, projection=7, prefill=False)
+    options = ppa.PpaOptions(queue_size=23, projection=7, prefill=False)
     parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
-    moco = parts.companion
+    moco = parts.auxiliary_state
     whole = read(moco, parts.encoder, collate(tokenizer, pairs, options))
     assert torch.equal(moco._batch.send()()[0], whole)
     for cut in ([5, 2, 7], [0], [6, 1, 3, 4]):
@@ -448,19 +458,19 @@ def test_keys_enter_in_global_order(tokenizer: Tokenizer) -> None:
 
 def test_keys_are_read_once_a_row(tokenizer: Tokenizer) -> None:
     """However many forward passes a row has, as where gradient norms are measured; and without gradient."""
-    options = ppa.Options(queue_size=9, projection=7)
+    options = ppa.PpaOptions(queue_size=9, projection=7)
     parts = make_parts(tokenizer, options)
     sums("ppa", parts, collate(tokenizer, make_pairs(tokenizer, 3), options), options)
-    (keys,) = (vectors for vectors, _ in parts.companion._batch._parts)
+    (keys,) = (vectors for vectors, _ in parts.auxiliary_state._batch._parts)
     assert len(keys) == 3 and not keys.requires_grad
 
 
 def test_an_encoder_in_evaluation_has_keys_without_dropout(tokenizer: Tokenizer) -> None:
-    options = ppa.Options(queue_size=9)
+    options = ppa.PpaOptions(queue_size=9)
     parts = make_parts(tokenizer, options)
     parts.encoder.eval()
-    read(parts.companion, parts.encoder, collate(tokenizer, make_pairs(tokenizer, 3), options))
-    assert not parts.companion.momentum.masters.training
+    read(parts.auxiliary_state, parts.encoder, collate(tokenizer, make_pairs(tokenizer, 3), options))
+    assert not parts.auxiliary_state.momentum.masters.training
 
 
 # Momentum encoder
@@ -491,11 +501,11 @@ def test_update_is_the_equation(tokenizer: Tokenizer) -> None:
 def test_the_momentum_rises_over_the_run(demo: Path) -> None:
     """Of a step's number and the run's alone: through skipped steps, after a resume, and with a longer schedule."""
     ramp = ["streams.ppa.momentum=0.5", "streams.ppa.momentum_ramp=0.9", "streams.ppa.prefill=false"]
-    job = make_job(demo, "train.steps=5", *ramp)
+    run_spec = make_job(demo, "train.steps=5", *ramp)
     rising = [0.9 - 0.4 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)]
     assert rising[0] == 0.5 and rising[2] == pytest.approx(0.7) and rising[4] == 0.9
-    module, query = StepModule(job.encoder(), job.recipe), None
-    moco = module.companions["ppa"]
+    module, query = StepModule(run_spec.encoder(), run_spec.recipe), None
+    moco = module.auxiliary_states["ppa"]
     for step, m in enumerate(rising):
         before = [k.clone() for k in moco.momentum.masters.parameters()]
         with torch.no_grad():
@@ -506,12 +516,12 @@ def test_the_momentum_rises_over_the_run(demo: Path) -> None:
         for k, was, q in zip(moco.momentum.masters.parameters(), before, query, strict=True):
             torch.testing.assert_close(k, was if step == 1 else m * was + (1 - m) * q, rtol=1e-5, atol=1e-6)
         if step == 2:  # a fresh companion goes on, as after a resume
-            fresh = StepModule(job.encoder(), job.recipe).companions["ppa"]
+            fresh = StepModule(run_spec.encoder(), run_spec.recipe).auxiliary_states["ppa"]
             fresh.load_state_dict(moco.state_dict())
             fresh.momentum.query = moco.momentum.query
             moco = fresh
     assert moco.options.momentum_at(9, 5) == 0.9 and moco.options.momentum_at(4, 9) == pytest.approx(0.7)
-    assert ppa.Options(momentum=0.3).momentum_at(2, 5) == 0.3
+    assert ppa.PpaOptions(momentum=0.3).momentum_at(2, 5) == 0.3
     with pytest.raises(UserError, match=r"momentum_ramp: 0\.4 is below momentum: 0\.5; it must rise"):
         make_job(demo, *ramp, "streams.ppa.momentum_ramp=0.4")
 
@@ -545,14 +555,14 @@ def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
     """Or none, with momentum_eval; the same seed gives the same keys."""
     pairs = make_pairs(tokenizer, 3)
     for options, expected in [
-        (ppa.Options(queue_size=9), False),
-        (ppa.Options(queue_size=9, momentum_eval=True), True),
+        (ppa.PpaOptions(queue_size=9), False),
+        (ppa.PpaOptions(queue_size=9, momentum_eval=True), True),
     ]:
         parts = make_parts(tokenizer, options, torch.float32, dropout=0.3)
-        piece, keys = collate(tokenizer, pairs, options), []
+        stream_batch, keys = collate(tokenizer, pairs, options), []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
-            keys.append(read(parts.companion, parts.encoder, piece))
+            keys.append(read(parts.auxiliary_state, parts.encoder, stream_batch))
         assert torch.equal(keys[0], keys[1])
         assert torch.equal(keys[0], keys[2]) == expected
 
@@ -560,26 +570,26 @@ def test_key_encoder_has_the_querys_dropout(tokenizer: Tokenizer) -> None:
 def test_saved_state_is_exact(tokenizer: Tokenizer) -> None:
     """Through torch.save into a fresh companion, in bf16 too: the same keys and the same state a step later."""
     for dtype in (torch.float32, torch.bfloat16):
-        options = ppa.Options(queue_size=11, projection=7, momentum=0.9)
+        options = ppa.PpaOptions(queue_size=11, projection=7, momentum=0.9)
         parts, pairs = make_parts(tokenizer, options, torch.float32), make_pairs(tokenizer, 8)
         parts.encoder.to(dtype), parts.heads.to(dtype)
-        piece = collate(tokenizer, pairs, options)
+        stream_batch = collate(tokenizer, pairs, options)
 
-        def step(parts: Parts, piece: Piece = piece) -> None:
-            read(parts.companion, parts.encoder, piece)
-            parts.companion.update(applied=True)
+        def step(parts: Parts, stream_batch: StreamBatch = stream_batch) -> None:
+            read(parts.auxiliary_state, parts.encoder, stream_batch)
+            parts.auxiliary_state.update(applied=True)
 
         step(parts)
         file = io.BytesIO()
-        torch.save(parts.companion.state_dict(), file)
+        torch.save(parts.auxiliary_state.state_dict(), file)
         file.seek(0)
         other = make_parts(tokenizer, options, torch.float32, seed=9)
         fresh = Parts(parts.encoder, parts.heads, ppa.Moco(other.encoder, other.heads, options))
-        fresh.companion.momentum.query = parts.companion.momentum.query
-        fresh.companion.momentum.forward_modules(train=True)  # a copy in dtype is there before the load, too
-        fresh.companion.load_state_dict(torch.load(file, weights_only=True))
+        fresh.auxiliary_state.momentum.query = parts.auxiliary_state.momentum.query
+        fresh.auxiliary_state.momentum.forward_modules(train=True)  # a copy in dtype is there before the load, too
+        fresh.auxiliary_state.load_state_dict(torch.load(file, weights_only=True))
         for _ in range(2):
-            same_state(fresh.companion.state_dict(), parts.companion.state_dict())
+            same_state(fresh.auxiliary_state.state_dict(), parts.auxiliary_state.state_dict())
             step(parts)
             step(fresh)
 
@@ -605,25 +615,25 @@ SETS = [
 ]  # fmt: skip
 
 
-def make_job(demo: Path, *sets: str) -> Job:
+def make_job(demo: Path, *sets: str) -> RunSpec:
     recipe = ["--ds_config", "x.json", "--recipe", "ppa", "--data", str(demo / "pairs")]
-    return launch.job_of([*recipe, "--set", *SETS, *sets])
+    return launch.run_spec_of([*recipe, "--set", *SETS, *sets])
 
 
-def prefill(engine: PlainEngine, job: Job, process: Process) -> None:
-    prefilling.prefill(engine.module, job, process, torch.device("cpu"))
+def warm_up_queues(engine: PlainEngine, run_spec: RunSpec, process: Process) -> None:
+    prefilling.warm_up_queues(engine.module, run_spec, process, torch.device("cpu"))
 
 
-def run_steps(job: Job, process: Process, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
+def run_steps(run_spec: RunSpec, process: Process, steps: int, skip: set[int], check: Any = None) -> dict[str, Any]:
     """Prefill and some steps of the recipe; the companion's final state."""
-    engine = PlainEngine(StepModule(job.encoder(), job.recipe), skip)
-    moco = engine.module.companions["ppa"]
-    prefill(engine, job, process)
-    for batch in job.batches(process, "cpu", initial_state(job.specs), steps):
+    engine = PlainEngine(StepModule(run_spec.encoder(), run_spec.recipe), skip)
+    moco = engine.module.auxiliary_states["ppa"]
+    warm_up_queues(engine, run_spec, process)
+    for batch in run_spec.batches(process, "cpu", initial_state(run_spec.specs), steps):
         before = copy.deepcopy(moco.state_dict())
         totals = {("ppa", "moco"): 7, ("ppa", "tlm"): 50}
         place = {"step": batch.step, "rank": process.rank, "world": process.world}
-        found, _ = optimizer_step(engine, job.recipe, batch.rows, totals, **place)
+        found, _ = optimizer_step(engine, run_spec.recipe, batch.rows, totals, **place)
         if check:
             check(batch, before, engine)
     among = [of.name in ("contrastive_accuracy_step", "sentence_cosine") for of in found.reported]
@@ -638,7 +648,7 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
     applied = []
 
     def check(batch: Any, before: dict, engine: PlainEngine) -> None:
-        moco: Any = engine.module.companions["ppa"]
+        moco: Any = engine.module.auxiliary_states["ppa"]
         projection = engine.module.heads["ppa"]
         query = [*engine.module.encoder.lm.base_model.parameters(), *projection.parameters()]
         old = list(before["momentum"].values())
@@ -659,27 +669,31 @@ def test_momentum_moves_once_per_applied_step(demo: Path) -> None:
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -> None:
     """K keys of the key encoder, of records in another order than the stream's, before the state at step 0."""
-    job, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
-    engine = PlainEngine(StepModule(job.encoder(), job.recipe))
-    moco: Any = engine.module.companions["ppa"]
-    assert isinstance(moco, Prefilled) and moco.prefill_samples == 17
-    prefill(engine, job, place)
-    spec = replace(job.specs[0], name="ppa.prefill")
+    run_spec, place = make_job(demo, f"streams.ppa.pooling={pooling}"), Process(0, 1, 0, 1)
+    engine = PlainEngine(StepModule(run_spec.encoder(), run_spec.recipe))
+    moco: Any = engine.module.auxiliary_states["ppa"]
+    assert isinstance(moco, HasQueue) and moco.prefill_samples == 17
+    warm_up_queues(engine, run_spec, place)
+    warm_up = run_spec.copy_of_stream("ppa", "ppa.prefill")
     filling, stream = (
-        [key for batch in job.batches(place, "cpu", initial_state([s]), 3, [s]) for key in batch.keys()[s.name]]
-        for s in (spec, job.specs[0])
+        [
+            key
+            for batch in of.batches(place, "cpu", initial_state(of.specs), 3)
+            for key in batch.keys()[of.specs[0].name]
+        ]
+        for of in (warm_up, run_spec)
     )
     assert len(set(filling)) == 21 and len(set(filling) & set(stream)) < 7
     expected, plain = [], []
     key_encoder, projection = moco.momentum.masters
     key = key_encoder.lm, projection.w1.weight, projection.w2.weight
-    for batch in job.batches(place, "cpu", initial_state([spec]), 3, [spec]):
+    for batch in warm_up.batches(place, "cpu", initial_state(warm_up.specs), 3):
         for row in batch.rows:
             inputs = to_device(row.inputs, CPU)
-            tokens, index = inputs.beside["ppa.prefill"]
+            tokens, index = inputs.auxiliary["ppa.prefill"]
             moco.read(engine.module.encoder, tokens, index, inputs.arrays["ppa.prefill"])
             for ids in tokens.input_ids.split(tokens.lengths.tolist()):
-                plain.append(plain_z(*key, job.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
+                plain.append(plain_z(*key, run_spec.tokenizer, ids[1:-1].tolist(), moco.options).tolist())
         expected += moco._batch.send()()[0].tolist()
     torch.testing.assert_close(torch.tensor(sorted(expected)), torch.tensor(sorted(plain)), rtol=0, atol=1e-6)
     order = [(moco.queue.next + i) % 17 for i in range(17)]
@@ -690,19 +704,19 @@ def test_prefill_fills_the_queue_and_uses_up_nothing(demo: Path, pooling: str) -
 
 def test_no_prefill_where_not_wanted(demo: Path) -> None:
     """The queue starts empty, the first loss is log 1."""
-    job = make_job(demo, "streams.ppa.prefill=false")
+    run_spec = make_job(demo, "streams.ppa.prefill=false")
 
     def check(batch: Any, before: dict, engine: PlainEngine) -> None:
         assert before["queue"]["filled"] == min(7 * batch.step, 17)
 
-    run_steps(job, Process(0, 1, 0, 1), 3, set(), check)
+    run_steps(run_spec, Process(0, 1, 0, 1), 3, set(), check)
 
 
 def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
     """from_pretrained gives a model in eval mode; post-pretraining needs its dropout."""
     build(tokenizer).lm.save_pretrained(tmp_path)
-    job = make_job(demo, f"model.init={tmp_path}")
-    assert all(module.training for module in StepModule(job.encoder(), job.recipe).modules())
+    run_spec = make_job(demo, f"model.init={tmp_path}")
+    assert all(module.training for module in StepModule(run_spec.encoder(), run_spec.recipe).modules())
 
 
 # What users may get wrong
@@ -710,11 +724,10 @@ def test_training_mode_whatever_the_weights_came_from(demo: Path, tmp_path: Path
 
 def test_options_name_every_problem() -> None:
     objectives = {name: objective.options for name, objective in OBJECTIVES.items()}
-    sets = {"temperature": ("0", "must be positive"), "momentum": ("1.5", "must be at most 1")}
+    sets = {"temperature": "0", "momentum": "1.5"}
     with pytest.raises(UserError) as error:
-        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, (value, _) in sets.items()], objectives)
-    for name, (value, problem) in sets.items():
-        assert f"streams.ppa.{name}: {value} {problem}" in str(error.value)
+        load_recipe("ppa", [f"streams.ppa.{name}={value}" for name, value in sets.items()], objectives)
+    assert all(f"streams.ppa.{name}: {value}: " in str(error.value) for name, value in sets.items())
     with pytest.raises(UserError, match=r"streams.ppa.moco_weight and tlm_weight are both 0"):
         load_recipe("ppa", ["streams.ppa.moco_weight=0", "streams.ppa.tlm_weight=0"], objectives)
 
@@ -726,16 +739,16 @@ def test_queue_smaller_than_a_step_is_refused(demo: Path) -> None:
 
 
 def test_zero_stage_3_is_refused(demo: Path) -> None:
-    job = make_job(demo)
+    run_spec = make_job(demo)
     with pytest.raises(UserError, match="ZeRO stage 3"):
-        build_engine(StepModule(job.encoder(), job.recipe), {"zero_optimization": {"stage": 3}})
+        build_engine(StepModule(run_spec.encoder(), run_spec.recipe), {"zero_optimization": {"stage": 3}})
 
 
 def test_recipes_are_the_papers() -> None:
     options = {name: o.options for name, o in OBJECTIVES.items()}
     recipes = {p.stem: load_recipe(p.stem, [], options) for p in RECIPES.glob("ppa*.yaml")}
     full = recipes["ppa"]
-    short = ppa.Options(momentum=0.99, momentum_ramp=0.999)  # the paper trains for longer
+    short = ppa.PpaOptions(momentum=0.99, momentum_ramp=0.999)  # the paper trains for longer
     assert full.streams["ppa"].options == short and full.streams["ppa"].samples == 128
     assert (full.train.warmup, full.train.weight_decay, full.data.max_length) == (0.1, 0.01, 128)
     changes = {
@@ -831,7 +844,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path, queue_s
         base, w1, w2 = model.encoder.lm.base_model, projection["w1.weight"], projection["w2.weight"]
         sentences = model.tokenizer.encode([pair[side] for pair in texts])
         with torch.no_grad():
-            return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, ppa.Options()) for ids in sentences])
+            return torch.stack([plain_z(base, w1, w2, model.tokenizer, ids, ppa.PpaOptions()) for ids in sentences])
 
     assert accuracies(z_of(0), z_of(1), "cosine", ("en", "xx"))["accuracy"] > 0.15
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import launch
 from xscale import ranks
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 
 RANKS = 10
 
@@ -31,11 +31,11 @@ def meet(rank: int, found: "multiprocessing.Queue[tuple[int, list[int], bool]]")
     before = sockets()
     ranks.start(ranks.find_process())
     started = sockets()
-    control = Control()
-    sums = control.sum([rank, 1])
-    assert control.gather(rank) == [*range(RANKS)]
+    host_group = HostGroup()
+    sums = host_group.sum([rank, 1])
+    assert host_group.gather(rank) == [*range(RANKS)]
     found.put((sockets() - started, sums, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard and started > before))
-    control.barrier()
+    host_group.barrier()
     found.close()
     found.join_thread()
     os._exit(0)

@@ -11,12 +11,12 @@ from transformers import AutoModelForMaskedLM, ElectraConfig
 
 from tests import launch
 from xscale import export
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.restore import full_weights
 from xscale.config import RECIPES
 from xscale.data.shards import find_sources
 from xscale.eval import heldout, retrieval
 from xscale.eval.model import Exported
-from xscale.run import checkpoint as checkpoints
-from xscale.run.weights import full_weights
 from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     listed = []
     for recipe in RECIPE_NAMES:
         sets = ["train.lr=0.003"]
-        for stream in launch.job_of(arguments("", recipe, "zero2_cpu")).recipe.streams:
+        for stream in launch.run_spec_of(arguments("", recipe, "zero2_cpu")).recipe.streams:
             sets.append(f"streams.{stream}.samples=16")
         if recipe.startswith("ppa") or recipe == "mixed":
             sets.append("streams.ppa.queue_size=64")
@@ -68,7 +68,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in [*STAGE_3, "zero2_cpu"]:
             listed.append(arguments(f"ds-{name}-{order}", str(recipe), str(out / f"{name}.json"), *same))
     shape = {"embedding_size": 32, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    words = launch.job_of(listed[0]).tokenizer.vocab_size
+    words = launch.run_spec_of(listed[0]).tokenizer.vocab_size
     AutoModelForMaskedLM.from_config(ElectraConfig(vocab_size=words, **shape)).save_pretrained(out / "electra-init")
     sets = [f"model.init={out / 'electra-init'}", "streams.alignlm.samples=16", "train.lr=0.003"]
     listed.append(arguments("electra", "alignlm", "zero2_cpu", *sets))

@@ -14,12 +14,12 @@ from tests import launch, plain
 from tests.rows import CPU, PlainEngine, assert_same_gradients, one_thread, rows_of_step, totals_of  # noqa: F401
 from xscale.config import RECIPES
 from xscale.data.mixture import initial_state
-from xscale.data.piece import Piece, Share
-from xscale.data.row import Row, make_row
+from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.sequences import Example
+from xscale.data.stream_batch import StreamBatch, StreamShare
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.job import Job
+from xscale.run.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import Reported, StepModule
 from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights
@@ -65,22 +65,22 @@ CUTS = {"one row": (1, 4096), "rows": (1, 64), "two ranks": (2, 100), "four rank
 """(ranks, train.max_tokens)"""
 
 
-def prepare(demo: Path, recipe: str, *sets: str) -> Job:
+def resolve_run(demo: Path, recipe: str, *sets: str) -> RunSpec:
     arguments = ["--ds_config", "x.json", "--recipe", recipe, "--data", str(demo)]
-    return launch.job_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
+    return launch.run_spec_of([*arguments, "--set", *SMALL, *SIZES[recipe], *sets])
 
 
-def make_module(job: Job, dtype: torch.dtype = torch.float64) -> StepModule:
+def make_module(run_spec: RunSpec, dtype: torch.dtype = torch.float64) -> StepModule:
     """Companions and trained weights have moved apart, the queue holds some keys."""
-    module = StepModule(job.encoder(), job.recipe).to(dtype)
+    module = StepModule(run_spec.encoder(), run_spec.recipe).to(dtype)
     torch.manual_seed(5)
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p) * 0.05)
-    for companion in module.companions.values():
-        if hasattr(companion, "queue"):
-            size, width = companion.queue.ring_KD.shape
-            companion.queue.push(nn.functional.normalize(torch.randn(size - 4, width), dim=-1), 0)
+    for auxiliary_state in module.auxiliary_states.values():
+        if hasattr(auxiliary_state, "queue"):
+            size, width = auxiliary_state.queue.ring_KD.shape
+            auxiliary_state.queue.push(nn.functional.normalize(torch.randn(size - 4, width), dim=-1), 0)
     return module
 
 
@@ -89,10 +89,10 @@ def make_module(job: Job, dtype: torch.dtype = torch.float64) -> StepModule:
 
 @dataclass(frozen=True)
 class Case:
-    job: Job
+    run_spec: RunSpec
     module: StepModule
     model: plain.Model
-    pieces: dict[str, Piece]
+    stream_batches: dict[str, StreamBatch]
     """The whole first step."""
     terms: dict[str, dict[str, plain.Term]]
     loss: Tensor
@@ -100,59 +100,61 @@ class Case:
     """Of the parameters that the loss depends on."""
 
 
-def make_case(job: Job) -> Case:
-    module = make_module(job)
-    pieces, examples = samples_of(job)
-    model = plain_model(module, job)
+def make_case(run_spec: RunSpec) -> Case:
+    module = make_module(run_spec)
+    stream_batches, examples = samples_of(run_spec)
+    model = plain_model(module, run_spec)
     terms = {
-        name: plain.terms(stream.objective, model, name, pieces[name], examples[name], stream.options, job.tokenizer)
-        for name, stream in job.recipe.streams.items()
+        name: plain.terms(
+            stream.objective, model, name, stream_batches[name], examples[name], stream.options, run_spec.tokenizer
+        )
+        for name, stream in run_spec.recipe.streams.items()
     }
     shares = []
     for name, found in terms.items():
-        stream = job.recipe.streams[name]
+        stream = run_spec.recipe.streams[name]
         rising = 1 / stream.warm_in if stream.warm_in else 1.0
         shares += [stream.weight * rising * term.factor * term.mean for term in found.values()]
     loss: Any = sum(shares)
     names, parameters = zip(*module.named_parameters(), strict=True)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     kept = {name: gradient for name, gradient in zip(names, gradients, strict=True) if gradient is not None}
-    return Case(job, module, model, pieces, terms, loss.detach(), kept)
+    return Case(run_spec, module, model, stream_batches, terms, loss.detach(), kept)
 
 
-def plain_model(module: StepModule, job: Job) -> plain.Model:
+def plain_model(module: StepModule, run_spec: RunSpec) -> plain.Model:
     frozen: dict[str, Any] = {}
     queue = None
-    for stream, companion in module.companions.items():
-        if hasattr(companion, "queue"):
-            encoder, projection = copy.deepcopy(companion.momentum.masters).double().train()
+    for stream, auxiliary_state in module.auxiliary_states.items():
+        if hasattr(auxiliary_state, "queue"):
+            encoder, projection = copy.deepcopy(auxiliary_state.momentum.masters).double().train()
             frozen[stream] = encoder.lm, projection.w1.weight, projection.w2.weight
-            queue = companion.queue.keys.clone()
+            queue = auxiliary_state.queue.keys.clone()
         else:
-            frozen[stream] = copy.deepcopy(companion.initial.lm).double()
-    entropy = plain.CrossEntropy(job.recipe.train.label_smoothing, job.recipe.train.z_loss)
+            frozen[stream] = copy.deepcopy(auxiliary_state.initial.lm).double()
+    entropy = plain.CrossEntropy(run_spec.recipe.train.label_smoothing, run_spec.recipe.train.z_loss)
     return plain.Model(module.encoder.lm, dict(module.heads.items()), frozen, queue, entropy)
 
 
-def samples_of(job: Job) -> tuple[dict[str, Piece], dict[str, list[Example]]]:
+def samples_of(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], dict[str, list[Example]]]:
     """The first step as one piece of each stream, and its records."""
-    (pieces,) = launch.pieces_of(job, 1)
-    draws, _ = job.mixture(Process(0, 1, 0, 1), "cpu", job.specs, initial_state(job.specs)).draw()
-    dataset = job.dataset(job.specs)
-    return pieces, {stream: list(dataset._examples(stream, [draw.all()])) for stream, draw in draws.items()}
+    (stream_batches,) = launch.pieces_of(run_spec, 1)
+    draws, _ = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).draw()
+    dataset = run_spec.dataset(run_spec.specs)
+    return stream_batches, {stream: list(dataset._examples(stream, [draw.all()])) for stream, draw in draws.items()}
 
 
 @pytest.fixture(scope="module")
 def case(demo: Path, request: pytest.FixtureRequest) -> Case:
-    return make_case(prepare(demo, request.param))
+    return make_case(resolve_run(demo, request.param))
 
 
 # 1. A step
 
 
-def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+def through_rows(case: Case, ranks: list[list[PackedRow]]) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
     """Loss, gradients and metrics of the first step: rows of all ranks, by the targets of all."""
-    module, recipe = case.module, case.job.recipe
+    module, recipe = case.module, case.run_spec.recipe
     totals = totals_of([row for rows in ranks for row in rows])
     weights = step_weights(recipe, totals, 0)
     module.zero_grad()
@@ -166,7 +168,7 @@ def through_rows(case: Case, ranks: list[list[Row]]) -> tuple[Tensor, dict[str, 
     return loss, {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}, shares
 
 
-def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float = 1e-9) -> None:
+def assert_equal_the_reference(case: Case, ranks: list[list[PackedRow]], rtol: float = 1e-9) -> None:
     loss, gradients, shares = through_rows(case, ranks)
     torch.testing.assert_close(loss, case.loss, rtol=rtol, atol=0)
     predicts = any(row.predictions for rows in ranks for row in rows)
@@ -174,11 +176,11 @@ def assert_equal_the_reference(case: Case, ranks: list[list[Row]], rtol: float =
     assert_same_gradients(gradients, case.gradients, rtol)
     for name, value in expected_metrics(case).items():
         assert shares[name] == pytest.approx(value, rel=rtol), name
-    for stream, companion in case.module.companions.items():
-        if hasattr(companion, "queue"):
-            options = case.job.recipe.streams[stream].options
-            _, keys = plain.views(case.model, stream, case.pieces[stream], options)
-            torch.testing.assert_close(companion._batch.send()()[0], keys, rtol=0, atol=rtol)
+    for stream, auxiliary_state in case.module.auxiliary_states.items():
+        if hasattr(auxiliary_state, "queue"):
+            options = case.run_spec.recipe.streams[stream].options
+            _, keys = plain.views(case.model, stream, case.stream_batches[stream], options)
+            torch.testing.assert_close(auxiliary_state._batch.send()()[0], keys, rtol=0, atol=rtol)
 
 
 def expected_metrics(case: Case) -> dict[str, float]:
@@ -187,7 +189,7 @@ def expected_metrics(case: Case) -> dict[str, float]:
         means = {term: float(t.mean.detach()) for term, t in found.items()}
         named[f"loss/{name}"] = sum(found[term].factor * mean for term, mean in means.items())
         named |= {f"loss/{name}.{term}": mean for term, mean in means.items() if len(found) > 1}
-        objective = case.job.recipe.streams[name].objective
+        objective = case.run_spec.recipe.streams[name].objective
         if objective == "contextual":
             continue
         if "align" in found:
@@ -212,7 +214,7 @@ def test_every_recipe_is_here() -> None:
 def test_a_step_is_the_reference(case: Case, cut: str) -> None:
     """Loss, metrics, keys and the gradient of every parameter, to 1e-9 of its norm."""
     world, max_tokens = CUTS[cut]
-    (ranks,) = rows_of_step(case.job, world, max_tokens)
+    (ranks,) = rows_of_step(case.run_spec, world, max_tokens)
     assert len(ranks) == world and (cut == "one row") == (len(ranks) == len(ranks[0]) == 1)
     assert_equal_the_reference(case, ranks)
 
@@ -220,9 +222,11 @@ def test_a_step_is_the_reference(case: Case, cut: str) -> None:
 @pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
 def test_rows_filled_up_to_one_shape(case: Case) -> None:
     """As those of a compiled encoder are: what fills them adds nothing."""
-    job = replace(case.job, recipe=replace(case.job.recipe, train=replace(case.job.recipe.train, max_tokens=100)))
-    fitted = job.fit(Process(0, 2, 0, 2), "cpu")
-    (ranks,) = rows_of_step(job, 2, 100, fitted=fitted)
+    run_spec = replace(
+        case.run_spec, recipe=replace(case.run_spec.recipe, train=replace(case.run_spec.recipe.train, max_tokens=100))
+    )
+    fitted = run_spec.fit(Process(0, 2, 0, 2), "cpu")
+    (ranks,) = rows_of_step(run_spec, 2, 100, fitted=fitted)
     rows = [row for of_rank in ranks for row in of_rank]
     filled = [row for row in rows if row.work.tokens <= fitted[1].tokens]  # one that does not fit is taken as it is
     sizes = {(len(row.inputs.tokens.input_ids), len(row.inputs.tokens.lengths)) for row in filled}
@@ -239,9 +243,9 @@ def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recip
     special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
     config = make(**shape, **special, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path)
-    case = make_case(prepare(demo, recipe, f"model.init={tmp_path}"))
+    case = make_case(resolve_run(demo, recipe, f"model.init={tmp_path}"))
     assert case.module.encoder.lm.config.model_type == config.model_type
-    (ranks,) = rows_of_step(case.job, 2, 100)
+    (ranks,) = rows_of_step(case.run_spec, 2, 100)
     turned_in_fp32 = config.model_type == "modernbert"  # by Hugging Face: queries and keys, whatever their type
     assert_equal_the_reference(case, ranks, rtol=1e-7 if turned_in_fp32 else 1e-9)
 
@@ -249,12 +253,12 @@ def test_models_of_other_types(demo: Path, tmp_path: Path, tokenizer: Any, recip
 @pytest.mark.parametrize("case", ["mixed"], indirect=True)
 def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
     """Each of two ranks multiplies by their number what a mean over them divides; SGD, to the rounding of weights."""
-    (ranks,) = rows_of_step(case.job, 2, 100)
+    (ranks,) = rows_of_step(case.run_spec, 2, 100)
     totals = totals_of([row for rows in ranks for row in rows])
     moved: dict[str, Tensor] = {}
     for rank, rows in enumerate(ranks):
         engine = PlainEngine(copy.deepcopy(case.module), lr=0.5)
-        sums, norms = optimizer_step(engine, case.job.recipe, rows, totals, step=0, rank=rank, world=2)
+        sums, norms = optimizer_step(engine, case.run_spec.recipe, rows, totals, step=0, rank=rank, world=2)
         assert norms == {} and engine.steps == 1 and len(sums.values_K) == len(sums.reported)
         for (name, p), before in zip(engine.module.named_parameters(), case.module.parameters(), strict=True):
             moved[name] = moved.get(name, 0) + (before - p).detach() / 2 / 0.5
@@ -263,16 +267,16 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
 
 def test_losses_do_not_depend_on_the_cut(demo: Path) -> None:
     """Three steps in fp32 with any train.max_tokens and number of ranks: losses to 1e-5."""
-    job = prepare(demo, "mixed")
+    run_spec = resolve_run(demo, "mixed")
     found = []
     for world, max_tokens in ((1, 4096), (1, 64), (2, 100), (4, 64)):
-        engine = PlainEngine(make_module(job, torch.float32), lr=0.01)
+        engine = PlainEngine(make_module(run_spec, torch.float32), lr=0.01)
         losses = []
-        for number, ranks in enumerate(rows_of_step(job, world, max_tokens, steps=3)):
+        for number, ranks in enumerate(rows_of_step(run_spec, world, max_tokens, steps=3)):
             rows = [row for of_rank in ranks for row in of_rank]  # of all ranks, in one process
             totals = totals_of(rows)
-            sums, _ = optimizer_step(engine, job.recipe, rows, totals, step=number, rank=0, world=1)
-            losses.append(sums.shares(sums.values_K.tolist(), job.recipe, totals))
+            sums, _ = optimizer_step(engine, run_spec.recipe, rows, totals, step=number, rank=0, world=1)
+            losses.append(sums.shares(sums.values_K.tolist(), run_spec.recipe, totals))
         found.append(losses)
     assert all(losses.keys() == found[0][0].keys() for steps in found for losses in steps)
     for steps in found[1:]:
@@ -284,42 +288,47 @@ def test_losses_do_not_depend_on_the_cut(demo: Path) -> None:
 # 2. What a row touches
 
 
-def piece_of_nothing(job: Job, stream: str) -> Piece:
-    config = job.recipe.streams[stream]
-    context = job.dataset(job.specs).context_of(stream, Share())
+def piece_of_nothing(run_spec: RunSpec, stream: str) -> StreamBatch:
+    config = run_spec.recipe.streams[stream]
+    context = run_spec.dataset(run_spec.specs).context_of(stream, StreamShare())
     return OBJECTIVES[config.objective].collate([], config.options, context)
 
 
-def row_gradients(case: Case, pieces: dict[str, Piece]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    row = make_row(pieces, case.job.recipe.data.max_length, case.job.tokenizer.sep_id)
-    weights = step_weights(case.job.recipe, totals_of([row]), 0)
+def row_gradients(case: Case, stream_batches: dict[str, StreamBatch]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    row = pack_row(stream_batches, case.run_spec.recipe.data.max_length, case.run_spec.tokenizer.sep_id)
+    weights = step_weights(case.run_spec.recipe, totals_of([row]), 0)
     loss, _ = RowPass(case.module, row, CPU, (0,))(case.module, weights)
     names, parameters = zip(*case.module.named_parameters(), strict=True)
     return loss.detach(), dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True))
 
 
 def forget_keys(case: Case) -> None:
-    for companion in case.module.companions.values():
-        if hasattr(companion, "queue"):
-            companion._batch.send()()[0]
+    for auxiliary_state in case.module.auxiliary_states.values():
+        if hasattr(auxiliary_state, "queue"):
+            auxiliary_state._batch.send()()[0]
 
 
 @pytest.mark.parametrize("case", SIZES, indirect=True)
 def test_every_row_touches_every_weight(case: Case) -> None:
     """Also one that has no sample of a stream, or none at all: then with a gradient of 0. A recipe that predicts
     nothing has no use for the word head."""
-    nothing = {name: piece_of_nothing(case.job, name) for name in case.pieces}
-    assert not any(piece.samples or len(piece.sequences.ids) for piece in nothing.values())
-    predicts = any(piece.labels for piece in case.pieces.values())
-    for absent in case.pieces:
-        for pieces in (case.pieces | {absent: nothing[absent]}, nothing | {absent: case.pieces[absent]}):
-            loss, gradients = row_gradients(case, pieces)
+    nothing = {name: piece_of_nothing(case.run_spec, name) for name in case.stream_batches}
+    assert not any(stream_batch.samples or len(stream_batch.sequences.ids) for stream_batch in nothing.values())
+    predicts = any(stream_batch.labels for stream_batch in case.stream_batches.values())
+    for absent in case.stream_batches:
+        for stream_batches in (
+            case.stream_batches | {absent: nothing[absent]},
+            nothing | {absent: case.stream_batches[absent]},
+        ):
+            loss, gradients = row_gradients(case, stream_batches)
             touched = {name: g for name, g in gradients.items() if g is not None}
             assert touched.keys() == (gradients if predicts else case.gradients).keys()
             assert all(g.isfinite().all() for g in touched.values())
             own = [g for name, g in gradients.items() if name.startswith(f"heads.{absent}.")]
-            assert all(bool(g.any()) == bool(pieces[absent].samples) for g in own if g is not None)
-            assert bool(loss) == (any(piece.samples for piece in pieces.values()) or "align_mlm" in pieces)
+            assert all(bool(g.any()) == bool(stream_batches[absent].samples) for g in own if g is not None)
+            assert bool(loss) == (
+                any(stream_batch.samples for stream_batch in stream_batches.values()) or "align_mlm" in stream_batches
+            )
     loss, gradients = row_gradients(case, nothing)
     touched = {name for name, g in gradients.items() if g is not None and g.any()}
     entries = {"encoder.lm.bert.embeddings.word_embeddings.weight"} if "align_mlm" in nothing else set()
@@ -334,8 +343,11 @@ def test_every_row_touches_every_weight(case: Case) -> None:
 def test_reported_names(case: Case) -> None:
     """The same and in the same order for every row."""
     found = []
-    for pieces in (case.pieces, {name: piece_of_nothing(case.job, name) for name in case.pieces}):
-        row_gradients(case, pieces)
+    for stream_batches in (
+        case.stream_batches,
+        {name: piece_of_nothing(case.run_spec, name) for name in case.stream_batches},
+    ):
+        row_gradients(case, stream_batches)
         found.append(case.module.reported)
     assert found[0] == found[1]
     assert sorted(found[0]) == sorted(
@@ -357,7 +369,7 @@ def test_reported_names(case: Case) -> None:
 
 
 def test_shares_by_hand(demo: Path) -> None:
-    recipe = prepare(demo, "mixed", "streams.alignlm.bilingual_weight=3").recipe
+    recipe = resolve_run(demo, "mixed", "streams.alignlm.bilingual_weight=3").recipe
     sums = {
         Reported("loss", "mlm", "mlm"): 12.0,
         Reported("accuracy", "mlm", "mlm"): 3.0,
@@ -397,9 +409,9 @@ def test_shares_by_hand(demo: Path) -> None:
 @pytest.mark.parametrize("case", ["mixed", "contextual"], indirect=True)
 def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each stream alone, its weight included; several rows, two ranks. The step's own gradient stays as it was."""
-    (ranks,) = rows_of_step(case.job, 2, 100)
+    (ranks,) = rows_of_step(case.run_spec, 2, 100)
     totals = totals_of([row for rows in ranks for row in rows])
-    weights = step_weights(case.job.recipe, totals, 0)
+    weights = step_weights(case.run_spec.recipe, totals, 0)
     engine = PlainEngine(case.module)
     case.module.zero_grad()
     others: list[Tensor] = []
@@ -409,12 +421,12 @@ def test_gradient_norms_are_autograds(case: Case, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(step.dist, "all_reduce", lambda total: total.add_(others.pop(0)))
     norms = step.gradient_norms(engine, passes[0], weights)
     assert all(p.grad is None for p in case.module.parameters()) and not others
-    assert list(norms) == [f"grad_norm/{stream}" for stream in case.pieces]
+    assert list(norms) == [f"grad_norm/{stream}" for stream in case.stream_batches]
     parameters = list(case.module.parameters())
-    model = plain_model(case.module, case.job)
-    _, examples = samples_of(case.job)
-    for name, stream in case.job.recipe.streams.items():
-        arguments = case.pieces[name], examples[name], stream.options, case.job.tokenizer
+    model = plain_model(case.module, case.run_spec)
+    _, examples = samples_of(case.run_spec)
+    for name, stream in case.run_spec.recipe.streams.items():
+        arguments = case.stream_batches[name], examples[name], stream.options, case.run_spec.tokenizer
         terms = plain.terms(stream.objective, model, name, *arguments)
         loss = sum(t.factor * t.mean for t in terms.values())
         loss = loss * stream.weight / max(stream.warm_in, 1)

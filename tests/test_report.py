@@ -25,8 +25,8 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.conftest import tar_lines
 from tests.rows import one_thread  # noqa: F401
-from xscale.data.piece import Context
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -521,14 +521,14 @@ def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked:
     model, lm = Exported(hf), AutoModelForMaskedLM.from_pretrained(hf).eval()
     pair = next(examples.pairs_of(model, linked))
     context = Context(model.tokenizer, 128, "drop", {"en": 0, "xx": 1})
-    options = alignlm.Options()
+    options = alignlm.AlignLMOptions()
     heads = alignlm.Heads(model.encoder, options)
     heads.load_state_dict(model.heads["alignlm"].weights)
-    piece = alignlm.collate([[pair]], options, context)
+    stream_batch = alignlm.collate([[pair]], options, context)
     found = examples.show(examples.Parts(model.encoder, heads), pair, options, context, True)
-    masked = piece.reads["masked"].places.tolist()
+    masked = stream_batch.reads["masked"].places.tolist()
     with torch.no_grad():
-        states = lm.bert(torch.from_numpy(piece.sequences.ids)[None]).last_hidden_state[0]
+        states = lm.bert(torch.from_numpy(stream_batch.sequences.ids)[None]).last_hidden_state[0]
         transform, decoder = lm.cls.predictions.transform, lm.cls.predictions.decoder
 
         def guess(hidden: torch.Tensor, dense: torch.nn.Module) -> tuple[list[str], list[float]]:
@@ -536,7 +536,7 @@ def test_guesses_of_both_heads_are_those_of_plain_transformers(hf: Path, linked:
             best = decoder(features).softmax(-1).topk(3)
             return [model.tokenizer.hf.decode([i]) for i in best.indices.tolist()], best.values.tolist()
 
-        linked_tokens = links_of(pair, piece.sequences.segment_starts.tolist())
+        linked_tokens = links_of(pair, stream_batch.sequences.segment_starts.tolist())
         assert len(found.masked) == min(len(masked), examples.MOST_MASKED) > 3
         for shown, place in zip(found.masked, masked, strict=False):
             names, values = guess(states[place], transform.dense)

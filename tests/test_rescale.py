@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from xscale.step import rescale
+from xscale.checkpoint import reshard
 
 GROUPS = [{"table": (41, 8), "dense": (16, 16)}, {"norm": (33,), "bias": (16,)}]
-KEYS = {rescale.WEIGHT: 0, "exp_avg": 1000, "exp_avg_sq": 2000}
+KEYS = {reshard.WEIGHT: 0, "exp_avg": 1000, "exp_avg_sq": 2000}
 
 
 def numbers(group: int, name: str, key: str) -> Tensor:
@@ -35,7 +35,7 @@ def write_checkpoint(out: Path, ranks: int, stage: int) -> None:
     torch.save({"param_shapes": shapes}, out / "mp_rank_00_model_states.pt")
     for rank in range(ranks):
         flats = {key: [parts_of(group, key, ranks, stage)[rank] for group in range(len(GROUPS))] for key in KEYS}
-        weights = flats.pop(rescale.WEIGHT)
+        weights = flats.pop(reshard.WEIGHT)
         if stage < 3 and rank == ranks - 1:  # DeepSpeed leaves out what fills up the weights, not Adam's numbers
             real = [sum(shape.numel() for shape in group.values()) for group in shapes]
             weights = [flat[: n - rank * len(flat)] for flat, n in zip(weights, real, strict=True)]
@@ -51,9 +51,9 @@ def wanted(rank: int, ranks: int, stage: int) -> list[tuple[int, str, int, int]]
     """(group, weight, first, last) of all that a new rank has: found number by number."""
     found = []
     for group, shapes in enumerate(GROUPS):
-        of_rank = set(parts_of(group, rescale.WEIGHT, ranks, stage)[rank].tolist())
+        of_rank = set(parts_of(group, reshard.WEIGHT, ranks, stage)[rank].tolist())
         for name in shapes:
-            has = [i for i, x in enumerate(numbers(group, name, rescale.WEIGHT).tolist()) if x in of_rank]
+            has = [i for i, x in enumerate(numbers(group, name, reshard.WEIGHT).tolist()) if x in of_rank]
             found += [(group, name, has[0], has[-1] + 1)] if has else []
     return found
 
@@ -65,17 +65,17 @@ def test_a_new_rank_opens_what_it_needs(old: int, stage: int, tmp_path: Path, mo
     write_checkpoint(tmp_path, old, stage)
     names = [name for group in GROUPS for name in group]
     opened: list[int] = []
-    load = rescale._load
+    load = reshard._load
 
     def counting(path: Path) -> Any:
         opened.extend([int(path.name.split("_")[3])] if path.name.startswith("zero") else [])
         return load(path)
 
-    monkeypatch.setattr(rescale, "_load", counting)
+    monkeypatch.setattr(reshard, "_load", counting)
     for new in (1, 2, 4, 8):
         for rank in range(new):
             opened.clear()
-            saved = rescale.Saved(tmp_path, names, rank / new)
+            saved = reshard.SavedPartitions(tmp_path, names, rank / new)
             needed = set()
             for group, name, first, last in wanted(rank, new, stage):
                 for key in KEYS:

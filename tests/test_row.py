@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from xscale.data.piece import Beside, Piece, Reads
+from xscale.data.packed_row import Index, Shape, Tokens, Work, gather_index, lay_out, pack_row
 from xscale.data.ragged import offsets
-from xscale.data.row import Index, Shape, Tokens, Work, gather_index, lay_out, make_row
 from xscale.data.sequences import Sequences
+from xscale.data.stream_batch import AuxiliaryInputs, Reads, StreamBatch
 from xscale.step.step import to_device
 
 LONGEST, FILLER = 9, 77
@@ -144,7 +144,7 @@ def test_a_place_that_a_state_sums_twice() -> None:
 # 3. Rows
 
 
-def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
+def random_pieces(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
     """Three streams: with types; with a companion and several kinds of reads; without predictions."""
     draw = np.random.default_rng(seed)
 
@@ -159,14 +159,14 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
     reads_d = Reads(places(d, 2), counts[:2].astype(np.int64))
     reads_b = {"one": Reads(places(b, 4)), "sums": Reads(places(b, 5), counts.astype(np.int64))}
     return {
-        "a": Piece(
+        "a": StreamBatch(
             a, {"masked": Reads(places(a, 3))}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types="languages"
         ),
-        "b": Piece(
+        "b": StreamBatch(
             b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
-            arrays={"number": np.arange(3)}, beside=Beside(d, reads_d), too_long=1,
+            arrays={"number": np.arange(3)}, auxiliary=AuxiliaryInputs(d, reads_d), too_long=1,
         ),
-        "c": Piece(c, {"first": Reads(places(c, 1))}, {"z": 1}, 1, too_long=2),
+        "c": StreamBatch(c, {"first": Reads(places(c, 1))}, {"z": 1}, 1, too_long=2),
     }  # fmt: skip
 
 
@@ -174,28 +174,32 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, Piece]:
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
     for seed in range(20):
-        pieces = random_pieces(seed, empty)
-        row = make_row(pieces, LONGEST, FILLER, shape)
+        stream_batches = random_pieces(seed, empty)
+        row = pack_row(stream_batches, LONGEST, FILLER, shape)
         ids = row.inputs.tokens.input_ids
-        real = [sequence for piece in pieces.values() for sequence in split(piece.sequences)]
+        real = [sequence for stream_batch in stream_batches.values() for sequence in split(stream_batch.sequences)]
         assert sequences_in(row.inputs.tokens)[: len(real)] == sorted(real, key=len, reverse=True)
         assert len(ids) == (300 if shape else max(sum(map(len, real)), 2 * empty))
 
         # What the states sum, by the tokens' ids.
         expected, names = [], {}
-        for name, piece in pieces.items():
-            for read, (where, counts) in piece.reads.items():
+        for name, stream_batch in stream_batches.items():
+            for read, (where, counts) in stream_batch.reads.items():
                 sizes = [1] * len(where) if counts is None else counts.tolist()
                 ends = np.cumsum([0, *sizes]).tolist()
-                expected += [piece.sequences.ids[where[x:y]].tolist() for x, y in pairwise(ends)]
+                expected += [stream_batch.sequences.ids[where[x:y]].tolist() for x, y in pairwise(ends)]
                 names[name, read] = len(sizes)
         index = row.inputs.gather
         assert [ids[places].tolist() for places in lists(*index[:2])] == expected
         assert len(index[2]) == len(ids) + 1
         assert {(name, read): n for name, of in row.states.items() for read, n in of.items()} == names
-        assert list(row.states) == list(pieces)
+        assert list(row.states) == list(stream_batches)
 
-        labels = [(name, term, ids) for name, piece in pieces.items() for term, ids in piece.labels.items()]
+        labels = [
+            (name, term, ids)
+            for name, stream_batch in stream_batches.items()
+            for term, ids in stream_batch.labels.items()
+        ]
         assert row.inputs.labels.tolist() == [label for *_, ids in labels for label in ids.tolist()]
         assert row.inputs.labels.dtype == np.int64
         assert list(row.predictions.items()) == [((name, term), len(ids)) for name, term, ids in labels]
@@ -206,28 +210,28 @@ def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
             "b": {"number"},
             "c": set(),
         }
-        (tokens, index) = row.inputs.beside["b"]
-        assert list(row.inputs.beside) == ["b"] and tokens.types is None, "of a stream without types"
-        beside = pieces["b"].beside
-        assert beside is not None
+        (tokens, index) = row.inputs.auxiliary["b"]
+        assert list(row.inputs.auxiliary) == ["b"] and tokens.types is None, "of a stream without types"
+        auxiliary = stream_batches["b"].auxiliary
+        assert auxiliary is not None
         summed = [tokens.input_ids[places].tolist() for places in lists(*index[:2])]
-        assert summed == ([] if empty else [beside.sequences.ids[beside.reads.places].tolist(), []])
+        assert summed == ([] if empty else [auxiliary.sequences.ids[auxiliary.reads.places].tolist(), []])
         assert len(index[2]) == len(tokens.input_ids) + 1
-        own = sorted(split(beside.sequences), key=len, reverse=True)
+        own = sorted(split(auxiliary.sequences), key=len, reverse=True)
         assert sequences_in(tokens) == (own or [[FILLER] * 2]), "never filled up"
 
         work = Work()
-        for piece in pieces.values():
-            for sequence in split(piece.sequences):
+        for stream_batch in stream_batches.values():
+            for sequence in split(stream_batch.sequences):
                 work = work._replace(tokens=work.tokens + len(sequence), squares=work.squares + len(sequence) ** 2)
-        for sequence in split(beside.sequences):
-            square = work.beside_squares + len(sequence) ** 2
-            work = work._replace(beside_tokens=work.beside_tokens + len(sequence), beside_squares=square)
+        for sequence in split(auxiliary.sequences):
+            square = work.auxiliary_squares + len(sequence) ** 2
+            work = work._replace(auxiliary_tokens=work.auxiliary_tokens + len(sequence), auxiliary_squares=square)
         assert row.work == work._replace(predictions=0 if empty else 9), "what fills a row up is no work"
 
 
 def test_types_of_streams_without_them_are_0() -> None:
-    row = make_row(random_pieces(1), LONGEST, FILLER)
+    row = pack_row(random_pieces(1), LONGEST, FILLER)
     tokens = row.inputs.tokens
     for token, kind in zip(tokens.input_ids.tolist(), tokens.types.tolist(), strict=True):
         assert kind == (1 + token % 3 if token < 2000 else 0)
@@ -257,7 +261,7 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
     if device.type != "cpu":
         monkeypatch.setattr(torch.Tensor, "to", to)
     for seed, empty in ((0, False), (1, False), (2, True)):
-        inputs = make_row(random_pieces(seed, empty), LONGEST, FILLER).inputs
+        inputs = pack_row(random_pieces(seed, empty), LONGEST, FILLER).inputs
         inputs.arrays["a"]["odd"] = np.arange(15, dtype=np.int32).reshape(5, 3)
         inputs.arrays["c"]["bits"] = np.array([True, False, True])
         inputs.arrays["c"]["reals"] = np.linspace(0, 1, 7).reshape(7, 1)
@@ -268,7 +272,7 @@ def test_to_device_keeps_values(device: Any, monkeypatch: pytest.MonkeyPatch) ->
                 assert tuple(there.shape) == here.shape and np.array_equal(there.numpy(), here)
             else:
                 assert there == here and not isinstance(there, torch.Tensor)
-        on_host = [(moved.tokens, inputs.tokens), (moved.beside["b"][0], inputs.beside["b"][0])]
+        on_host = [(moved.tokens, inputs.tokens), (moved.auxiliary["b"][0], inputs.auxiliary["b"][0])]
         for there, here in on_host:
             assert there.lengths.data_ptr() == here.lengths.ctypes.data, "the lengths were moved"
             if device.type != "cpu":

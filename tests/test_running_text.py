@@ -22,8 +22,8 @@ from data_tools.ranks import Ranks
 from tests.plain import originals
 from xscale.data.loader import StepDataset, StreamCollate, calibrate
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.piece import Context
 from xscale.data.shards import FOLLOWS, PART_BYTES, Source
+from xscale.data.stream_batch import Context
 from xscale.data.text import split_sentences, stretch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
@@ -129,9 +129,9 @@ class Run:
         """Of each sequence its words, and which of its tokens are masked."""
         found = []
         for mixture in self.ranks:
-            for piece, _ in self.dataset.pieces("mlm", mixture.next_step()):
-                targets = set(piece.reads["masked"].places.tolist())
-                for ids, start in zip(originals(piece), piece.sequences.starts.tolist(), strict=True):
+            for stream_batch, _ in self.dataset.stream_batches("mlm", mixture.next_step()):
+                targets = set(stream_batch.reads["masked"].places.tolist())
+                for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
                     assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
                     numbers = [token - SPECIAL for token in ids[1:-1]]
                     assert numbers == list(range(numbers[0], numbers[-1] + 1)), "not running text"
@@ -426,11 +426,11 @@ def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokeniz
     run = Run(source, tokenizer, samples=1)
     found = []
     while run.position[0] == 0:
-        ((piece, _),) = run.dataset.pieces("mlm", run.ranks[0].next_step())
-        found += originals(piece)
-    pieces = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
-    assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in pieces)
-    assert Counter(t for tokens in pieces for t in tokens) == Counter(tokenizer.hf.tokenize(text))
+        ((stream_batch, _),) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
+        found += originals(stream_batch)
+    stream_batches = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
+    assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in stream_batches)
+    assert Counter(t for tokens in stream_batches for t in tokens) == Counter(tokenizer.hf.tokenize(text))
 
 
 # 4. Real text

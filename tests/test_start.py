@@ -21,16 +21,16 @@ from xscale.data import loader, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.files import side_by_side
-from xscale.ranks import Control, Process
-from xscale.run.job import prepare
+from xscale.files import parallel_map
+from xscale.ranks import HostGroup, Process
+from xscale.run.run_spec import resolve_run
 from xscale.run.start import check_same
 from xscale.step.ds_config import Hardware, load_ds_config
 
 SETS = ["data.workers=0", "streams.tlm.samples=16"]
 
 
-class Threads(Control):
+class Threads(HostGroup):
     """Ranks that are threads."""
 
     board: dict[int, Any]
@@ -75,21 +75,21 @@ def on_ranks(size: int, work: Any) -> list[Any]:
 def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
     """Each would plan another stream, and train on."""
 
-    def started(control: Threads, other: list[str], resume: str = "auto") -> str:
-        mine = control.rank == 1
+    def started(host_group: Threads, other: list[str], resume: str = "auto") -> str:
+        mine = host_group.rank == 1
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
-        job = prepare("tlm", [*SETS, *(other if mine else [])], [demo])
-        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", job.recipe, 2, Hardware.here())
-        check_same(args, job, config, control)
+        run_spec = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
+        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", run_spec.recipe, 2, Hardware.here())
+        check_same(args, run_spec, config, host_group)
         return "same"
 
-    assert on_ranks(2, lambda control: started(control, [])) == ["same", "same"]
+    assert on_ranks(2, lambda host_group: started(host_group, [])) == ["same", "same"]
     for other, resume, named in (
         (["train.seed=7"], "auto", r"recipe\.train\.seed: 0 on rank 0, 7 there"),
         (["train.lr=0.5"], "auto", r"0\.5 there"),
         ([], "never", r"--resume: auto on rank 0, never there"),
     ):
-        first, second = on_ranks(2, lambda control, other=other, resume=resume: started(control, other, resume))
+        first, second = on_ranks(2, lambda host_group, other=other, resume=resume: started(host_group, other, resume))
         for error in (first, second):
             assert re.search(rf"rank 1 on {os.uname().nodename} was started otherwise(.|\n)*{named}", str(error)), error
 
@@ -106,8 +106,8 @@ def test_files_are_looked_at_once(demo: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "stat", stat)
     for ranks in (1, 2, 3):
         looked.clear()
-        jobs = on_ranks(ranks, lambda control: prepare("tlm", SETS, [demo], control))
-        assert {job.identity() == jobs[0].identity() for job in jobs} == {True}
+        jobs = on_ranks(ranks, lambda host_group: resolve_run("tlm", SETS, [demo], host_group))
+        assert {run_spec.identity() == jobs[0].identity() for run_spec in jobs} == {True}
         assert looked == Counter(str(f) for suffix in ("tar", "idx") for f in demo.glob(f"*/*.{suffix}"))
 
 
@@ -121,18 +121,18 @@ def test_every_rank_hears_of_a_file_that_is_missing(demo: Path, monkeypatch: pyt
         return plain(path, **kwargs)
 
     monkeypatch.setattr(os, "stat", stat)
-    found = on_ranks(3, lambda control: prepare("tlm", SETS, [demo], control))
+    found = on_ranks(3, lambda host_group: resolve_run("tlm", SETS, [demo], host_group))
     assert {str(error).partition(" is missing")[0] for error in found} == {str(shard)}
 
 
 def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = prepare("mixed", ["data.workers=0"], [demo])
-    alone = job.calibrated().calibration
+    run_spec = resolve_run("mixed", ["data.workers=0"], [demo])
+    alone = run_spec.calibrated().calibration
     reads, plain = Counter[int](), Source.read
     monkeypatch.setattr(
         Source, "read", lambda self, *place: (reads.update([threading.get_ident()]), plain(self, *place))[1]
     )
-    measured = on_ranks(2, lambda control: job.calibrated(control=control).calibration)
+    measured = on_ranks(2, lambda host_group: run_spec.calibrated(host_group=host_group).calibration)
     assert measured == [alone, alone]
     assert len(reads) == 2 and min(reads.values()) > 0.1 * max(reads.values())
 
@@ -141,21 +141,21 @@ def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyP
     """Of every source some at least, from all over it; a run draws from all records all the same."""
     monkeypatch.setattr(loader, "CALIBRATION_SHARDS", 4)
     monkeypatch.setattr(loader, "LINE_SHARDS", 1)
-    job, opened, plain = prepare("tlm", SETS, [demo]), list[tuple[str, str]](), shards.Files
-    job.sources[0].shards *= 50
-    job.sources[0].counts = np.tile(job.sources[0].counts, 50)
+    run_spec, opened, plain = resolve_run("tlm", SETS, [demo]), list[tuple[str, str]](), shards.Files
+    run_spec.sources[0].shards *= 50
+    run_spec.sources[0].counts = np.tile(run_spec.sources[0].counts, 50)
 
     def open_files(tar: str, *others: Any) -> shards.Files:
         opened.append((Path(tar).parent.name, tar))
         return plain(tar, *others)
 
     monkeypatch.setattr(shards, "Files", open_files)
-    before = [source.counts.tolist() for source in job.sources]
-    found = job.calibrated().calibration
-    assert len(opened) <= 2 * len(job.sources)
-    assert {name for name, _ in opened} >= {source.directory.name for source in job.sources}
-    assert found and len(found.lines) == len(job.sources)
-    assert [source.counts.tolist() for source in job.sources] == before
+    before = [source.counts.tolist() for source in run_spec.sources]
+    found = run_spec.calibrated().calibration
+    assert len(opened) <= 2 * len(run_spec.sources)
+    assert {name for name, _ in opened} >= {source.directory.name for source in run_spec.sources}
+    assert found and len(found.lines) == len(run_spec.sources)
+    assert [source.counts.tolist() for source in run_spec.sources] == before
 
 
 @pytest.mark.parametrize(("ranks", "asked"), [(1, True), (4, True), (8, False)])
@@ -164,9 +164,9 @@ def test_a_node_asks_for_whole_shards_where_it_reads_much_of_them(
 ) -> None:
     advised: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, *_: advised.append(fd))
-    job = prepare("tlm", SETS, [demo]).calibrated()
+    run_spec = resolve_run("tlm", SETS, [demo]).calibrated()
     assert not advised, "a look at a few records"
-    next(job.batches(Process(0, ranks, 0, 1), "cpu", initial_state(job.specs), 1))
+    next(run_spec.batches(Process(0, ranks, 0, 1), "cpu", initial_state(run_spec.specs), 1))
     assert bool(advised) == asked
 
 
@@ -183,12 +183,12 @@ def test_files_far_away_are_looked_at_side_by_side(monkeypatch: pytest.MonkeyPat
         return number, threading.get_ident()
 
     for seconds, threads in ((0.0, 1), (0.002, 9)):
-        found = side_by_side(look, [seconds] * 90, range(90))
+        found = parallel_map(look, [seconds] * 90, range(90))
         assert [number for number, _ in found] == [*range(90)]
         assert (len({thread for _, thread in found}) >= threads) and (threads > 1 or len({t for _, t in found}) == 1)
         with pytest.raises(UserError, match="99 is missing"):
-            side_by_side(look, [seconds] * 110, range(110))
-    assert side_by_side(look, [], []) == []
+            parallel_map(look, [seconds] * 110, range(110))
+    assert parallel_map(look, [], []) == []
 
 
 @pytest.mark.slow

@@ -14,12 +14,12 @@ from transformers import AutoModelForMaskedLM
 
 from tests import launch
 from xscale import export
-from xscale.data.piece import Piece
-from xscale.data.row import make_row
+from xscale.checkpoint.restore import full_weights
+from xscale.data.packed_row import pack_row
+from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.prefill import prefill
-from xscale.run.weights import full_weights
+from xscale.run.queue_warmup import warm_up_queues
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
 
@@ -78,27 +78,27 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
     launch.run(2, arguments, "deepspeed")
     measured = launch.metrics(out)
-    job = launch.job_of([*arguments, "data.workers=0"])
-    module = StepModule(job.encoder(), job.recipe)
+    run_spec = launch.run_spec_of([*arguments, "data.workers=0"])
+    module = StepModule(run_spec.encoder(), run_spec.recipe)
     process = Process(0, 1, 0, 1)
     fake = SimpleNamespace(module=module, device=torch.device("cpu"))
-    prefill(fake.module, job, process, fake.device)
+    warm_up_queues(fake.module, run_spec, process, fake.device)
     vectors = [p for p in module.parameters() if p.ndim == 1]
     matrices = [p for p in module.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
-    for step, pieces in enumerate(launch.pieces_of(job, STEPS)):
+    for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
         optimizer.zero_grad()
         before = [torch.zeros_like(p) for p in module.parameters()]
-        for name, piece in pieces.items():
-            row = make_row({name: piece}, job.recipe.data.max_length, job.tokenizer.sep_id)
-            objective = OBJECTIVES[job.recipe.streams[name].objective]
-            terms = objective.terms(job.recipe.streams[name].options)
+        for name, stream_batch in stream_batches.items():
+            row = pack_row({name: stream_batch}, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
+            objective = OBJECTIVES[run_spec.recipe.streams[name].objective]
+            terms = objective.terms(run_spec.recipe.streams[name].options)
             shared = {"alignlm": "mono", "contextual": "tokens"}  # what divides all terms of a stream
-            counts = {term: piece.targets[shared.get(name, term)] for term in terms}
+            counts = {term: stream_batch.targets[shared.get(name, term)] for term in terms}
             warm = {"tlm": min((step + 1) / 4, 1), "alignlm": min((step + 1) / 9, 1)}.get(name, 1)
             weights = {
-                (name, term): warm * job.recipe.streams[name].weight * factor / counts[term]
+                (name, term): warm * run_spec.recipe.streams[name].weight * factor / counts[term]
                 for term, factor in terms.items()
             }
             loss, _ = RowPass(module, row, torch.device("cpu"), (name, step))(module, weights)
@@ -118,8 +118,8 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         for group in optimizer.param_groups:
             group["lr"] = warmup_decay(step)
         optimizer.step()
-        for companion in module.companions.values():
-            companion.update(applied=True)
+        for auxiliary_state in module.auxiliary_states.values():
+            auxiliary_state.update(applied=True)
     path = out / "checkpoints" / f"step_{STEPS:08d}"
     trained, worst = full_weights(path), (0.0, "")
     for name, weight in module.named_parameters():
@@ -127,24 +127,24 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
         worst = max(worst, (difference, name))
     assert worst[0] <= 1e-6, worst
     saved = torch.load(path / "companions.pt", weights_only=True)["ppa"]
-    ours = module.companions["ppa"].state_dict()
+    ours = module.auxiliary_states["ppa"].state_dict()
     torch.testing.assert_close(saved["queue"], ours["queue"], rtol=0, atol=1e-5)
     torch.testing.assert_close(saved["momentum"], ours["momentum"], rtol=0, atol=1e-6)
 
 
 def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
-    job = launch.job_of(arguments)
+    run_spec = launch.run_spec_of(arguments)
     vectors = [p for p in model.parameters() if p.ndim == 1]
     matrices = [p for p in model.parameters() if p.ndim > 1]
     groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR)
-    weights = {name: stream.weight for name, stream in job.recipe.streams.items()}
+    weights = {name: stream.weight for name, stream in run_spec.recipe.streams.items()}
     losses = []
-    for step, pieces in enumerate(launch.pieces_of(job, STEPS)):
+    for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
         optimizer.zero_grad()
         total = torch.zeros(())
         for stream, weight in weights.items():
-            total = total + weight * dense_loss(model, pieces[stream])
+            total = total + weight * dense_loss(model, stream_batches[stream])
         total.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         for group in optimizer.param_groups:
@@ -154,12 +154,12 @@ def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
     return losses
 
 
-def dense_loss(model: torch.nn.Module, piece: Piece) -> Tensor:
+def dense_loss(model: torch.nn.Module, stream_batch: StreamBatch) -> Tensor:
     """Padded sequences, logits at every position, labels -100 where nothing is predicted; a mean over targets."""
-    sequences = piece.sequences
+    sequences = stream_batch.sequences
     labels = np.full(len(sequences.ids), -100)
-    labels[piece.reads["masked"].places] = piece.labels["mlm"]
-    types = getattr(sequences, piece.types) if piece.types else np.zeros_like(labels)
+    labels[stream_batch.reads["masked"].places] = stream_batch.labels["mlm"]
+    types = getattr(sequences, stream_batch.types) if stream_batch.types else np.zeros_like(labels)
     columns = (sequences.ids, np.ones_like(labels), sequences.positions, types, labels)
     cuts = np.cumsum(sequences.lengths)[:-1]
     fills = (0, 0, 0, 0, -100)

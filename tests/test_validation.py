@@ -23,15 +23,15 @@ from xscale import config, export
 from xscale.config import EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
+from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.report.read import read_runs
-from xscale.run.describe import dry_run
 from xscale.run.evals import Heldout, better, number_of
 from xscale.run.hook import environment
-from xscale.run.job import Job, prepare
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -51,19 +51,19 @@ def heldout(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine_of(job: Job) -> Any:
-    module = job.module().double()
+def engine_of(run_spec: RunSpec) -> Any:
+    module = run_spec.module().double()
     return SimpleNamespace(module=module, device=torch.device("cpu"))
 
 
-def mean_losses(lm: Any, job: Job, pieces: dict[str, Any]) -> dict[str, float]:
+def mean_losses(lm: Any, run_spec: RunSpec, stream_batches: dict[str, Any]) -> dict[str, float]:
     """By transformers on padded sequences: stream/language or pair -> mean loss of its masked tokens."""
-    names = {number: language for number, language in enumerate(job.languages, start=1)}
+    names = {number: language for number, language in enumerate(run_spec.languages, start=1)}
     sums: dict[str, list[float]] = {}
-    for stream, piece in pieces.items():
-        logits_BLV = plain.run(lm, piece.sequences, piece.types).logits
-        languages = plain.split(piece.sequences.languages, piece.sequences.lengths)
-        for sequence, labels in enumerate(plain.sequences_of(piece)[1]):
+    for stream, stream_batch in stream_batches.items():
+        logits_BLV = plain.run(lm, stream_batch.sequences, stream_batch.types).logits
+        languages = plain.split(stream_batch.sequences.languages, stream_batch.sequences.lengths)
+        for sequence, labels in enumerate(plain.sequences_of(stream_batch)[1]):
             name = "-".join(sorted({names[number] for number in languages[sequence]}))
             for place, label in labels.items():
                 loss = F.cross_entropy(logits_BLV[sequence, place], torch.tensor(label)).item()
@@ -75,18 +75,18 @@ def mean_losses(lm: Any, job: Job, pieces: dict[str, Any]) -> dict[str, float]:
 def test_losses_by_language(demo: Path) -> None:
     """Of a step of several streams, beside transformers: mean and count of each language; too long pairs."""
     sets = ["data.workers=0", "data.max_length=40", "model.dropout=0.0", "streams.mlm.samples=8"]
-    job = prepare("xlm", sets, [demo]).calibrated()
-    engine = engine_of(job)
+    run_spec = resolve_run("xlm", sets, [demo]).calibrated()
+    engine = engine_of(run_spec)
     engine.module.eval()
-    (batch,) = job.batches(ALONE, "cpu", initial_state(job.specs), 1)
+    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     (row,) = batch.rows
-    (pieces,) = launch.pieces_of(job, 1)
+    (stream_batches,) = launch.pieces_of(run_spec, 1)
     _, values_K = RowPass(engine.module, row, engine.device, (0,))(
-        engine.module, step_weights(job.recipe, batch.targets(), 0)
+        engine.module, step_weights(run_spec.recipe, batch.targets(), 0)
     )
     sums = StepSums(engine.module.reported, values_K, lambda: 0.0)
-    found = sums.by_language(values_K.tolist(), job.recipe, batch.counts())
-    expected = mean_losses(engine.module.encoder.lm, job, pieces)
+    found = sums.by_language(values_K.tolist(), run_spec.recipe, batch.counts())
+    expected = mean_losses(engine.module.encoder.lm, run_spec, stream_batches)
     by_language = {name: loss for name, loss in expected.items() if "/" in name}
     assert {name.removeprefix("loss/") for name in found if name.startswith("loss/")} == set(by_language)
     assert {"mlm/en", "mlm/xx", "mlm/yy", "tlm/en-xx", "tlm/en-yy"} <= set(by_language)
@@ -94,10 +94,10 @@ def test_losses_by_language(demo: Path) -> None:
         assert found[f"loss/{name}"] == pytest.approx(loss, rel=1e-9), name
     for stream, count in ((stream, batch.targets()[stream, "mlm"]) for stream in ("mlm", "tlm")):
         assert sum(n for name, n in found.items() if name.startswith(f"count/{stream}/")) == count
-    special = job.tokenizer.pair.special
-    (plan,) = [job.mixture(ALONE, "cpu", job.specs, initial_state(job.specs)).next_step()]
+    special = run_spec.tokenizer.pair.special
+    (plan,) = [run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()]
     long: dict[str, list[bool]] = {}
-    for example in job.dataset(job.specs)._examples("tlm", [plan.rows[0]["tlm"]]):
+    for example in run_spec.dataset(run_spec.specs)._examples("tlm", [plan.rows[0]["tlm"]]):
         name = "-".join(sorted(example.langs))
         long.setdefault(name, []).append(sum(map(len, example.ids)) + special > 40)
     shares = {name: sum(of) / len(of) for name, of in long.items() if any(of)}
@@ -110,23 +110,27 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
     dropout, no smoothing; the queue and the random numbers of the training are left alone."""
     queue = ["streams.ppa.queue_size=128"] if recipe in ("mixed", "ppa") else []
     sets = ["data.workers=0", "train.label_smoothing=0.1", *queue]
-    job = prepare(recipe, sets, [demo]).calibrated()
-    engine = engine_of(job)
-    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), job, engine, ALONE, print)
-    of, rows, targets, counts = held.job.recipe, held.batch.rows, held.batch.targets(), held.batch.counts()
+    run_spec = resolve_run(recipe, sets, [demo]).calibrated()
+    engine = engine_of(run_spec)
+    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=60), run_spec, engine, ALONE, print)
+    of, rows, targets, counts = held.run_spec.recipe, held.batch.rows, held.batch.targets(), held.batch.counts()
     sums, again = (measure_rows(engine, of, rows, rank=0) for _ in range(2))
     assert torch.equal(sums.values_K, again.values_K) and engine.module.training
     assert engine.module.encoder.label_smoothing == 0.1
-    for companion in engine.module.companions.values():
-        assert not getattr(companion, "_batch", None) and not getattr(getattr(companion, "queue", None), "filled", 0)
+    for auxiliary_state in engine.module.auxiliary_states.values():
+        assert not getattr(auxiliary_state, "_batch", None) and not getattr(
+            getattr(auxiliary_state, "queue", None), "filled", 0
+        )
     results = held.results(sums, sums.values_K.tolist(), targets, counts)
-    assert set(job.recipe.streams) <= set(results) and all("loss" in results[stream] for stream in job.recipe.streams)
+    assert set(run_spec.recipe.streams) <= set(results) and all(
+        "loss" in results[stream] for stream in run_spec.recipe.streams
+    )
     if recipe != "mixed":
         return
     assert len({key for row in rows for key in row.keys["tlm"]}) == sum(len(row.keys["tlm"]) for row in rows) == 60
-    (pieces,) = launch.pieces_of(held.job, 1)
+    (stream_batches,) = launch.pieces_of(held.run_spec, 1)
     engine.module.eval()
-    expected = mean_losses(engine.module.encoder.lm, job, {name: pieces[name] for name in ("mlm", "tlm")})
+    expected = mean_losses(engine.module.encoder.lm, run_spec, {name: stream_batches[name] for name in ("mlm", "tlm")})
     assert set(expected) == {"mlm", "mlm/en", "mlm/xx", "tlm", "tlm/en-xx"}
     for name, loss in expected.items():
         assert results[name.replace("/", " ")]["loss"] == pytest.approx(loss, rel=1e-9), name
@@ -135,11 +139,11 @@ def test_heldout_losses(demo: Path, heldout: Path, recipe: str) -> None:
 def test_no_language_is_hidden_from_what_is_held_out(demo: Path, heldout: Path) -> None:
     """As language_dropout hides them in training."""
     sets = [f"streams.tlm.{field}" for field in ("language_embeddings=true", "language_dropout=1.0", "samples=4")]
-    job = prepare("tlm", ["data.workers=0", *sets], [demo]).calibrated()
-    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=20), job, engine_of(job), ALONE, print)
-    (batch,) = job.batches(ALONE, "cpu", initial_state(job.specs), 1)
+    run_spec = resolve_run("tlm", ["data.workers=0", *sets], [demo]).calibrated()
+    held = Heldout(EvalTask(name="heldout", data=[str(heldout)], limit=20), run_spec, engine_of(run_spec), ALONE, print)
+    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     types = [{int(n) for row in of.rows for n in row.inputs.tokens.types} for of in (batch, held.batch)]
-    assert types == [{0}, {1 + job.languages.index(language) for language in ("en", "xx")}]
+    assert types == [{0}, {1 + run_spec.languages.index(language) for language in ("en", "xx")}]
 
 
 def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
@@ -153,12 +157,12 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
     assert "eval.tasks[0].name: 'xnli' is none of heldout, retrieval, alignment" in refused(task(name="xnli"))
     assert "data: needs shard directories" in refused(task(name="heldout"))
-    job = refused(task(name="pos", mode="job", command="sbatch pos.sbatch {model} {out}"))
-    assert "eval.tasks[0].mode: " in job and "eval.tasks[0].command: checkpoint.hook took its place" in job
+    run_spec = refused(task(name="pos", mode="job", command="sbatch pos.sbatch {model} {out}"))
+    assert "eval.tasks[0].mode: " in run_spec and "eval.tasks[0].command: checkpoint.hook took its place" in run_spec
     assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
         "checkpoint.hook=eval.sh {chekpoint}"
     )
-    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is no command")):
+    for hook, why in (("sh -c 'true", "cannot be split into words"), ("", "is not a command")):
         assert f"checkpoint.hook: {hook!r} {why}" in refused(f"checkpoint.hook={json.dumps(hook)}")
     assert "eval.tasks[0].data: 'x' is not a list; write [x]" in refused(task(name="heldout", data="x"))
     assert "best: 'loss' is not of the form TASK/ROW/NUMBER" in refused("checkpoint.best=loss")
@@ -168,12 +172,12 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     assert "heldout has a row for each stream: tlm" in refused(
         "checkpoint.best=heldout/xlm/loss", task(name="heldout", data=["x"])
     )
-    job = prepare("tlm", ["data.workers=0"], [demo]).calibrated()
-    engine = engine_of(job)
+    run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
+    engine = engine_of(run_spec)
     with pytest.raises(UserError, match="is trained on; give records that are held out"):
-        Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), job, engine, ALONE, print)
+        Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
     with pytest.raises(UserError, match="no stream of the recipe reads any of en"):
-        Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), job, engine, ALONE, print)
+        Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +342,7 @@ def test_a_hook_is_no_rank() -> None:
 def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:
     """Progress lines come every so many seconds, and at every step that is measured."""
     sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
-    reporter, shown = Reporter(tmp_path, 0, prepare("tlm", sets, [demo]).recipe), []
+    reporter, shown = Reporter(tmp_path, 0, resolve_run("tlm", sets, [demo]).recipe), []
     reporter.bar, reporter.line = None, lambda entry: shown.append(entry["step"]) or ""  # type: ignore
     for step in range(1, 10):
         numbers = dict.fromkeys(("loss", "loss/tlm", "lr", "tokens_per_s", "step_s"), 1.0)
@@ -366,7 +370,7 @@ def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo: Path) -
     assert begun == {"project": "xscale", "name": "run", "config": {"train.lr": 0.1}, "resume": "allow"}
     assert logged == [({"loss": 2.0}, 1), ({"loss": 2.0}, 2)]
     with pytest.raises(UserError, match=r"train\.tracker: wandb is not installed; pip install wandb"):
-        prepare("tlm", ["train.tracker=wandb"], [demo])
+        resolve_run("tlm", ["train.tracker=wandb"], [demo])
 
 
 # Whole runs

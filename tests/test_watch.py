@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from tests import launch
+from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
-from xscale.run import checkpoint as checkpoints
 from xscale.run import watch
 from xscale.run.pace import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Alike, Pace, Skips
 from xscale.run.status import STOPPED
@@ -207,7 +207,7 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
     run(again)
     for config in CONFIGS:
         steps = {c.step: c for c in map(checkpoints.read, checkpoints.complete_steps(whole / config / "checkpoints"))}
-        assert list(steps) == list(range(10)) and steps[6].condemned == [] and steps[9].condemned == [BAD]
+        assert list(steps) == list(range(10)) and steps[6].excluded_steps == [] and steps[9].excluded_steps == [BAD]
         tensors = {step: launch.checkpoint_tensors(found.path) for step, found in steps.items()}
         assert all(
             t.isfinite().all() for of_step in tensors.values() for t in of_step.values() if t.is_floating_point()
@@ -222,7 +222,7 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
         assert [(line["step"], line["rank"], line["finite"]) for line in lines] == [(BAD, 0, True), (BAD, 1, False)]
         assert all(line["keys"]["mlm"] for line in lines)
         entries = launch.metrics(whole / config)
-        assert [(entry["step"], entry.get("condemned", False)) for entry in entries] == [
+        assert [(entry["step"], entry.get("excluded", False)) for entry in entries] == [
             (n, n == BAD) for n in range(1, 10)
         ]
         assert launch.without_times(again / config) == launch.without_times(whole / config), config

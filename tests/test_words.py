@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from data_tools import tokenizer as tokenizers
 from data_tools import word_table
 from xscale.data import words
-from xscale.data.carry import carry_over, places
+from xscale.data.link_projection import places, project_links
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import segment, split
 
@@ -189,7 +189,7 @@ def test_words_of_dictionaries_have_the_tokens_of_running_text(trained: Path) ->
 def test_links_of_other_words_are_carried_over_by_characters() -> None:
     texts = ("The man's dog, he said.", "«Der Hund des Mannes», sagte er.")
     # Words of data/words.py: The man ' s dog , he said .    « Der Hund des Mannes » , sagte er .
-    links, dropped = carry_over("0-0 1-3 2-1 3-5 4-4", texts)  # white space: The|man's|dog,|he|said.
+    links, dropped = project_links("0-0 1-3 2-1 3-5 4-4", texts)  # white space: The|man's|dog,|he|said.
     pairs = {tuple(map(int, link.split("-"))) for link in links.split()}
     assert {(0, 1), (1, 4), (3, 4), (4, 2), (6, 8), (7, 7)} <= pairs and dropped == 0
     ours = [split([text])[0] for text in texts]
@@ -199,19 +199,19 @@ def test_links_of_other_words_are_carried_over_by_characters() -> None:
 def test_links_of_the_aligners_text_are_carried_over() -> None:
     texts = ("The man's dog.", "Le chien de l'homme.")
     moses = ("the man &apos;s dog .", "le chien de l&apos; homme .")
-    links, dropped = carry_over("0-0 1-4 2-2 3-1 4-5", texts, moses)
+    links, dropped = project_links("0-0 1-4 2-2 3-1 4-5", texts, moses)
     # The man ' s dog .    Le chien de l ' homme .
     assert links == "0-0 1-5 3-2 4-1 5-6" and dropped == 0
-    links, dropped = carry_over("4-1 4-5", texts, moses)  # a full stop with a word
+    links, dropped = project_links("4-1 4-5", texts, moses)  # a full stop with a word
     assert links == "5-6" and dropped == 1
-    assert carry_over("", texts, moses) == ("", 0)
+    assert project_links("", texts, moses) == ("", 0)
     assert places("naive x", "nai@@ ve x") == [[0, 1, 2], [3, 4], [6]]  # what is not in the text has no place
     with pytest.raises(ValueError, match="is not of the text"):
-        carry_over("0-0", texts, ("something else entirely", "tout autre chose ici"))
+        project_links("0-0", texts, ("something else entirely", "tout autre chose ici"))
     with pytest.raises(ValueError, match=r"link '9-0' does not fit a pair of 5 and 6 words"):
-        carry_over("9-0", texts, moses)
+        project_links("9-0", texts, moses)
     with pytest.raises(ValueError, match=r"link '0:0'"):
-        carry_over("0:0", texts)
+        project_links("0:0", texts)
 
 
 @settings(max_examples=200, deadline=None)
@@ -222,7 +222,7 @@ def test_white_space_links_by_brute_force(texts: list[str], data: st.DataObject)
         return
     sizes = [len(text.split()) for text in texts]
     drawn = data.draw(st.lists(st.tuples(*(st.integers(0, n - 1) for n in sizes)), max_size=5))
-    links, dropped = carry_over(" ".join(f"{i}-{j}" for i, j in drawn), tuple(texts))
+    links, dropped = project_links(" ".join(f"{i}-{j}" for i, j in drawn), tuple(texts))
     inside = []
     for text in texts:
         ends = [match.span() for match in regex.finditer(r"\S+", text)]

@@ -1,6 +1,5 @@
-"""The programs that pip installs: xscale-train, -eval, -report and -export are `python -m xscale.train` and so on, and
-`xscale-data TOOL ...` is a tool that makes or reads shards.
-"""
+"""The programs that pip installs. xscale-train is `python -m xscale.train`; xscale-eval, xscale-report and
+xscale-export are alike. `xscale-data TOOL ...` runs a tool that makes or reads shards."""
 
 import runpy
 import sys

@@ -1,6 +1,7 @@
-"""The recipe: what is trained, on what, for how long. Strict: an unknown key or a wrong type is an error.
+"""The recipe: what is trained, on what data, for how long.
 
-All problems of a recipe are reported at once. A value comes from the YAML file, then from `--set`.
+A value comes from the YAML file, then from `--set`. Unknown keys and wrong types are errors, and all problems of a
+recipe are reported at once.
 """
 
 import contextlib
@@ -20,10 +21,10 @@ from xscale.errors import UserError
 RECIPES = Path(__file__).parent / "recipes"
 
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-"""Of a section of the recipe, and of an objective's options."""
+"""The pydantic settings of a recipe's section, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
 MOST = 1 << 40
-"""Of steps, samples and the like: far above all that is meant, and exact as a float."""
+"""The largest number of steps, samples or tokens: more than anybody needs, and exact as a float."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -32,41 +33,39 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
-    weights of `preset`. From a run, also an exported one, languages keep their embeddings and streams their heads."""
+    weights of `preset`. Weights of a run bring the embeddings of its languages and the heads of its streams."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
-    """Shape of a randomly initialised encoder (models/encoder.py)."""
+    """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
-    """Hugging Face tokenizer directory; null: that of `init`, else `tokenizer/` in the first --data directory or its
-    parent."""
+    """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
+    directory or its parent."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
-    """Dropout probability of hidden states and attention."""
+    """The dropout probability of hidden states and attention."""
     attention_gain: PositiveFloat | None = None
-    """Random weights of attention's values and outputs have a standard deviation of this / sqrt(width); null: of
-    transformers' 0.02, a gain of 0.23 in preset tiny, 0.55 in base. At 0.23 attention adds next to nothing to a token,
-    and [CLS] is one vector for all sentences (mean cosine 0.9999; 0.97 at 1): a contrast finds nothing to begin with.
-    At 1 other losses learn somewhat later."""
+    """The random weights of attention's values and outputs have a standard deviation of this / sqrt(width); null: 0.02
+    as in transformers, which is a gain of 0.23 in preset tiny and 0.55 in base. At 0.23 attention adds little, all
+    sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97 at 1), and contrastive losses learn late.
+    Other losses learn somewhat later at 1."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """Name of the objective."""
+    """The name of the objective."""
     samples: Count | None = None
-    """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is running
-    text of about data.max_length tokens from several records: consecutive sentences of a document, or several short
-    documents and ends of documents, each a sequence of its own. Text beyond data.max_length continues in a further
-    sequence: nothing is dropped or cut off."""
+    """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
+    data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
+    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped."""
     tokens: Count | None = None
-    """Tokens per optimizer step, instead of `samples`: a measurement before step 1 gives the number of samples."""
+    """Tokens per optimizer step, instead of `samples`. A measurement before step 1 turns them into samples."""
     weight: PositiveFloat = 1.0
-    """Factor of the stream's loss in the step's loss."""
+    """The factor of the stream's loss in the loss of the step."""
     warm_in: NotNegative = 0.0
-    """The factor rises to `weight` over this many steps: a share of train.steps below 1, else a number of steps."""
+    """The factor rises to `weight` over this many steps. A number below 1 is a share of train.steps."""
     languages: list[str] | None = None
-    """Languages ("en") or pairs ("en-de", either way round) to draw from and whose dictionaries to read; null: all that
-    --data has."""
+    """Languages ("en") or pairs ("en-de", in either order) whose data and dictionaries the stream reads; null: all."""
     options: Any = None
-    """The objective's own fields, written beside the others in YAML."""
+    """The objective's own fields. In YAML they stand beside the others."""
 
 
 def _workers(value: Any) -> Any:
@@ -78,32 +77,31 @@ def _workers(value: Any) -> Any:
 @dataclass(frozen=True, config=STRICT)
 class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
-    """Tokens of a sequence, special tokens included."""
+    """The maximum number of tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """What happens to a pair that does not fit max_length; either way it is counted. Monolingual text always goes on in
-    further sequences."""
+    """The treatment of pairs that are longer than max_length. They are counted. Monolingual text always continues
+    in another sequence."""
     segments: bool = True
-    """The two sentences of a pair have token types 0 and 1 where model and tokenizer have such (BERT's) and no stream
-    has language embeddings; false: both 0, so that neither is the first."""
+    """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
+    stream has language embeddings; false: both have type 0."""
     first: Count | None = None
-    """Number of records that are read of each language and of each pair of languages: the first ones, in the order of
-    --data and of a directory's shards; null: all."""
+    """The number of records that are read of each language and each pair of languages, in the order of --data and of
+    the shards; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages are drawn with p proportional to records^alpha; 1: in the proportions that the data have."""
+    """Languages are drawn with a probability proportional to records^alpha."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
-    """Loader processes per rank; 0 loads in the training process; auto: 2, and for a GPU 4 to 6, as its host has cores
-    (data/loader.py)."""
+    """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """Dictionary files, whose names say the pair: en-de.txt; none: `lexicon/*.txt` in the first --data directory or its
-    parent. A stream reads those of its languages (of one language: those that have it). A dictionary that no stream
-    reads is used for evaluation only."""
+    """Dictionary files, named after the pair: en-de.txt. Without any, `lexicon/*.txt` in the first --data directory or
+    its parent is used. A stream reads the dictionaries of its languages. Dictionaries that no stream reads are used for
+    evaluation only."""
     truecase: bool = True
-    """Spell a dictionary's words as the text mostly does (MUSE's are lower-case: no `hund` is a token of German text),
-    by up to 100,000 records of each language; nothing is changed where the tokenizer lower-cases. The run keeps the
-    changed dictionary in its directory, lexicon/, for evaluations."""
+    """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
+    Words of MUSE are lower-case, and `hund` is no token of German text. This has no effect if the tokenizer
+    lower-cases. The run keeps the changed dictionary in its directory, under lexicon/."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
-    """Share of a dictionary's words that no objective sees, by a hash of the word: `alignment/en-de` is measured on
-    these, `alignment_trained/en-de` on all others. 0: every word is trained, and the former is absent."""
+    """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
+    measured on these words, `alignment_trained/en-de` on the others. At 0 only the latter exists."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -111,55 +109,55 @@ class TrainConfig:
     steps: Count = 1000
     """Optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Epochs, instead of `steps`: the first stream of pairs draws this number times as many samples as there are pairs.
-    With data.alpha 1 every pair is read this often; with less, small languages are read more often than large ones."""
+    """Epochs, instead of `steps`: the first stream of pairs draws this many times the number of its pairs. With
+    data.alpha 1 every pair is read this often; with a lower alpha, small languages are read more often than large
+    ones."""
     lr: PositiveFloat = 3e-4
-    """Peak learning rate."""
+    """The peak learning rate."""
     warmup: NotNegative = 0.1
-    """Linear warm-up: a share of the steps below 1, else a number of steps."""
+    """The steps of linear warm-up. A number below 1 is a share of `steps`."""
     weight_decay: NotNegative = 0.01
-    """Weight decay of AdamW; biases and norms have none."""
+    """The weight decay of AdamW. Biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
-    """Gradients are clipped to this global norm; 0 turns clipping off."""
+    """The global norm to which gradients are clipped; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Fraction of a predicted token's target that is spread over the whole vocabulary."""
+    """The share of a predicted token's target that is spread over the whole vocabulary."""
     z_loss: NotNegative = 0.0
-    """Factor of logsumexp(logits)^2, added to a predicted token's loss (PaLM: 1e-4)."""
+    """The factor of logsumexp(logits)^2, which is added to the loss of a predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """Tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU. Does not
-    change the result, but for the masks that dropout draws."""
+    """The tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU.
+    Apart from the masks of dropout, it does not change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
-    """auto: what ds_config asks for, where the hardware has it, else fp32 with a printed line."""
+    """The precision of training. auto takes the precision of the ds_config if the hardware has it, else fp32."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of the encoder's layers for the backward pass and compute the rest again: less memory, about
-    a third more time."""
+    """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
+    memory and takes about a third more time."""
     compile: bool = False
-    """Compile the encoder as one program with torch.compile; rows are then filled up to one shape. With dropout, other
-    masks are drawn than without."""
+    """torch.compile compiles the encoder, and all rows are padded to one shape. Dropout draws other masks than
+    without."""
     deterministic: bool = False
-    """On CUDA: only algorithms that give the same bits every time, so that a resume is exact; attention's backward pass
-    is slower then. CPUs need none of this."""
+    """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
+    is slower. CPUs are reproducible anyway."""
     seed: Annotated[int, Field(ge=-MOST, le=MOST)] = 0
-    """Seed of the order of data, of masks, of random weights and of dropout."""
+    """The seed of the data order, masks, random weights and dropout."""
     measure_every: Annotated[int, Field(ge=0, le=MOST)] = 100
-    """Steps between measurements that cost more than a look: each stream's gradient norm (a second backward pass)
-    and the alignment scores of dictionaries; 0: never."""
+    """The steps between expensive measurements: the gradient norm of each stream (a second backward pass) and the
+    alignment scores of dictionaries; 0: never."""
     time_limit: PositiveFloat | None = None
-    """Minutes after which the run saves and stops with exit code 75, once it has made a step; null: none."""
+    """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
     tracker: Literal["wandb", "trackio"] | None = None
-    """Where metrics go beside metrics.jsonl and TensorBoard; project XSCALE_PROJECT of the environment, else xscale."""
+    """A service that receives the metrics, too. The project is XSCALE_PROJECT of the environment, or xscale."""
     stall_limit: PositiveFloat | None = 15.0
-    """Minutes without progress after which the run ends with exit code 5, every rank's stack in its log and the name of
-    the rank that the others wait for; null: none. Time in which the process was suspended does not count. Collectives
-    give up by themselves after 30 (ranks.TIMEOUT)."""
+    """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
+    rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
+    Collectives time out after 30 minutes."""
     stop_limit: PositiveFloat | None = 4.0
-    """Minutes after a signal to stop, or the time limit, in which the run must come to its stop, three steps away where
-    these are long; else it ends without saving, with exit code 75 and every rank's stack in its log: steps since the
-    last checkpoint are lost. Less than the lead of SLURM's --signal, so that the job is still there to be requeued;
-    null: it waits for the step."""
+    """The minutes that a run may take to stop after a signal or the time limit; null: no limit. After that it ends
+    without saving, with exit code 75 and every rank's stack in its log. Under SLURM, choose less than the lead of
+    --signal, so that the job can still be requeued."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
-    """How often a run that is not finite goes back to its newest good checkpoint, by itself, and leaves out the update
-    of the step that was bad; after that it ends with exit code 3."""
+    """How often a run whose loss or gradient is not finite may go back to its newest good checkpoint and skip the bad
+    step. After that it ends with exit code 3."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
@@ -169,25 +167,25 @@ class TrainConfig:
 
 
 HOOK_FIELDS = ("checkpoint", "step", "out")
-"""What checkpoint.hook is told, by {NAME}."""
+"""The fields that checkpoint.hook may contain, as {NAME}."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     every: Count = 500
-    """Optimizer steps between checkpoints; the last step always saves."""
+    """The optimizer steps between checkpoints. The last step always saves."""
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
-    """Newest complete checkpoints that stay on disk, at least 2."""
+    """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
-    """true: a thread writes a copy in host memory while training goes on; false: training waits, without a copy."""
+    """A thread writes a copy in host memory while training goes on; false: training waits, and needs no copy."""
     best: str | None = None
-    """A number of the section `eval`, as TASK/ROW/NUMBER such as heldout/tlm/loss: the checkpoint where it was best
-    stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best where least."""
+    """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
+    stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
     hook: str | None = None
-    """A command that is started beside the run for each new checkpoint, such as
+    """A command that starts in the background for each new checkpoint, such as
     `slurm/evaluate_checkpoint.sh {checkpoint} {out} --task retrieval --data heldout`. {checkpoint} is the checkpoint's
-    folder, {step} its step, {out} a file evals/step_N.json for scores in the form of `xscale.eval.run --out`, which the
-    report reads. Words are split as a shell splits them, but no shell runs: for one write sh -c '...'."""
+    folder, {step} its step, {out} the file evals/step_N.json, which the report reads if it has the form of
+    `xscale.eval.run --out`. Words are split as in a shell, but no shell runs; use sh -c '...' for one."""
 
     @model_validator(mode="after")
     def can_be_done(self) -> Self:
@@ -199,7 +197,7 @@ class CheckpointConfig:
             except ValueError as error:
                 raise ValueError(f"hook: {self.hook!r} cannot be split into words ({error})") from None
             if not words or "\0" in self.hook:
-                raise ValueError(f"hook: {self.hook!r} is no command")
+                raise ValueError(f"hook: {self.hook!r} is not a command")
             unknown = set(re.findall(r"\{(\w+)\}", self.hook)) - {*HOOK_FIELDS}
             if unknown:
                 there = ", ".join(f"{{{name}}}" for name in HOOK_FIELDS)
@@ -208,19 +206,19 @@ class CheckpointConfig:
 
 
 INLINE = ("heldout", "retrieval", "alignment")
-"""Tasks that a run measures itself with."""
+"""The tasks that a run can measure itself."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class EvalTask:
     name: str
-    """heldout measures the loss of every stream, and of every language and pair in it, on records of `data`. retrieval
-    finds sentences' translations among pairs of `data`. alignment measures the words of the run's dictionaries. A
-    second task of one name is written NAME.ANYTHING. checkpoint.hook starts all other measurements."""
+    """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
+    translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
+    second task of the same name is written NAME.ANYTHING. checkpoint.hook can start other measurements."""
     data: list[str] = dataclasses.field(default_factory=list)
-    """Shard directories that nothing is trained on."""
+    """Shard directories that are not trained on."""
     limit: Count = 1000
-    """Records of each language and pair, at most."""
+    """The maximum number of records of each language and pair."""
 
     @property
     def kind(self) -> str:
@@ -239,12 +237,12 @@ class EvalTask:
 
 @dataclass(frozen=True, config=STRICT)
 class EvalConfig:
-    """What the run is measured with, before step 1, every so many steps, and at the end."""
+    """Evaluations that the run makes itself, before step 1, every `every` steps, and at the end."""
 
     every: Count = 500
-    """Optimizer steps between evaluations."""
+    """The optimizer steps between evaluations."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """Evaluations that the run makes itself."""
+    """The evaluations."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -261,7 +259,7 @@ class Recipe:
         return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
 
     def stream_weight(self, name: str, step: int) -> float:
-        """The factor of a stream's loss in step 0, 1, ..."""
+        """The factor of a stream's loss in a step, counted from 0."""
         stream = self.streams[name]
         steps = stream.warm_in * self.train.steps if stream.warm_in < 1 else stream.warm_in
         return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
@@ -273,7 +271,7 @@ class Recipe:
         return resolved
 
     def identity(self) -> dict[str, Any]:
-        """The fields that decide the result; a resume must not change them."""
+        """The fields that determine the result. A resume must not change them."""
         fields = self.to_dict()
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
@@ -285,11 +283,11 @@ class Recipe:
 
 
 BY_EPOCHS = MOST
-"""train.steps of a recipe that says `epochs` instead, until the data are known."""
+"""The value of train.steps in a recipe with `epochs`, until the data are known."""
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
-    """The recipe with the steps of train.epochs, each of which draws `samples` of the pairs. Raises UserError."""
+    """The recipe with train.steps computed from train.epochs. samples: the pairs drawn in a step. Raises UserError."""
     train, problems = recipe.train, list[str]()
     assert train.epochs
     steps = math.ceil(round(train.epochs * pairs / samples, 6))
@@ -322,40 +320,38 @@ NOT_IDENTITY = {
         "rollbacks",
     },
 }
-"""Fields a resumed run may change. The tokenizer and the dictionaries that an objective reads are compared by content
-instead of path, these with the share of their words that is withheld."""
-
+"""Fields that a resumed run may change. The tokenizer and the dictionaries are compared by content instead of path."""
 
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Fields that `--set` puts in the place of others of their section."""
+"""Fields that `--set` replaces each other with."""
 RENAMED = {
     "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
     "mode": "tasks are measured within the run; leave it out, and write a job's command as checkpoint.hook",
     "command": "checkpoint.hook took its place, a command that is started for every checkpoint; leave it out",
 }
-"""Fields of earlier versions, and what to write instead."""
+"""Fields of earlier versions, with what to write instead."""
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that stands twice, also as 1 and "1": the last one would win."""
+    """A loader that refuses a key that occurs twice, also as 1 and "1". YAML would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
         for key in keys:
             if list(map(str, keys)).count(str(key)) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 def shipped_recipes() -> list[str]:
-    """Names, such as "xlm" and "paper/tang_xlm"."""
+    """The names of the shipped recipes, such as "xlm" and "paper/tang_xlm"."""
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
 def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Recipe:
-    """A shipped recipe's name or a YAML file's path, with `key.sub=value` overrides.
+    """Load a shipped recipe by its name, or a YAML file by its path, with `key.sub=value` overrides.
 
-    objectives: options class of each objective. Raises UserError naming every problem.
+    objectives: the options class of each objective. Raises UserError with every problem.
     """
     path = Path(name) if name.endswith((".yaml", ".yml")) else RECIPES / f"{name}.yaml"
     try:
@@ -381,7 +377,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
 
 
 def read_yaml(text: str) -> Any:
-    """Raises ValueError."""
+    """Parse YAML. Raises ValueError."""
     try:
         return yaml.load(text, UniqueKeys)
     except (yaml.YAMLError, RecursionError) as error:
@@ -396,8 +392,8 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     try:
         value = read_yaml(text)
     except ValueError as error:
-        twice, stands, _ = str(error).partition(" stands twice")
-        problems.append(f"--set {assignment[:80]}: {twice + stands if stands else f'{text[:80]!r} is not YAML'}")
+        twice, occurs, _ = str(error).partition(" occurs twice")
+        problems.append(f"--set {assignment[:80]}: {twice + occurs if occurs else f'{text[:80]!r} is not YAML'}")
         return
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
@@ -425,7 +421,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         "eval": EvalConfig,
     }
     for unknown in [name for name in tree if name not in (*sections, "streams")]:
-        problems.append(f"{unknown}: unknown section; there are {', '.join([*sections, 'streams'])}")
+        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:
         train.setdefault("steps", BY_EPOCHS)
@@ -459,7 +455,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
 
 
 def _build_tasks(fields: Any, problems: list[str]) -> None:
-    """In the place of the fields of each of eval's tasks the task."""
+    """Replace the fields of each task of eval by an EvalTask."""
     if not isinstance(fields, dict) or not isinstance(fields.get("tasks"), list):
         return
     tasks = [_build(EvalTask, task, f"eval.tasks[{i}]", problems) for i, task in enumerate(fields["tasks"])]
@@ -472,7 +468,7 @@ def _build_tasks(fields: Any, problems: list[str]) -> None:
 def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems: list[str]) -> Any:
     where = f"streams.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-        problems.append(f"{where}: a stream's name has letters, digits, _ and - alone")
+        problems.append(f"{where}: a stream's name may have only letters, digits, _ and -")
         return None
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, such as {{objective: mlm, samples: 64}}")
@@ -480,11 +476,11 @@ def _build_stream(name: str, fields: Any, objectives: dict[str, type], problems:
     objective = fields.get("objective")
     if not isinstance(objective, str) or objective not in objectives:
         there = ", ".join(sorted(objectives))
-        problems.append(f"{where}.objective: {objective!r} is unknown; there are {there}; --plugin brings others")
+        problems.append(f"{where}.objective: {objective!r} is unknown; use one of {there}, or load others by --plugin")
         return None
     own = _names(StreamConfig)
     if (fields.get("samples") is None) == (fields.get("tokens") is None):
-        problems.append(f"{where}: needs either samples or tokens, so many a step")
+        problems.append(f"{where}: needs either samples or tokens")
     options = {key: value for key, value in fields.items() if key not in own}
     made = _build(objectives[objective], options, where, problems, also=own)
     common = {key: value for key, value in fields.items() if key in own}
@@ -496,7 +492,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[str] | None = None) -> Any:
-    """An instance of `cls`, or None after adding to `problems`. also: what else may stand there."""
+    """An instance of `cls`, or None after adding to `problems`. also: other field names that are allowed there."""
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, got {fields!r}")
         return None
@@ -508,39 +504,27 @@ def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[st
         return None
 
 
-_BOUNDS = {"gt": "be more than", "ge": "be at least", "lt": "be less than", "le": "be at most"}
 _NEEDED = {"int_type": int, "float_type": float, "string_type": str, "bool_type": bool}
 
 
 def _problem(details: Any, where: str, there: str) -> str:
-    """A line about one of pydantic's errors. there: names of the fields."""
-    kind, value, bounds = details["type"], details["input"], details.get("ctx", {})
+    """A line about one of pydantic's errors. there: the names of the fields."""
+    kind, value, context = details["type"], details["input"], details.get("ctx", {})
     name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         last = name.rpartition(".")[2]
-        return f"{name}: " + RENAMED.get(last, f"unknown key; there are {there}")
+        return f"{name}: " + RENAMED.get(last, f"unknown key; the keys are {there}")
     if kind in ("missing", "missing_argument"):
         return f"{name}: is required"
     if kind == "value_error":
-        return f"{where}.{bounds['error']}"
-    if kind == "literal_error":
-        return f"{name}: {value!r} is not one of {bounds['expected']}"
+        return f"{where}.{context['error']}"
     if kind == "list_type":
         return f"{name}: {value!r} is not a list; write [{value}]"
-    if kind == "finite_number":
-        return f"{name}: {value} is not a finite number"
-    if kind in _NEEDED:
-        needed = _NEEDED[kind]
-        given = {"str": "text", "NoneType": "null"}.get(type(value).__name__, type(value).__name__)
-        return f"{name}: {value!r} is {given}, needs {needed.__name__}{_remedy(value, needed)}"
-    for bound, words in _BOUNDS.items():
-        if bound in bounds:
-            most = {"gt": "be positive", "ge": "not be negative"}.get(bound) if bounds[bound] == 0 else None
-            return f"{name}: {value} must {most or f'{words} {bounds[bound]}'}"
-    return f"{name}: {value!r}: {details['msg']}"
+    message = details["msg"].replace("Input should", "the value must")
+    return f"{name}: {value!r}: {message}{_remedy(value, _NEEDED.get(kind))}"
 
 
-def _remedy(value: Any, needed: type) -> str:
+def _remedy(value: Any, needed: type | None) -> str:
     if needed is float and isinstance(value, str):
         with contextlib.suppress(ValueError):
             written = yaml.safe_dump(float(value)).split()[0]

@@ -1,8 +1,7 @@
-"""What the code needs of DeepSpeed that DeepSpeed promises nobody: all of it stands here, under names of ours.
+"""All uses of DeepSpeed's private parts.
 
-pyproject.toml allows DeepSpeed 0.19 alone. tests/test_deepspeed_private.py names what each of these must be, so that an
-update fails there; no other file may use a private part. What is public is used where it is needed: initialize,
-init_distributed, the engine's backward, step, no_sync, coalesce_grad_reduction, save_checkpoint and load_checkpoint.
+pyproject.toml allows DeepSpeed 0.19 only. tests/test_deepspeed_private.py checks what these functions need, so that an
+incompatible update fails there. No other file may use a private part.
 """
 
 import copyreg
@@ -17,78 +16,65 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-# A process
+# The process
 
 
 def leave_out_shared_memory_op() -> None:
-    """A shared-memory all-reduce for inference that training never calls: it costs a C++ build at first use and hangs
-    ranks whose launcher does not set LOCAL_SIZE."""
+    """Disable the shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs ranks whose
+    launcher does not set LOCAL_SIZE."""
     import deepspeed
 
     vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def import_muon_uncompiled() -> None:
-    """DeepSpeed asks of any optimizer whether it is its Muon, whose functions are compiled: that alone imports
-    inductor, 600 files and 0.8 s in every process. A DeepSpeed without Muon has nothing to import."""
+    """Import Muon without torch.compile. DeepSpeed imports it in every process, and compiling imports 600 files of
+    inductor (0.8 s). A DeepSpeed without Muon has nothing to import."""
     from deepspeed.runtime import compiler
 
-    def as_it_is(*_: Any, **__: Any) -> Callable[[Any], Any]:
+    def uncompiled(*_: Any, **__: Any) -> Callable[[Any], Any]:
         return lambda function: function
 
-    with suppress(ImportError, AttributeError), mock.patch.object(compiler, "compile", as_it_is):
+    with suppress(ImportError, AttributeError), mock.patch.object(compiler, "compile", uncompiled):
         importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
-# A ds_config
+# The ds_config
 
 
 def config_classes() -> tuple[Any, Any, Any]:
-    """The class that reads a ds_config, its error, and the enum of types of numbers."""
+    """The class that reads a ds_config, its error, and its enum of number types."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
     return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
 
 def optimizers() -> list[str]:
-    """Names that optimizer.type may have, beside torch's."""
+    """The names that optimizer.type may have besides torch's."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return list(DEEPSPEED_OPTIMIZERS)
 
 
-def adam_classes() -> list[Any]:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    return [DeepSpeedCPUAdam, FusedAdam]
-
-
-def lamb_and_lion() -> dict[str, list[Any]]:
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import FusedLion
-
-    return {"lamb": [FusedLamb], "lion": [FusedLion]}
-
-
 def schedulers() -> dict[str, Any]:
-    """The classes that scheduler.type may name, beside torch's."""
+    """The classes that scheduler.type may name besides torch's."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
 
 
 def compile_operator(builder: str) -> None:
-    """CPUAdamBuilder or FusedAdamBuilder."""
+    """Compile and load an operator. builder: CPUAdamBuilder or FusedAdamBuilder."""
     from deepspeed.ops import op_builder
 
     getattr(op_builder, builder)().load(verbose=False)
 
 
-# A weight
+# Weights
 
 
 def is_cut_up(weight: Tensor) -> bool:
-    """By stage 3, which gathers it where its module is called."""
+    """Whether stage 3 has partitioned the weight. It gathers the weight when the weight's module is called."""
     return hasattr(weight, "ds_id")
 
 
@@ -98,45 +84,46 @@ def whole_shape(weight: Tensor) -> torch.Size:
 
 def drop_gradients(module: nn.Module) -> None:
     for weight in module.parameters():
-        weight.grad = weight.grad_accum = None  # type: ignore[attr-defined]  # where it accumulates in fp32
+        weight.grad = weight.grad_accum = None  # type: ignore[attr-defined]  # gradients in fp32
 
 
-# An engine's step
+# The engine's step
 
 
 def is_bf16_optimizer(engine: Any) -> bool:
-    """What DeepSpeed takes for stage 1 in bf16 with gradients accumulated in fp32."""
+    """Whether the engine uses BF16_Optimizer: at stage 1 in bf16 with gradients in fp32."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def without_gradient(engine: Any) -> list[nn.Parameter]:
-    """Trainable weights that no pass of this rank has used."""
-    # Where gradients are accumulated in fp32, backward_epilogue has moved them into an attribute of another name.
+    """The trainable weights that no pass of this rank has used."""
+    # Gradients in fp32 are in an attribute of another name.
     gradient = getattr(engine.optimizer, "get_gradient_for_reduction", lambda weight: weight.grad)
     return [p for p in engine.module.parameters() if p.requires_grad and gradient(p) is None]
 
 
 @contextmanager
 def gradients_by_hand(engine: Any) -> Iterator[None]:
-    """What is set as .grad within counts as of a backward pass."""
+    """DeepSpeed takes the gradients that are set within as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
-        engine.optimizer.backward_prologue()  # BF16_Optimizer's clears the last pass's gradients, which it has taken
+        engine.optimizer.backward_prologue()  # BF16_Optimizer clears the last pass's gradients, which it has read
     yield
     if accumulates:
         engine.optimizer.backward_epilogue()
 
 
 CHUNK = 1 << 26
-"""Numbers of a reduced gradient whose norm is taken at a time: DeepSpeed makes a copy of them in fp64."""
+"""The size of the parts of a reduced gradient whose norms are computed. DeepSpeed copies each part to fp64."""
 
 
 def join_reduced(engine: Any) -> None:
-    """Make the reduced gradients of this rank, a tensor a weight, one tensor a group, as the update does later anyway.
+    """Join this rank's reduced gradients, one tensor a weight, into one tensor a group, as the update does later
+    anyway.
 
-    DeepSpeed's norm (2 operators) and its look for overflow (12, in 16 bits) are then of a few tensors instead of all.
+    DeepSpeed's norm (2 operators) and overflow check (12, in 16 bits) then run on a few tensors instead of all.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
@@ -144,14 +131,14 @@ def join_reduced(engine: Any) -> None:
     for group, gradients in optimizer.averaged_gradients.items():
         if gradients:
             flat = getattr(gradients, "flat_partition", None)
-            joined = Joined(optimizer.flatten(gradients) if flat is None else flat)
-            weights = len(optimizer.params_in_partition[group])  # the norm is of no more tensors than weights
+            joined = JoinedGradient(optimizer.flatten(gradients) if flat is None else flat)
+            weights = len(optimizer.params_in_partition[group])  # DeepSpeed expects at most as many
             joined.extend(joined.flat_partition.split(max(CHUNK, -(-len(joined.flat_partition) // max(weights, 1)))))
             optimizer.averaged_gradients[group] = joined
 
 
-class Joined(list):
-    """Parts of a flat gradient that DeepSpeed does not flatten again."""
+class JoinedGradient(list):
+    """The parts of a flat gradient, which DeepSpeed does not flatten again."""
 
     def __init__(self, flat: Tensor):
         super().__init__()
@@ -159,10 +146,10 @@ class Joined(list):
 
 
 def look_at_norm_alone(engine: Any) -> None:
-    """Once: let stages 1 and 2 find out by the gradient's norm whether it is finite.
+    """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once.
 
-    DeepSpeed looks at every gradient first, waits for the device, and then at the norm as well, which says the same:
-    of a number that is not finite it is not either. In fp32 the norm is all that DeepSpeed looks at.
+    DeepSpeed otherwise checks every gradient, waits for the device, and checks the norm, too. The norm of a gradient
+    that is not finite is not finite either. In fp32 DeepSpeed checks the norm only.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() in (1, 2) and not is_bf16_optimizer(engine) and not optimizer.cpu_offload:
@@ -170,25 +157,25 @@ def look_at_norm_alone(engine: Any) -> None:
 
 
 def note_norm(engine: Any, norm: Tensor) -> None:
-    """What engine.get_global_grad_norm says."""
+    """Set what engine.get_global_grad_norm returns."""
     engine._global_grad_norm = norm
 
 
 def leave_out_step(engine: Any) -> None:
-    """Count a step as DeepSpeed counts one that it skips."""
+    """Skip the update, and count the step as DeepSpeed counts a skipped one."""
     engine.zero_grad()
     engine.global_steps += 1
     engine.skipped_steps += 1
 
 
 def no_smaller_scale(error: Exception) -> bool:
-    """Whether fp16 has no loss scale left."""
+    """Whether the error says that fp16 cannot lower its loss scale any more."""
     return "loss scale already at minimum" in str(error)
 
 
 def follow_schedule(engine: Any) -> None:
-    """Take the next step's learning rate from the schedule as it is now. DeepSpeed restores the saved one, which is
-    that of another length where train.steps changed."""
+    """Take the next step's learning rate from the present schedule. DeepSpeed restores the saved rate, which is wrong
+    if train.steps has changed."""
     scheduler = engine.lr_scheduler
     if scheduler is not None and scheduler.last_batch_iteration >= 0:
         scheduler.step(scheduler.last_batch_iteration)
@@ -202,22 +189,22 @@ KNOWN_TYPES = {
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 }
-"""What DeepSpeed's files hold besides tensors and plain values. Anything else could run code as it is loaded."""
+"""The types in DeepSpeed's files besides tensors and plain values. Other types could run code when they are loaded."""
 
 
 def pickle_stage_plainly() -> None:
-    """Python 3.11.2 pickles a member of an enum by builtins.getattr, which no checkpoint may hold."""
+    """Pickle ZeroStageEnum without builtins.getattr, which Python 3.11.2 uses and no checkpoint may contain."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))  # type: ignore[arg-type]
 
 
-def save_by(engine: Any, taker: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-    """engine.save_checkpoint, whose files `taker` takes: it has makedirs(path, exist_ok) and save(state_dict, path)."""
+def save_by(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
+    """Call engine.save_checkpoint, and give its files to `snapshot_engine`, which has makedirs and save."""
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     class Engine(TorchCheckpointEngine):
-        makedirs, save = staticmethod(taker.makedirs), staticmethod(taker.save)
+        makedirs, save = staticmethod(snapshot_engine.makedirs), staticmethod(snapshot_engine.save)
 
     kept = engine.checkpoint_engine
     engine.checkpoint_engine, engine._copy_recovery_script = Engine(), lambda folder: None
@@ -229,7 +216,7 @@ def save_by(engine: Any, taker: Any, folder: Path, tag: str, client_state: dict[
 
 
 def copy_script(engine: Any, folder: Path) -> None:
-    """zero_to_fp32.py."""
+    """Copy zero_to_fp32.py into a checkpoint."""
     engine._copy_recovery_script(str(folder))
 
 
@@ -238,7 +225,7 @@ def model_file(path: Path) -> Path:
 
 
 def partition_files(path: Path) -> list[Path]:
-    """In the order of ranks; none at stage 0."""
+    """The files of the optimizer's partitions in the order of ranks; none at stage 0."""
 
     def rank_of(file: Path) -> int:
         (rank,) = re.findall(r"zero_pp_rank_(\d+)_", file.name)
@@ -248,14 +235,14 @@ def partition_files(path: Path) -> list[Path]:
 
 
 def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Of each group of weights at stages 1 to 3, their shapes in order, and whether each weight is cut up (stage 3) or
-    the group, one weight behind the other. model, rank: what model_file and one of partition_files hold."""
+    """For each group of weights at stages 1 to 3: the shapes in order, and whether each weight is partitioned by itself
+    (stage 3) or the whole flat group is. model, rank: the contents of model_file and of one of partition_files."""
     for shapes in model["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank["optimizer_state_dict"]
 
 
 def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Of each group, a rank's fp32 weights and the optimizer's state of them."""
+    """For each group: a rank's fp32 weights and their optimizer state."""
     state = rank["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
     weights = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
@@ -265,21 +252,21 @@ def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, An
 
 
 def saved_scaler(rank: dict[str, Any]) -> Any:
-    """The loss scale, which all ranks have alike."""
+    """The loss scaler, which is the same on all ranks."""
     return rank["optimizer_state_dict"].get("loss_scaler")
 
 
 def saved_whole(model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """Weights by name, and the optimizer's states by number; all there is at stage 0."""
+    """The weights by name and the optimizer states by number, at stage 0."""
     return model["module"], (model.get("optimizer") or {}).get("state", {})
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
-"""Of a weight numbers first to last, and where they are in a flat tensor."""
+"""A weight, the range of its numbers, and where the range begins in a flat tensor."""
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
-    """This rank's flat tensors at stages 1 to 3, whose states the optimizer has, and what is in them."""
+    """This rank's flat tensors at stages 1 to 3, which the optimizer updates, and the fragments in them."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()
@@ -312,7 +299,7 @@ def before_flats_change(engine: Any) -> None:
 
 
 def take_over_flats(engine: Any) -> None:
-    """Bring the weights that the engine computes with to what its flat tensors now say."""
+    """Copy the flat tensors into the weights that the engine computes with."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
         parts = optimizer.fp16_partitioned_groups_flat
@@ -330,7 +317,7 @@ def take_over_flats(engine: Any) -> None:
 
 
 def take_over_counters(engine: Any, model: dict[str, Any], scaler: Any) -> None:
-    """Loss scale, schedule, and what the engine counts."""
+    """Restore the loss scale, the schedule and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler
     engine.lr_scheduler.load_state_dict(model["lr_scheduler"])

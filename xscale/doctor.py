@@ -1,4 +1,4 @@
-"""What a machine and a job offer a run, on one screen, and what would keep it from starting:
+"""The doctor shows what a machine and a job offer a run, and what would keep it from starting:
 
     python -m xscale.doctor [--recipe xlm] [--data shards] [--out runs/xlm] [--set key.sub=value ...]
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m xscale.doctor    # also the network between ranks
@@ -9,18 +9,20 @@ Exit codes: 0 a run could start, 2 it could not: lines with "error:" say why, an
 import argparse
 import fcntl
 import logging
-import math
 import os
 import platform
+import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -30,13 +32,12 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
+from xscale.dry_run import check_room, data_lines
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.checkpoint import complete_steps
-from xscale.run.job import Job, prepare
-from xscale.run.slurm import advice
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
 from xscale.step.engine import check_module
@@ -44,144 +45,94 @@ from xscale.step.module import StepModule
 
 PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "triton", "mpi4py")
 SECONDS = 20.0
-"""That any look may take: a file system or a network that hangs is reported, not waited for."""
+"""The time that any check may take. A file system or a network that hangs is reported."""
 DEMO = Path("data/demo")
 PROBE_BYTES = 64 << 20
-"""Written to --out's file system, and sent between ranks."""
-WORLDS = (1, 8, 64, 512)
-"""Numbers of ranks in the table of memory."""
+"""The size of the file that is written to --out, and of the tensors that are sent between ranks."""
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
-"""Fewer open files than this, or a smaller /dev/shm on a host with GPUs, is told."""
+"""Fewer open files, or a smaller /dev/shm on a host with GPUs, gives a warning."""
+LEAD_SECONDS = 30
+"""A shorter time between SLURM's signal and the end of a job gives a warning."""
+USER_SIGNAL = "preempt_send_user_signal"
 
 Lines = Iterator[str]
-"""Those that begin with "error:" keep a run from starting, those with "warning:" do not."""
+"""Lines of the report: those that begin with "error:" keep a run from starting, those with "warning:" do not."""
 
 
-def within(look: Callable[[], Any]) -> Any:
-    """What it returns, or raises; UserError where it takes too long."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.append((look(), None))
-        except BaseException as error:
-            found.append((None, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    if not found:
-        raise UserError(f"no answer within {SECONDS:.0f} seconds")
-    value, error = found[0]
-    if error:
-        raise error
-    return value
+def within_seconds(check: Callable[[], Any]) -> Any:
+    """Return what the check returns; raise UserError where it takes longer than SECONDS."""
+    try:
+        return ThreadPoolExecutor(1).submit(check).result(SECONDS)
+    except TimeoutError:
+        raise UserError(f"no answer within {SECONDS:.0f} seconds") from None
 
 
 # The machine
 
 
-def devices(hardware: Hardware) -> Lines:
-    native = [name for name in ("fp16", "bf16") if getattr(hardware, name)]
-    memory = psutil.virtual_memory()
-    cores = len(os.sched_getaffinity(0))
-    yield (
-        f"host {platform.node()}: {cores} cores for this process, {memory.total / 1e9:,.0f} GB of memory, "
-        f"{memory.available / 1e9:,.0f} free; OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'unset')}"
-    )
-    if hardware.device == "cuda":
-        for number in range(torch.cuda.device_count()):
-            of = torch.cuda.get_device_properties(number)
-            yield f"GPU {number}: {of.name}, {of.total_memory / 1e9:,.0f} GB, compute capability {of.major}.{of.minor}"
-    else:
-        yield f"no GPU: {hardware.device}"
-        if shutil.which("nvidia-smi"):
-            yield (
-                "error: there is a driver (nvidia-smi), but torch finds no GPU: its build is "
-                f"{torch.version.cuda or 'without CUDA'}, CUDA_VISIBLE_DEVICES "
-                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}; install torch with CUDA, or ask for GPUs "
-                f"(--gpus-per-node)"
-            )
-    yield f"native precisions: {', '.join([*native, 'fp32'])}"
-
-
-def versions() -> Lines:
-    found = []
+def machine(hardware: Hardware) -> Lines:
+    packages = [f"python {platform.python_version()}"]
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    cuda = f", CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if _cuda() else ""
-    yield f"python {platform.python_version()}, {', '.join(found)}{cuda}"
+            packages.append(f"{name} {version(name)}")
+    yield ", ".join(packages)
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         yield "error: xscale runs on Python 3.11 and 3.12; make its environment with one of these"
-
-
-def _cuda() -> bool:
-    return torch.cuda.is_available()
-
-
-def limits() -> Lines:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    told = "unlimited" if locked == resource.RLIM_INFINITY else f"{locked / 1e6:,.0f} MB"
-    group = _of_cgroup()
-    shm = shutil.disk_usage("/dev/shm")
+    memory = psutil.virtual_memory()
     yield (
-        f"open files {soft:,}, which a run raises to {hard:,}, locked memory {told}, /dev/shm {shm.total / 1e9:,.2f} GB"
-        + (f", memory of this job {group / 1e9:,.1f} GB" if group else "")
+        f"host {platform.node()}: {len(os.sched_getaffinity(0))} cores for this process, {memory.total / 1e9:,.0f} GB "
+        f"of memory, {memory.available / 1e9:,.0f} free; OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'unset')}"
     )
-    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
-        yield f"warning: with {hard:,} open files shards are opened again and again; raise it: ulimit -Hn {OPEN_FILES}"
-    if _cuda() and shm.total < SHM_BYTES:
+    native = ", ".join([*(name for name in ("fp16", "bf16") if getattr(hardware, name)), "fp32"])
+    yield f"device: {hardware.device}; native precisions: {native}"
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        yield f"GPU {number}: {gpu.name}, {gpu.total_memory / 1e9:,.0f} GB"
+    if hardware.device != "cuda" and shutil.which("nvidia-smi"):
+        yield (
+            f"error: this host has a driver (nvidia-smi), but torch finds no GPU. torch's CUDA version is "
+            f"{torch.version.cuda}, CUDA_VISIBLE_DEVICES {os.environ.get('CUDA_VISIBLE_DEVICES', 'unset')!r}; install "
+            f"torch with CUDA, or ask for GPUs (--gpus-per-node)"
+        )
+    files_open, shm = resource.getrlimit(resource.RLIMIT_NOFILE)[1], shutil.disk_usage("/dev/shm").total
+    yield f"at most {files_open:,} open files; /dev/shm has {shm / 1e9:,.2f} GB"
+    if files_open != resource.RLIM_INFINITY and files_open < OPEN_FILES:
+        yield f"warning: with {files_open:,} open files shards are opened again and again: ulimit -Hn {OPEN_FILES}"
+    if hardware.device == "cuda" and shm < SHM_BYTES:
         yield "warning: NCCL needs /dev/shm between ranks of a host; give the container more: --shm-size=8g"
 
 
-def _of_cgroup() -> int | None:
-    """Bytes that this job may have, where a control group says so."""
-    with suppress(OSError, ValueError, IndexError):
-        path = Path("/proc/self/cgroup").read_text().splitlines()[0].rpartition(":")[2].lstrip("/")
-        for of in (Path("/sys/fs/cgroup") / path / "memory.max", Path("/sys/fs/cgroup/memory.max")):
-            if of.exists() and (text := of.read_text().strip()) != "max":
-                return int(text)
-    return None
-
-
 def file_system(out: Path) -> Lines:
-    """Of --out, or of the nearest folder above it that is there."""
+    """The file system of --out, or of the nearest folder above it that exists."""
     place = files.nearest_folder(out)
     if not place.is_dir():
         yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
         return
     try:
-        speed, free, locks = within(lambda: probe(place))
+        speed, free, locks = within_seconds(lambda: probe_file_system(place))
     except OSError as error:
         yield f"error: --out {out}: {place} cannot be written ({error.strerror}); choose another place"
         return
     mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
     kind = max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else "unknown"
-    yield (
-        f"{place} ({kind}): one process writes {speed / 1e6:,.0f} MB/s to disk, {free / 1e9:,.1f} GB free; "
-        f"a rename replaces what was there"
-    )
+    yield f"{place} ({kind}): one process writes {speed / 1e6:,.0f} MB/s to disk, {free / 1e9:,.1f} GB free"
     if not locks:
         yield f"warning: {place} has no locks: nothing keeps a second run out of the same --out"
 
 
-def probe(place: Path) -> tuple[float, int, bool]:
-    """Bytes a second that get to disk, bytes free, and whether files can be locked. Raises OSError, also where a rename
-    does not take the place of what was there."""
+def probe_file_system(place: Path) -> tuple[float, int, bool]:
+    """The bytes a second that get to disk, the bytes that are free, and whether files can be locked. Raises OSError
+    where files cannot be written, or a rename does not replace what was there."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as made:
         speed = files.write_speed(Path(made), PROBE_BYTES)
         old, new = Path(made) / "old", Path(made) / "new"
         for path in (old, new):
-            path.mkdir()
-            (path / "file").write_text(path.name)
-        (new / "file").replace(old / "file")
-        new.rename(Path(made) / "moved")
-        if (old / "file").read_text() != "new" or new.exists():
+            path.write_text(path.name)
+        new.replace(old)
+        if old.read_text() != "new" or new.exists():
             raise OSError(0, "a rename does not replace what was there; checkpoints need that")
         locks = True
-        with (old / "file").open("a") as file:
+        with old.open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -193,13 +144,10 @@ def probe(place: Path) -> tuple[float, int, bool]:
 
 
 def launcher(process: Process) -> Lines:
-    names = [n for n in sorted(os.environ) if n.startswith(("SLURM_STEP", "OMPI_COMM_WORLD_", "PMI_"))]
-    names += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    yield (
-        f"rank {process.rank} of {process.world}, {process.local_rank} of {process.local_world} on this host; "
-        + " ".join(f"{name}={os.environ[name]}" for name in names if len(os.environ.get(name, "")) in range(1, 40))
-    )
-    if _cuda() and process.local_world > torch.cuda.device_count():
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    where = f"{process.local_rank} of {process.local_world} on this host"
+    yield f"rank {process.rank} of {process.world}, {where}; the ranks meet at {address}"
+    if torch.cuda.is_available() and process.local_world > torch.cuda.device_count():
         yield (
             f"error: {process.local_world} ranks on a host of {torch.cuda.device_count()} GPU(s) would share them; "
             f"start one a GPU (--ntasks-per-node, --num_gpus, --nproc_per_node)"
@@ -207,114 +155,134 @@ def launcher(process: Process) -> Lines:
 
 
 def network(process: Process) -> Lines:
-    """All ranks call it together; rank 0's lines count."""
+    """The speed of collectives. All ranks call it together; rank 0's lines are printed."""
     if process.world == 1:
         yield "one process: no collectives to measure"
         return
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     ranks.TIMEOUT = timedelta(seconds=SECONDS)
-    device = within(lambda: ranks.start(process))
-    control = Control()
-    told = f"{version('torch')} {version('deepspeed')} {platform.python_version()}"
-    hosts = within(lambda: control.gather((platform.node(), str(device), told)))
-    yield f"{process.world} ranks on {len({host for host, *_ in hosts})} host(s), {dist.get_backend()}"
-    different = sorted({(of, host) for host, _, of in hosts})
-    if len({of for of, _ in different}) > 1:
-        yield f"error: hosts have other versions of torch, deepspeed or Python: {different}; take one environment"
-    seconds = within(lambda: timed(lambda: control.sum([0]), 10))
+    device = within_seconds(lambda: ranks.start(process))
+    host_group = HostGroup()
+    packages = f"{version('torch')} {version('deepspeed')} {platform.python_version()}"
+    hosts = within_seconds(lambda: host_group.gather((platform.node(), packages)))
+    yield f"{process.world} ranks on {len({host for host, _ in hosts})} host(s), {dist.get_backend()}"
+    if len({of for _, of in hosts}) > 1:
+        yield f"error: hosts have different versions of torch, deepspeed or Python: {set(hosts)}; use one environment"
+    seconds = within_seconds(lambda: seconds_of(lambda: host_group.sum([0]), 10))
     yield f"a control message of all ranks: {1e3 * seconds:.2f} ms"
     full = torch.zeros(PROBE_BYTES // 4, device=device)
     part = full[: len(full) // process.world]
     whole = torch.zeros(len(part) * process.world, device=device)
-    collectives = {
+    for name, collective in {
         "all_reduce": lambda: dist.all_reduce(full),
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-    }
-    for name, collective in collectives.items():
-        seconds = within(lambda collective=collective: timed(collective, 3))  # type: ignore[misc]
-        rate = cost.sent(name, whole.nbytes, process.world) / seconds
+    }.items():
+        seconds = within_seconds(lambda collective=collective: seconds_of(collective, 3))  # type: ignore[misc]
+        rate = cost.bytes_sent(name, whole.nbytes, process.world) / seconds
         yield f"{name} of {PROBE_BYTES >> 20} MB: {1e3 * seconds:,.1f} ms, {rate / 1e9:,.2f} GB/s out of each rank"
 
 
-def timed(call: Callable[[], Any], times: int) -> float:
-    """Seconds of one call, after one that does not count."""
+def seconds_of(call: Callable[[], Any], times: int) -> float:
+    """The average time of a call, after a first one that does not count."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call()
-    started = 0.0
-    for number in range(times + 1):
-        if _cuda():
-            torch.cuda.synchronize()
-        if number == 0:
-            started = time.perf_counter()
-        if number < times:
-            call()
+    wait()
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    wait()
     return (time.perf_counter() - started) / times
+
+
+def slurm() -> Lines:
+    """Settings of the SLURM site that keep SIGUSR2 from arriving in time for a run to save and be requeued."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not shutil.which("scontrol"):
+        inside = f"in job {job}, but without scontrol, as in a container: MASTER_ADDR must be set"
+        yield inside if job else "none: no scontrol here"
+        return
+    try:
+        config = dict(re.findall(r"^(\w+) *= *(.*?) *$", scontrol("config"), re.MULTILINE))
+        partitions = [slurm_fields(line) for line in scontrol("partition", "-o").splitlines()]
+        own = slurm_fields(scontrol("job", job, "-o")) if job else {}
+    except (OSError, subprocess.SubprocessError):
+        yield "warning: scontrol does not answer; run the doctor on a host of the cluster"
+        return
+    if own.get("Requeue") == "0":
+        yield "warning: this job may not be requeued, and would end for good at a signal: sbatch --requeue"
+    if (wait := first_number(config.get("KillWait"))) < LEAD_SECONDS:
+        yield f"warning: KillWait {wait} s is short for a save; stop a run by `scancel --full --signal=USR2 JOB`"
+    for partition in partitions:
+        if not own or partition.get("PartitionName") == own.get("Partition"):
+            yield from preemption(config, partition)
+
+
+def preemption(config: dict[str, str], partition: dict[str, str]) -> Lines:
+    name, grace = f"partition {partition.get('PartitionName')}", first_number(partition.get("GraceTime"))
+    mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
+    if config.get("PreemptType", "preempt/none") == "preempt/none" or mode.split(",")[-1] == "OFF":
+        yield f"{name}: jobs are not preempted"
+        return
+    yield f"{name}: jobs are preempted, PreemptMode={mode}, GraceTime={grace}"
+    if "SUSPEND" in mode or "GANG" in mode:
+        yield (
+            f"warning: {name} suspends processes, and train.stall_limit counts that time: set it to null, or to more "
+            f"minutes than a suspension takes"
+        )
+    elif USER_SIGNAL not in config.get("SlurmctldParameters", ""):
+        yield (
+            f"warning: {name} preempts without the SIGUSR2 of --signal, since SlurmctldParameters has no {USER_SIGNAL};"
+            f" ask for it, or let runs stop in time by themselves: train.time_limit"
+        )
+    elif grace < LEAD_SECONDS:
+        yield (
+            f"warning: {name} gives {grace} s between a preemption and the end: steps since the last checkpoint are "
+            f"lost. Ask for a GraceTime of a step and two saves, or save often: checkpoint.every"
+        )
+
+
+def scontrol(*words: str) -> str:
+    return subprocess.run(["scontrol", "show", *words], capture_output=True, text=True, check=True, timeout=5).stdout
+
+
+def slurm_fields(line: str) -> dict[str, str]:
+    """The words NAME=VALUE of a line of `scontrol show ... -o`."""
+    return dict(word.split("=", 1) for word in line.split() if "=" in word)
+
+
+def first_number(text: str | None) -> int:
+    return int(re.findall(r"\d+", f"{text} 0")[0])
 
 
 # The run
 
 
-def data(job: Job) -> Lines:
-    for source in job.sources:
-        yield (
-            f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
-            f"{source.bytes / 1e6:,.0f} MB, fingerprint {source.fingerprint[:12]}, {source.directory}"
-        )
-    name, mark = job.tokenizer.hf.name_or_path, job.tokenizer.fingerprint
-    yield f"tokenizer: {job.tokenizer.vocab_size:,} ids, fingerprint {mark[:12]}, {name}"
-
-
-def ds_configs(job: Job, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """Which of them this recipe can be trained with here."""
+def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
+    """The shipped ds_configs that can train this recipe here, and why the others cannot."""
     good: list[str] = []
-    not_here: dict[str, list[str]] = {}
-    """By reason."""
+    refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):
         try:
-            found = load_ds_config(path, job.recipe, world, hardware)
+            found = load_ds_config(path, run_spec.recipe, world, hardware)
             check_module(module, found.stage)
+            if cost.offloads(found.resolved) and not shutil.which("c++"):
+                raise UserError("offload compiles DeepSpeed's Adam: no C++ compiler (c++)")
+            good.append(path.stem + (f" (in {found.precision})" if found.notes else ""))
         except UserError as error:
-            not_here.setdefault(str(error).splitlines()[-1].strip(), []).append(path.stem)
-            continue
-        if cost.offloads(found.resolved) and not shutil.which("c++"):
-            not_here.setdefault("offload compiles DeepSpeed's Adam: no C++ compiler (c++)", []).append(path.stem)
-            continue
-        good.append(path.stem + (f" (in {found.precision})" if found.notes else ""))
+            refused.setdefault(str(error).splitlines()[-1].strip(), []).append(path.stem)
     yield f"run here: {', '.join(good) or 'none'}"
-    yield from (f"not {', '.join(names)}: {why}" for why, names in not_here.items())
+    yield from (f"not {', '.join(names)}: {why}" for why, names in refused.items())
     if not good:
         yield "error: no shipped ds_config runs with this recipe here; the lines above say why"
 
 
-def memory(job: Job, module: StepModule, hardware: Hardware) -> Lines:
-    precision = next((name for name in ("bf16", "fp16") if getattr(hardware, name)), "fp32")
-    if hardware.device == "cpu":
-        precision = "fp32"
-    row = job.max_tokens(hardware.device)
-    parameters = sum(p.numel() for p in module.parameters())
-    yield f"GB of a rank, {parameters:,} parameters in {precision}, rows of {row:,} tokens; of 1, 8, 64, 512 ranks:"
-    for stage in (0, 1, 2, 3):
-        if stage == 0 and precision != "fp32":
-            continue
-        config = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 2e8, "overlap_comm": True}}
-        sizes = [
-            cost.most(*cost.memory(module, job.recipe, config, precision, world, hardware.device, row)) / 1e9
-            for world in WORLDS
-        ]
-        yield f"  ZeRO {stage}: " + "".join(f"{size:8.2f}" for size in sizes)
-
-
-def room(job: Job, module: StepModule, out: Path) -> Lines:
-    """Of --out, for the checkpoints that stay and the one that is being written."""
-    whole, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
-    place, keep = files.nearest_folder(out), job.recipe.checkpoint.keep
-    needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * whole
-    yield f"{keep} checkpoints of {whole / 1e9:,.2f} GB stay, beside one that is being written"
-    free = shutil.disk_usage(place).free if place.is_dir() else math.inf
-    if needed > free:
-        yield (
-            f"{'error' if whole > free else 'warning'}: --out {out} has {free / 1e9:,.2f} GB free, and "
-            f"{needed / 1e9:,.2f} GB of checkpoints are to come; make room, or choose another place"
-        )
+def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
+    """Whether the disk of --out has room for the checkpoints."""
+    size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
+    keep = run_spec.recipe.checkpoint.keep
+    yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"
+    if warning := check_room(size, keep, out):
+        yield warning
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -334,35 +302,31 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Callable[[], Lines]]]:
-    """Titles and looks, in the order of the screen. All ranks take the first, rank 0 alone the others."""
-    yield "network", lambda: network(process)
+    """Titles and checks, in the order of the report. All ranks take the first, rank 0 alone the others."""
+    yield "network", partial(network, process)
     if not process.is_main:
         return
     hardware = Hardware.here()
-    yield "machine", lambda: devices(hardware)
-    yield "versions", versions
-    yield "launcher", lambda: launcher(process)
-    yield "limits", limits
-    yield "out", lambda: file_system(args.out)
-    yield "slurm", advice
-    job: list[Job] = []
-    module: list[StepModule] = []
+    yield "machine", partial(machine, hardware)
+    yield "launcher", partial(launcher, process)
+    yield "out", partial(file_system, args.out)
+    yield "slurm", slurm
+    found: list[tuple[RunSpec, StepModule]] = []
 
-    def read() -> Lines:
+    def data() -> Lines:
         if args.data is None:
-            yield "none: give --data to look at shards, memory and ds_configs"
+            yield "none: give --data to check shards, ds_configs and the room for checkpoints"
             return
         load_plugins(args.plugin)
-        job.append(within(lambda: prepare(args.recipe, args.set, args.data)))
-        folder.claim_out(args.out, job[0].identity(), "auto")
-        yield from data(job[0])
-        module.append(job[0].module())
+        run_spec = within_seconds(lambda: resolve_run(args.recipe, args.set, args.data))
+        folder.claim_out(args.out, run_spec.identity(), "auto")
+        yield from data_lines(run_spec)
+        found.append((run_spec, run_spec.module()))
 
-    yield "data", read
-    if module:
-        yield "ds_configs", lambda: ds_configs(job[0], module[0], process.world, hardware)
-        yield "memory", lambda: memory(job[0], module[0], hardware)
-        yield "room", lambda: room(job[0], module[0], args.out)
+    yield "data", data
+    for run_spec, module in found:
+        yield "ds_configs", partial(ds_configs, run_spec, module, process.world, hardware)
+        yield "room", partial(room, run_spec, module, args.out)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -374,10 +338,10 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"launcher    error: {error}")
         return 2
-    for title, look in examine(args, process):
+    for title, check in examine(args, process):
         lines: list[str] = []
         try:
-            for line in look():
+            for line in check():
                 lines.append(line)
         except UserError as error:
             lines += f"error: {error}".splitlines()
@@ -392,5 +356,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # of libraries: they are no finding
-    run_command(main)  # also with a look that hangs in its thread
+    logging.disable(logging.WARNING)  # warnings of libraries are no findings
+    run_command(main)  # also with a check that hangs in its thread

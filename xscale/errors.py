@@ -1,4 +1,4 @@
-"""What a user can cause, told to the user."""
+"""Errors that users or machines cause, and helpers of commands that report them."""
 
 import errno
 import io
@@ -12,50 +12,51 @@ from pathlib import Path
 from typing import NoReturn
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
-"""The package of the tools: where a wheel has it, or in a checkout."""
+"""The package of the data tools, in a wheel or in a checkout."""
 
 
 class UserError(ValueError):
-    """Names the file, the value and the remedy; ends the program with exit code 2 and no traceback."""
+    """An error that names the file, the value and the remedy. It ends the program with exit code 2, without
+    traceback."""
 
     def __str__(self) -> str:
         return super().__str__().replace("python -m data_tools.", f"python -m {TOOLS}.")
 
 
-_OF_MACHINE = (
+_ERRNO_NAMES = (
     *("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EACCES", "EPERM", "EMFILE", "ENFILE", "EADDRINUSE"),
-    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EEXIST"),  # a folder that is gone, a path that is none
+    *("ENOENT", "ENOTDIR", "EISDIR", "ENAMETOOLONG", "ELOOP", "EEXIST"),  # a folder that is gone, a wrong path
     *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
 )
-OF_MACHINE = {getattr(errno, name) for name in _OF_MACHINE}
-"""What a file system or a network may answer to a program that does nothing wrong."""
+ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
+"""The error numbers by which a file system or a network fails a correct program."""
 
 
 class NotFinite(Exception):
-    """A run whose loss or gradients are no numbers any more; all ranks raise it together. Exit code 3."""
+    """The loss or the gradients of a run are not finite. All ranks raise it together. Exit code 3."""
 
     def __init__(self, message: str, step: int = 0, good: int | None = None):
-        """step: whose update a run that goes back leaves out, 1 for the first. good: step of the newest checkpoint from
-        before any of it."""
+        """step: the 1-based step whose update a rollback skips. good: the step of the newest checkpoint before the
+        trouble began."""
         super().__init__(message)
         self.step, self.good = step, good
 
 
 class MachineError(Exception):
-    """What the machine does to a program that does nothing wrong, with the remedy. Exit code 4."""
+    """The machine fails a correct program. The message has the remedy. Exit code 4."""
 
 
 class Replaced(UserError):
-    """Of a run whose directory another has: it must not write there, also not why it ends."""
+    """Another run has taken the run's directory. This run must not write there any more, not even why it ends."""
 
 
 class RankError(UserError):
-    """A UserError that this rank alone has seen, such as a damaged record of its share."""
+    """A UserError on this rank alone, such as a damaged record."""
 
 
 @contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Within, sys.exit is a fault: a run that it ends would look as if it were done."""
+    """Turn sys.exit within into an error. A run that it ended would look complete."""
     try:
         yield
     except SystemExit as error:
@@ -64,7 +65,7 @@ def no_exit(what: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """An error from within says whose it is, such as a plug-in's."""
+    """Add a note to errors from within, such as the name of a plug-in."""
     try:
         with no_exit(what):
             yield
@@ -73,22 +74,21 @@ def blaming(what: str) -> Iterator[None]:
         raise
 
 
-def of_machine(error: OSError) -> int:
-    """Of a command: says what a file system answers, and returns exit code 4; raises what is a fault of ours."""
-    if error.errno not in OF_MACHINE:
+def report_environment_error(error: OSError) -> int:
+    """Print an error of a file system, and return exit code 4. Raises other errors again."""
+    if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
     print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
     return 4
 
 
 def printable(text: str) -> str:
-    """The text with control characters, but for line ends and tabs, as their numbers: a terminal would obey them."""
+    """Escape control characters other than line ends and tabs, which a terminal would obey."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def check_arguments(words: list[str]) -> None:
-    """Of a command line: raises UserError for an empty one, as of a variable that is unset, and for one that is not
-    UTF-8, which no file of ours could name."""
+    """Raises UserError for an empty argument, as from an unset variable, and for one that is not UTF-8."""
     for before, word in zip(["", *words], words, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(f"{word or before} is empty; is a variable unset?".strip())
@@ -97,7 +97,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 def can_be_encoded(text: str) -> bool:
-    """Whether it has no half of a character, as paths and JSON may have."""
+    """Whether the text has no half of a surrogate pair, as paths and JSON may have."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -106,17 +106,17 @@ def can_be_encoded(text: str) -> bool:
 
 
 def print_anything() -> None:
-    """What a console's locale has no character for is printed as a number, instead of ending the program."""
+    """Print characters that the console's locale lacks as numbers, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """End the process with the code that `main` returns; with 1 and a traceback where it raises.
+    """End the process with the code that `main` returns, or with 1 and a traceback if it raises.
 
-    Without the interpreter's own way out: threads of libraries now and then abort it after a good run, and tearing down
-    a process group may wait for other ranks.
+    The interpreter's normal exit is skipped: threads of libraries sometimes abort it, and tearing down a process group
+    may wait for other ranks.
     """
     print_anything()
     failed = ""
@@ -124,7 +124,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = main()
     except Exception:
         code, failed = 1, traceback.format_exc()
-    try:  # both streams may be on a disk that is full, or closed
+    try:  # the streams may be closed, or on a full disk
         sys.stderr.write(failed)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,8 +133,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def number_of(variable: str, default: int) -> int:
-    """A launcher's variable. Raises UserError."""
+    """The number in a launcher's environment variable. Raises UserError."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
-        raise UserError(f"{variable}={value!r} in the environment is no number; unset it, or let the launcher set it")
+        raise UserError(
+            f"{variable}={value!r} in the environment is not a number; unset it, or let the launcher set it"
+        )
     return int(value)

@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import files
-from xscale.data.row import Tokens
-from xscale.errors import UserError, check_arguments, of_machine
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.restore import load_run
+from xscale.data.packed_row import Tokens
+from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import save_pooling, trained_pooling
 from xscale.models.build import positions, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads
 from xscale.plugins import load_plugins
-from xscale.run import checkpoint as checkpoints
 from xscale.run.validation import BEST
-from xscale.run.weights import load_run
 
 CHECKED = 16
 """Tokens of the sequence whose logits are compared."""
@@ -53,7 +53,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
         save_heads(heads, partial)
         pooling = pooling or trained_pooling(checkpoints.read(path).identity["recipe"]["streams"])
         save_pooling(partial, pooling, lm.config, positions(lm.config))
-        files.as_by_anyone(partial)
+        files.apply_umask(partial)
         difference = compare(lm, heads, partial)
         if difference:
             raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
@@ -131,7 +131,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        return of_machine(error)
+        return report_environment_error(error)
     print(f"{path} -> {args.out}")
     return 0
 

@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written beside their place, forced to disk, then moved there."""
+"""Files and folders that are complete or absent: they are written under another name, synced, and renamed."""
 
 import fcntl
 import hashlib
@@ -17,18 +17,17 @@ from xscale.errors import Replaced, UserError
 
 Found = TypeVar("Found")
 PARTIAL = ".incomplete"
-"""Suffix of what is being written, or removed."""
+"""The suffix of what is being written or removed."""
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 LOCK = "lock"
 LOCK_SECONDS = 20
-"""How long a start waits for the one before it to be gone; a killed launcher may leave ranks for a while."""
+"""The time that a start waits for the previous run to end. Ranks may outlive a killed launcher for a while."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
-"""Of side_by_side."""
+"""parallel_map uses THREADS if each of the FIRST calls takes FAR_SECONDS, as across a network."""
 
 
-def side_by_side(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
-    """`map` as a list, of looks at files: in threads where the first FIRST take FAR_SECONDS each, as they do across a
-    network. On a disk of this machine threads would take longer."""
+def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
+    """Return `map` as a list. Slow reads run in threads; on a local disk threads would take longer."""
     begun = time.perf_counter()
     found = [*map(look, *(of[:FIRST] for of in items))]
     others = [of[FIRST:] for of in items]
@@ -40,9 +39,9 @@ def side_by_side(look: Callable[..., Found], *items: Sequence[Any]) -> list[Foun
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """A path to write a file or a directory to; where no exception comes, it takes the place of `path`.
+    """Yield a path to write a file or a directory to. It replaces `path` unless an exception is raised.
 
-    What was at `path` stays until then. A directory there has to be empty.
+    A directory at `path` must be empty.
     """
     partial = beside(path)
     remove(partial)
@@ -53,16 +52,16 @@ def publish(path: Path) -> Iterator[Path]:
     except BaseException as error:
         remove(partial)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a write that fails does not say of what
+            error.filename = str(path)  # errors of writes do not name the file
         if of_rust := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(of_rust[1]), os.strerror(int(of_rust[1])), str(path)) from None
         raise
 
 
 def beside(path: Path) -> Path:
-    """Where `path` is written. Raises UserError for one without a name of its own, such as `.` and `..`."""
+    """The path under which `path` is written at first. Raises UserError for `.`, `..`, links and devices."""
     if path.name in ("", ".."):
-        raise UserError(f"{str(path)!r} is no name to write to; choose a new one")
+        raise UserError(f"{str(path)!r} cannot be written; choose a new name")
     if path.is_symlink() and not path.is_file():
         raise UserError(f"{path} is a link; name the place itself: {path.resolve()}")
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -70,9 +69,9 @@ def beside(path: Path) -> Path:
     return path.with_name(path.name + PARTIAL)
 
 
-def take(partial: Path) -> int:
-    """Make a folder for what this process writes; what a killed one has left there goes. It is held as long as the
-    descriptor is open. Raises UserError while another process holds it."""
+def claim_folder(partial: Path) -> int:
+    """Make an empty folder for this process and lock it. The lock lasts as long as the descriptor that is returned.
+    Raises UserError if another process has the lock."""
     if partial.is_dir():
         os.close(_hold(partial))
     remove(partial)
@@ -93,7 +92,7 @@ def _hold(folder: Path) -> int:
 
 
 def move_in(partial: Path, path: Path) -> None:
-    """The last step of `publish`, for what several processes write together."""
+    """Do the last step of `publish`, for files that several processes write together."""
     if not partial.is_dir():
         sync(partial)
     elif path.is_dir():
@@ -103,8 +102,7 @@ def move_in(partial: Path, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Before the work: raises UserError where `publish` could not put anything at `path`, or its name promises what it
-    is not."""
+    """Raises UserError, before the work, if `publish` could not write `path`, or its suffix promises compression."""
     beside(path)
     if path.suffix in COMPRESSED:
         raise UserError(f"{path} would be written plain; leave {path.suffix} out of its name, and compress it then")
@@ -117,13 +115,13 @@ def check_writable(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """`text` as the file's content; a kill at any moment leaves the old content or the new."""
+    """Replace the file's content. A kill at any moment leaves the old content or the new."""
     with publish(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def remove(path: Path) -> None:
-    """A file, a directory and all in it, or nothing."""
+    """Remove a file, or a directory with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -131,11 +129,11 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """On a directory, as long as its process lives and this is not closed. Raises UserError where another has it."""
+    """A lock on a directory, until it is closed or its process ends. Raises UserError if another process has it."""
 
     def __init__(self, folder: Path):
         self.path, self.problem = folder / LOCK, ""
-        """problem: why it keeps nobody out."""
+        """problem: why the lock does not work, or nothing."""
         self.file = self.path.open("a+")
         for _ in range(LOCK_SECONDS):
             try:
@@ -158,11 +156,11 @@ class Lock:
         self.file.flush()
 
     def check(self) -> None:
-        """Raises Replaced where another process has locked the directory since: it was removed and made again, or has
-        no locks."""
+        """Raises Replaced if another process has locked the directory since, because it was made again or has no
+        locks."""
         try:
             text = self.path.read_text()
-        except (OSError, ValueError):  # removed, or it cannot be told now
+        except (OSError, ValueError):  # removed, or unreadable for now
             return
         if text.count("\n") == 2 and text != self.text:
             raise Replaced(
@@ -175,14 +173,14 @@ class Lock:
 
 
 def may_be_there(path: Path | str) -> bool:
-    """Whether it is here, or may be a name on the hub (NAME, or OWNER/NAME where no folder OWNER is here)."""
+    """Whether the path exists, or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
     return path.exists() or bool(on_hub)
 
 
-def as_by_anyone(folder: Path) -> None:
-    """Gives a folder and all in it the modes that the umask says: safetensors writes for the owner alone."""
+def apply_umask(folder: Path) -> None:
+    """Give a folder and its contents the modes of the umask. safetensors makes files for the owner only."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):
@@ -190,7 +188,7 @@ def as_by_anyone(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Force a file's content, or a directory's entries, to disk."""
+    """Sync a file's content, or a directory's entries, to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -204,7 +202,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_speed(folder: Path, size: int = 64 << 20) -> float:
-    """Bytes a second that get to disk in a folder, by one process."""
+    """The bytes a second that one process writes to disk in a folder."""
     data = os.urandom(1 << 20)  # a file system may compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
@@ -215,7 +213,7 @@ def write_speed(folder: Path, size: int = 64 << 20) -> float:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The path, or what is there of those above it; that may be a link to nothing."""
+    """The path, or the nearest path above it that exists, which may be a broken link."""
     path = path.absolute()
     while not os.path.lexists(path):
         path = path.parent

@@ -1,4 +1,4 @@
-"""Objectives and model types of other packages: `--plugin MODULE`."""
+"""Plug-ins: objectives and model types of other packages, loaded by `--plugin MODULE`."""
 
 import importlib
 from dataclasses import fields
@@ -11,11 +11,11 @@ from xscale.models.flat import FLAT
 from xscale.objectives import OBJECTIVES, Objective
 
 TABLES: dict[str, dict[str, Any]] = {"OBJECTIVES": OBJECTIVES, "HEADS": HEADS, "FLAT": FLAT}
-"""What a module may bring: tables that are added to objectives/, models/encoder.py and models/flat.py."""
+"""The tables that a plug-in may have. Their entries are added to those of xscale."""
 
 
 def load_plugins(names: list[str]) -> None:
-    """Import modules and add their tables. Raises UserError."""
+    """Import modules and add the entries of their tables. Raises UserError."""
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             raise UserError(f"--plugin {name}: give a module's name, such as mypackage.ranking, not a path")
@@ -32,12 +32,14 @@ def load_plugins(names: list[str]) -> None:
             raise UserError(f"--plugin {name} has none of the tables {', '.join(TABLES)}")
         for table, entries in found.items():
             if not isinstance(entries, dict):
-                raise UserError(f"--plugin {name}: {table} is no dict")
+                raise UserError(f"--plugin {name}: {table} is not a dict")
             if table == "OBJECTIVES":
                 _check_objectives(name, entries)
             taken = [key for key, value in entries.items() if TABLES[table].get(key, value) is not value]
             if taken:
-                raise UserError(f"--plugin {name}: {table} has {', '.join(taken)}, a name that is taken")
+                raise UserError(
+                    f"--plugin {name}: {table} has {', '.join(taken)}, which exists already; choose another name"
+                )
             TABLES[table].update(entries)
 
 
@@ -46,7 +48,7 @@ def _check_objectives(plugin: str, objectives: dict[str, Any]) -> None:
     for name, objective in objectives.items():
         where = f"--plugin {plugin}: OBJECTIVES[{name!r}]"
         if not isinstance(objective, Objective):
-            raise UserError(f"{where} is no Objective (xscale/objectives/base.py)")
+            raise UserError(f"{where} is not an Objective (xscale/objectives/base.py)")
         if objective.reads not in ("mono", "pair"):
             raise UserError(f'{where}.reads = {objective.reads!r}: must be "mono" or "pair"')
         clash = sorted(own & {field.name for field in fields(objective.options)})

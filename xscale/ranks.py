@@ -262,7 +262,7 @@ class Message:
         return self.tensor.tolist()
 
 
-class Control:
+class HostGroup:
     """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for.
 
     A process that never called `start` is alone, and agrees with itself.

@@ -24,10 +24,10 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from xscale import ranks
+from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
-from xscale.ranks import Control, Process
-from xscale.run.describe import dry_run
+from xscale.ranks import HostGroup, Process
 from xscale.run.start import train_run
 from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
 
@@ -98,12 +98,12 @@ def main(argv: list[str] | None = None) -> int:
 def plan(args: argparse.Namespace, process: Process) -> int:
     """A dry run, of rank 0."""
     if process.is_main:
-        bring(args, process)
+        load_plugins_and_data(args, process)
         dry_run(args, process)
     return 0
 
 
-def bring(args: argparse.Namespace, process: Process) -> None:
+def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
     """Plugins, and the data where none is named."""
     load_plugins(args.plugin)
     if args.data is None:
@@ -114,13 +114,13 @@ def bring(args: argparse.Namespace, process: Process) -> None:
 
 
 def train(args: argparse.Namespace, process: Process, status: Status) -> int:
-    bring(args, process)
+    load_plugins_and_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.start(process)
     gc.freeze()  # what the imports made stays
-    control = Control()
-    code = train_run(args, process, control, status)
-    control.barrier()
+    host_group = HostGroup()
+    code = train_run(args, process, host_group, status)
+    host_group.barrier()
     dist.destroy_process_group()
     return code
 

@@ -29,13 +29,13 @@ class Estimate:
     too_long: float = 0.0
     """Share of its pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Piece.targets of what was read, summed up."""
+    """StreamBatch.targets of what was read, summed up."""
 
-    def of(self, promised: np.ndarray, max_length: float) -> np.ndarray:
+    def of(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
         """Estimated tokens in a row of each sample: whole numbers, which no machine adds up otherwise [samples]."""
-        tokens = promised * self.ratio
+        tokens = estimated_tokens * self.ratio
         if self.beyond is not None:
-            tokens = np.where(promised > max_length, self.beyond, tokens)
+            tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
 
     def variance(self, tokens: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ class Calibration:
         """`ppa.prefill` is read as `ppa`; what was not measured is taken as it is."""
         return self.streams.get(stream) or self.streams.get(stream.rpartition(".")[0]) or Estimate()
 
-    def promised(self, source: int, length: np.ndarray) -> np.ndarray:
+    def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
         """Tokens of each record of a source, of its bytes [n_records]."""
         a, b = self.lines[source] if self.lines else (self.tokens_per_byte[source], 0.0)
         return np.maximum(a * length + b, 1.0)
@@ -89,7 +89,7 @@ def line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
 
 
 def estimate(
-    promised: np.ndarray,
+    estimated_tokens: np.ndarray,
     groups: list[np.ndarray],
     lengths: list[np.ndarray],
     max_length: float,
@@ -98,11 +98,14 @@ def estimate(
     """promised: tokens of each of many samples. groups: of those that were read, samples alike, either all of them
     promised over max_length or none. lengths: of each group's sequences in a row; too_long: how many of each group's
     samples are longer than max_length [groups]."""
-    expected = np.array([promised[group].sum() for group in groups])
+    expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
     tokens = np.array([of_group.sum() for of_group in lengths])
     over = expected > max_length * samples
-    read, there = np.bincount(over, weights=samples, minlength=2), np.bincount(promised > max_length, minlength=2)
+    read, there = (
+        np.bincount(over, weights=samples, minlength=2),
+        np.bincount(estimated_tokens > max_length, minlength=2),
+    )
     within, beyond = np.bincount(over, weights=tokens, minlength=2)
     found = Estimate(
         ratio=round(float(within / expected[~over].sum()), 4) if read[0] else 1.0,
@@ -113,8 +116,8 @@ def estimate(
     estimated = np.where(over, samples * (found.beyond or 0.0), expected * found.ratio)
     stands_for = (there / np.maximum(read, 1))[over.astype(int)]
     noise = (stands_for * (tokens - estimated) ** 2).sum() / max((stands_for * estimated).sum(), 1.0)
-    average = found.of(promised, max_length).mean()
-    share = (stands_for * too_long).sum() / len(promised)
+    average = found.of(estimated_tokens, max_length).mean()
+    share = (stands_for * too_long).sum() / len(estimated_tokens)
     return replace(
         found, noise=round(float(noise), 3), tokens=round(float(average), 2), too_long=round(float(share), 4)
     )

@@ -15,9 +15,9 @@ from typing import Literal, NoReturn
 
 import numpy as np
 
-from xscale.data.piece import Reads
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
+from xscale.data.stream_batch import Reads
 from xscale.errors import UserError
 
 Layout = list[list[int]]

@@ -17,7 +17,7 @@ import signal
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -32,17 +32,17 @@ from xscale import rng
 from xscale.data.calibration import Calibration, Estimate, estimate, line
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Draw, Mixture, StepPlan, StreamSpec, initial_state
-from xscale.data.piece import Context, Piece, Share, check_piece
-from xscale.data.row import Row, Shape, Work, make_row
+from xscale.data.packed_row import PackedRow, Shape, Work, pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, pair_name
+from xscale.data.stream_batch import Context, StreamBatch, StreamShare, check_stream_batch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords, stands_alone
-from xscale.errors import OF_MACHINE, RankError, UserError, blaming
-from xscale.ranks import Control, Process, name_process
+from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError, blaming
+from xscale.ranks import HostGroup, Process, name_process
 from xscale.record import Record
 
-Collate = Callable[[list[list[Example]], Any, Context], Piece]
+Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
 """(samples, options of the stream, context) -> piece; a sample is a list of one or more examples."""
 
 
@@ -63,12 +63,12 @@ class StreamCollate:
     terms: frozenset[str] = frozenset()
     """Of its loss."""
 
-    def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> Piece:
+    def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> StreamBatch:
         with blaming(f"streams.{stream}, objective {self.objective}: collate"):
-            piece = self.collate(samples, self.options, context)
+            stream_batch = self.collate(samples, self.options, context)
             if self.objective:
-                check_piece(piece, self.terms)
-        return piece
+                check_stream_batch(stream_batch, self.terms)
+        return stream_batch
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StepBatch:
     """One optimizer step of one rank."""
 
     step: int
-    rows: list[Row]
+    rows: list[PackedRow]
     state: dict[str, Any]
 
     def samples(self) -> int:
@@ -90,11 +90,11 @@ class StepBatch:
         """Targets on this rank of each (stream, term)."""
         return {key: sum(row.targets[key] for row in self.rows) for key in self.rows[0].targets}
 
-    def beside(self) -> dict[str, int]:
+    def auxiliary(self) -> dict[str, int]:
         """By stream, how many states a companion reads."""
         return {
-            stream: sum(len(row.inputs.beside[stream][1][0]) - 1 for row in self.rows)
-            for stream in self.rows[0].inputs.beside
+            stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
+            for stream in self.rows[0].inputs.auxiliary
         }
 
     def counts(self) -> dict[tuple[str, str, str], int]:
@@ -128,25 +128,25 @@ class StepDataset(Dataset):
         if isinstance(plan, Failure):
             return plan
         try:
-            pieces = {name: self.pieces(name, plan) for name in plan.rows[0]}
+            stream_batches = {name: self.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # crosses the process boundary as a value: DataLoader would wrap it in a
             return Failure.of(error, f"step {plan.step}: ")  # traceback, and drop errno and file
         rows = [
             replace(
-                make_row(
-                    {name: found[row][0] for name, found in pieces.items()},
+                pack_row(
+                    {name: found[row][0] for name, found in stream_batches.items()},
                     self.context.max_length,
                     self.context.tokenizer.sep_id,
                     self.shape,
                     {name: how.names for name, how in self.streams.items()},
                 ),
-                keys={name: found[row][1] for name, found in pieces.items()},
+                keys={name: found[row][1] for name, found in stream_batches.items()},
             )
             for row in range(len(plan.rows))
         ]
         return StepBatch(plan.step, rows, plan.state)
 
-    def pieces(self, stream: str, plan: StepPlan) -> list[tuple[Piece, list[str]]]:
+    def stream_batches(self, stream: str, plan: StepPlan) -> list[tuple[StreamBatch, list[str]]]:
         """What each row holds of a stream, and the keys of its records. All rows are tokenised at once."""
         how, draws = self.streams[stream], [row[stream] for row in plan.rows]
         examples = iter(self._examples(stream, draws))
@@ -154,10 +154,10 @@ class StepDataset(Dataset):
         for row, draw in enumerate(draws):
             of_row = list(islice(examples, len(draw.sample)))
             samples = [list(group) for _, group in groupby(of_row, key=lambda example: example.number)]
-            share = Share(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
-            piece = how(samples, stream, self.context_of(stream, share))
-            piece = replace(piece, pairs=self.count_pairs(stream, of_row))
-            found.append((piece, [example.key for example in of_row]))
+            share = StreamShare(plan.step, row * plan.world + plan.rank, len(draws) * plan.world)
+            stream_batch = how(samples, stream, self.context_of(stream, share))
+            stream_batch = replace(stream_batch, pairs=self.count_pairs(stream, of_row))
+            found.append((stream_batch, [example.key for example in of_row]))
         return found
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
@@ -171,7 +171,7 @@ class StepDataset(Dataset):
             counts["too_long", name] += sum(map(len, example.ids)) > room
         return counts
 
-    def context_of(self, stream: str, share: Share) -> Context:
+    def context_of(self, stream: str, share: StreamShare) -> Context:
         own = self.streams[stream].lexicons
         lexicons = self.context.lexicons if own is None else own
         return replace(self.context, stream=stream, share=share, lexicons=lexicons, names=self.streams[stream].names)
@@ -233,7 +233,7 @@ class StepDataset(Dataset):
         same = [a[1:] == a[:-1] for a in (draw.sample, draw.source, draw.shard)]
         found[1:] = np.logical_and.reduce([*same, draw.record[1:] == draw.record[:-1] + 1])
         for i in np.flatnonzero(found).tolist():
-            found[i] = self.sources[draw.source[i]].goes_on(int(draw.shard[i]), int(draw.record[i]))
+            found[i] = self.sources[draw.source[i]].continues_document(int(draw.shard[i]), int(draw.record[i]))
         return found
 
     def identities(self, stream: str, draw: Draw) -> np.ndarray:
@@ -261,7 +261,7 @@ class Failure:
         """Raises what is a fault of ours."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
-        if error.errno not in {*OF_MACHINE, errno.ENOMEM}:
+        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
             raise error
         return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
 
@@ -325,15 +325,15 @@ class Node(NamedTuple):
     """Of the first rank."""
 
 
-def find_node(control: Control) -> Node | None:
+def find_node(host_group: HostGroup) -> Node | None:
     """All ranks call it together. None where a rank is alone on its node."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")  # Linux finds a name
     listener.listen()
     here = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
-    found = control.gather((here, listener.getsockname()))
+    found = host_group.gather((here, listener.getsockname()))
     ranks = [rank for rank, (of, _) in enumerate(found) if of == here]
-    first = control.rank == ranks[0] and len(ranks) > 1
+    first = host_group.rank == ranks[0] and len(ranks) > 1
     if not first:
         listener.close()
     return Node(ranks, found[ranks[0]][1], listener if first else None) if len(ranks) > 1 else None
@@ -502,23 +502,29 @@ def calibrate(
             max_tokens=1 << 40, rank=0, world=1, state=initial_state([many]),
         )  # fmt: skip
         draw = mixture.draw()[0][spec.name].all()
-        promised = np.bincount(draw.sample, weights=draw.tokens)
+        estimated_tokens = np.bincount(draw.sample, weights=draw.tokens)
         longest = math.inf if spec.packed else max_length  # running text is neither dropped nor cut
-        groups = like_samples(promised, longest)
+        groups = like_samples(estimated_tokens, longest)
         rows = [{spec.name: draw.at(np.flatnonzero(np.isin(draw.sample, group)))} for group in groups]
-        pieces = [piece for piece, _ in dataset.pieces(spec.name, StepPlan(0, rows, {}, rank=0, world=1))]
-        lengths, too_long = [p.sequences.lengths for p in pieces], np.array([p.too_long for p in pieces])
-        counts = dict(sum((Counter(piece.targets) for piece in pieces), Counter()))
-        return replace(estimate(promised, groups, lengths, longest, too_long), counts=counts)
+        stream_batches = [
+            stream_batch
+            for stream_batch, _ in dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
+        ]
+        lengths, too_long = (
+            [p.sequences.lengths for p in stream_batches],
+            np.array([p.too_long for p in stream_batches]),
+        )
+        counts = dict(sum((Counter(stream_batch.targets) for stream_batch in stream_batches), Counter()))
+        return replace(estimate(estimated_tokens, groups, lengths, longest, too_long), counts=counts)
 
     measured = share([partial(measure, spec) for spec in specs])
     return replace(found, streams={spec.name: of for spec, of in zip(specs, measured, strict=True)})
 
 
-def like_samples(promised: np.ndarray, max_length: float) -> list[np.ndarray]:
+def like_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
     """Groups of samples that are promised about the same, and single ones of those promised over max_length."""
-    shortest_first = np.argsort(promised, kind="stable")
-    within, beyond = np.split(shortest_first, [int((promised <= max_length).sum())])
+    shortest_first = np.argsort(estimated_tokens, kind="stable")
+    within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
     some = within[:: CALIBRATION_DRAWN // CALIBRATION_READ]
     alone = beyond[:: -(-len(beyond) // CALIBRATION_BEYOND) or 1]
     groups = np.split(some, range(CALIBRATION_GROUP, len(some), CALIBRATION_GROUP)) if len(some) else []
@@ -578,11 +584,3 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
         )
     return tuple(fitting)
-
-
-def stream_specs(streams: Mapping[str, tuple[str, list[str] | None, int]], sources: list[Source]) -> list[StreamSpec]:
-    """streams: {name: (reads, languages, samples)}."""
-    return [
-        StreamSpec(name, select_sources(name, reads, languages, sources), samples, packed=reads == "mono")
-        for name, (reads, languages, samples) in streams.items()
-    ]

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale import rng
+from xscale.data.balance import cut
 from xscale.data.calibration import Calibration
-from xscale.data.cut import cut
 from xscale.data.order import EpochOrder, Part, Text
-from xscale.data.row import Shape
+from xscale.data.packed_row import Shape
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.files import side_by_side
+from xscale.files import parallel_map
 
 PACK_FILL = 0.94
 """Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
@@ -205,8 +205,8 @@ class Mixture:
         tokens = {}
         for stream in self.streams:
             draw = draws[stream.name]
-            promised = np.bincount(draw.sample, weights=draw.tokens, minlength=stream.samples)
-            tokens[stream.name] = self.calibration.of(stream.name).of(promised, self.max_length)
+            estimated_tokens = np.bincount(draw.sample, weights=draw.tokens, minlength=stream.samples)
+            tokens[stream.name] = self.calibration.of(stream.name).of(estimated_tokens, self.max_length)
         self.state = {"step": self.state["step"] + 1, "positions": positions, "order": ORDER}
         return StepCut(draws, tokens, *self.deal(tokens, self.rows))
 
@@ -253,8 +253,8 @@ class Mixture:
             of = samples[taken : taken + len(ends)]
             number = np.repeat(of, np.diff(ends, prepend=start)) if stream.packed else of
             at = start - part.first
-            promised = self.calibration.promised(source, part.lengths[at : at + stop - start])
-            yield Stretch(source, epoch, part, at), number, promised
+            estimated_tokens = self.calibration.estimated_tokens(source, part.lengths[at : at + stop - start])
+            yield Stretch(source, epoch, part, at), number, estimated_tokens
             taken += len(ends)
             position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
 
@@ -265,8 +265,8 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             text = None
             if stream.packed:
-                promised = partial(self.calibration.promised, source)
-                text = Text(partial(_look, of), promised, int(PACK_FILL * self.max_length))
+                estimated_tokens = partial(self.calibration.estimated_tokens, source)
+                text = Text(partial(_look, of), estimated_tokens, int(PACK_FILL * self.max_length))
             lengths, sources = partial(_lengths, of), len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, lengths=lengths, text=text, sources=sources)
             cached = self._orders[stream.name, source] = (epoch, order)
@@ -275,14 +275,14 @@ class Mixture:
 
 def _lengths(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> np.ndarray:
     """order.Look, of bytes."""
-    return np.concatenate(side_by_side(source.lengths, shards, records))
+    return np.concatenate(parallel_map(source.lengths, shards, records))
 
 
 def _look(
     source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """order.Text.look"""
-    lengths, follows = zip(*side_by_side(source.look, shards, records), strict=True)
+    lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 

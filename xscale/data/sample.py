@@ -20,10 +20,10 @@ def texts_of(
     chosen = spread(int(ends[-1]) if having else 0, most)
     for source, end in zip(having, ends, strict=True):
         here = chosen[(chosen >= end - source.records) & (chosen < end)] - (end - source.records)
-        glance, side = source.glance(), source.langs.index(language)
+        without_readahead, side = source.without_readahead(), source.langs.index(language)
         starts = range(0, len(here), _CHUNK)
         for start in starts[part::parts]:
-            yield [glance.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
+            yield [without_readahead.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
 
 
 def spread(records: int, most: int | None = None) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xscale.data.carry import carry_over
+from xscale.data.link_projection import project_links
 from xscale.data.shards import (
     BLOCK,
     FOLLOWS,
@@ -64,7 +64,7 @@ def scan_shard(
         elif record.langs != found_langs:
             raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
         if links_count and record.links is not None and len(record.langs) == 2:
-            carry_over(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
+            project_links(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
         doc = record.doc
         survey = survey or Survey(len(record.texts))

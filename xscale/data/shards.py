@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xscale.data import words
-from xscale.data.carry import carry_over
+from xscale.data.link_projection import project_links
 from xscale.data.text import stretch
 from xscale.errors import UserError
-from xscale.files import PARTIAL, side_by_side
+from xscale.files import PARTIAL, parallel_map
 from xscale.record import Record
 
 FORMAT_VERSION = 2
@@ -90,7 +90,7 @@ class Source:
         """Of each shard, its first record in the whole source."""
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
-        self.swept = False
+        self.readahead = False
         """Whether a shard that is opened will be read through, so that it is asked for at once."""
 
     @property
@@ -127,7 +127,7 @@ class Source:
         if self.segmentation != SEGMENTATIONS["whitespace"]:
             return record
         try:
-            return record._replace(links=carry_over(record.links, record.texts)[0])
+            return record._replace(links=project_links(record.links, record.texts)[0])
         except ValueError as error:
             raise UserError(
                 f"{self.directory}: record {record.key!r}: {error}; links are 0-based `first-second` numbers of the "
@@ -144,23 +144,23 @@ class Source:
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
-    def glance(self) -> "Source":
+    def without_readahead(self) -> "Source":
         """The same for a reader of a few records of many shards: none of them is swept."""
         source = copy.copy(self)
-        source.swept = False
+        source.readahead = False
         return source
 
     def spread(self, most: int) -> "Source":
         """A glance at so many shards from all over the source. Its number of records is still that of all."""
         chosen = np.unique(np.linspace(0, len(self.counts) - 1, most).round().astype(int))
-        source = self.glance()
+        source = self.without_readahead()
         source.counts, source.starts = self.counts[chosen], self.starts[chosen]
         source.shards = [self.shards[shard] for shard in chosen]
         return source
 
     def check_sizes(self) -> None:
         """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
-        side_by_side(self.check_size, self.shards)
+        parallel_map(self.check_size, self.shards)
 
     def check_size(self, shard: Shard) -> None:
         """Of its two files. Raises UserError."""
@@ -222,7 +222,7 @@ class Source:
             )
         return data
 
-    def goes_on(self, shard: int, record: int) -> bool:
+    def continues_document(self, shard: int, record: int) -> bool:
         """As `follows`, of one record that is read."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
@@ -313,7 +313,7 @@ class Source:
             most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
             while _open and len(_open) >= most // 2:
                 _open.popitem(last=False)[1].close()
-            files = _open[id(self), shard] = Files(self._path(shard), self._path(shard, ".idx"), self.swept)
+            files = _open[id(self), shard] = Files(self._path(shard), self._path(shard, ".idx"), self.readahead)
         _open.move_to_end((id(self), shard))
         return files
 
@@ -331,7 +331,7 @@ class Source:
 class Files:
     """Of a shard, open for reading."""
 
-    def __init__(self, tar: str, idx: str, swept: bool):
+    def __init__(self, tar: str, idx: str, readahead: bool):
         self.names = tar, idx
         self.verified = 0
         """When the .idx had last changed as it was verified."""
@@ -341,7 +341,7 @@ class Files:
         except OSError:
             os.close(self.tar)
             raise
-        if swept:
+        if readahead:
             # The whole shard will be read in random order soon: ask for it in one sequential sweep.
             os.posix_fadvise(self.tar, 0, 0, os.POSIX_FADV_WILLNEED)
 

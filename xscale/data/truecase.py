@@ -13,7 +13,7 @@ from xscale.data.sample import texts_of
 from xscale.data.shards import Source
 from xscale.data.words import split
 from xscale.errors import UserError
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 
 COUNTING = 16
 """Ranks that count, at most: each sends what it found to all."""
@@ -35,19 +35,19 @@ def commonest(counts: Mapping[str, int]) -> Forms:
     return {key: word for key, (_, word) in best.items()}
 
 
-def forms_of(languages: Iterable[str], sources: list[Source], control: Control) -> dict[str, Forms]:
+def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGroup) -> dict[str, Forms]:
     """Of each language, the same on all ranks. Raises UserError, on all."""
     found: dict[str, Counter[str]] = {}
-    parts, problem = min(control.size, COUNTING), ""
-    if control.rank < parts:
+    parts, problem = min(host_group.size, COUNTING), ""
+    if host_group.rank < parts:
         try:
             for language in sorted(languages):
-                found[language] = count_words(texts_of(language, sources, part=control.rank, parts=parts))
+                found[language] = count_words(texts_of(language, sources, part=host_group.rank, parts=parts))
         except UserError as error:
             problem = str(error)
     totals: dict[str, Counter[str]] = {language: Counter() for language in languages}
     for rank in range(parts):
-        counts, wrong = control.broadcast((found, problem), rank)
+        counts, wrong = host_group.broadcast((found, problem), rank)
         if wrong:
             raise UserError(wrong)
         for language in counts:

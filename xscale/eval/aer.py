@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.row import make_row
+from xscale.data.packed_row import pack_row
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.model import Exported
-from xscale.eval.retrieval import ALL, layer_numbers, piece_of
+from xscale.eval.retrieval import ALL, layer_numbers, stream_batch_of
 from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -43,7 +43,7 @@ _LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
-class Gold:
+class GoldLinks:
     langs: tuple[str, str]
     words: list[tuple[list[str], list[str]]]
     """Of each pair of sentences."""
@@ -51,8 +51,8 @@ class Gold:
     possible: list[Links]
     """With the sure ones."""
 
-    def first(self, limit: int) -> "Gold":
-        return Gold(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
+    def first(self, limit: int) -> "GoldLinks":
+        return GoldLinks(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
 
 
 def argmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Sentence:
     """Whether words at its end have no place in the model."""
 
 
-def evaluate(model: Exported, gold: Gold, layers: Sequence[str | int] = (ALL,)) -> dict[str, dict[str, float]]:
+def evaluate(model: Exported, gold: GoldLinks, layers: Sequence[str | int] = (ALL,)) -> dict[str, dict[str, float]]:
     """Error rates of both methods at each layer; `cut`: pairs of which the model has no positions for all words."""
     last = model.encoder.lm.config.num_hidden_layers
     numbers = layer_numbers(layers, last)
@@ -110,8 +110,10 @@ def word_states(model: Exported, sentences: list[list[str]], language: int, laye
     ids = iter(model.tokenizer.encode_inside([word for words in sentences for word in words]))
     tokens = [[(number, token) for number in range(len(words)) for token in next(ids)] for words in sentences]
     kept = [of_sentence[: longest - 2] for of_sentence in tokens]
-    piece = piece_of(model, [[token for _, token in of_sentence] for of_sentence in kept], language, ["tokens"])
-    inputs = to_device(make_row({"": piece}, longest, model.tokenizer.sep_id).inputs, model.device)
+    stream_batch = stream_batch_of(
+        model, [[token for _, token in of_sentence] for of_sentence in kept], language, ["tokens"]
+    )
+    inputs = to_device(pack_row({"": stream_batch}, longest, model.tokenizer.sep_id).inputs, model.device)
     hidden = model.encoder.hidden_states(inputs.tokens)
     states_LNH = torch.stack([alignment_gather(hidden[layer], *inputs.gather) for layer in layers]).cpu()
     parts = states_LNH.split([len(of_sentence) for of_sentence in kept], 1)
@@ -121,7 +123,7 @@ def word_states(model: Exported, sentences: list[list[str]], language: int, laye
     ]
 
 
-def error_rates(found: Sequence[Links], gold: Gold) -> dict[str, float]:
+def error_rates(found: Sequence[Links], gold: GoldLinks) -> dict[str, float]:
     links = sure = right = right_sure = 0
     for a, s, p in zip(found, gold.sure, gold.possible, strict=True):
         links, sure, right, right_sure = links + len(a), sure + len(s), right + len(a & p), right_sure + len(a & s)
@@ -134,7 +136,7 @@ def error_rates(found: Sequence[Links], gold: Gold) -> dict[str, float]:
     }
 
 
-def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> Gold:
+def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> GoldLinks:
     """A table of three columns, `sentence<TAB>sentence<TAB>links` (XL-WA); or `sentence ||| sentence` lines, and a file
     of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0, or from 1 where
     no link has a 0 and some has the last word's number by that count. Raises UserError naming file and line."""
@@ -151,7 +153,7 @@ def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> 
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not {form}")
         words.append((cells[0].split(), cells[1].split()))
         rows.append((number, cells[2] if links is None else given))
-    return Gold(langs, words, *read_gold_links(rows, words, links or text))
+    return GoldLinks(langs, words, *read_gold_links(rows, words, links or text))
 
 
 def read_gold_links(

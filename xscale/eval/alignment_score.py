@@ -33,7 +33,7 @@ _CHUNK = 1024
 
 
 @dataclass(frozen=True)
-class WordPairs:
+class ProbeWords:
     """What a score is measured with: (source token, its translation) [P, 2] and the target language's tokens [C]."""
 
     pairs_P2: np.ndarray
@@ -49,8 +49,8 @@ class WordPairs:
             cosine = F.normalize(table_VH[chunk].float(), dim=-1) @ rows_CH.T
             cosine.masked_fill_(chunk[:, None] == targets_C, -2.0)
             nearest += targets_C[cosine.argmax(1)].tolist()
-        gold = set(map(tuple, self.pairs_P2.tolist()))
-        return sum(pair in gold for pair in zip(self.queries.tolist(), nearest, strict=True)) / max(len(nearest), 1)
+        probe = set(map(tuple, self.pairs_P2.tolist()))
+        return sum(pair in probe for pair in zip(self.queries.tolist(), nearest, strict=True)) / max(len(nearest), 1)
 
     @property
     def queries(self) -> np.ndarray:
@@ -58,11 +58,11 @@ class WordPairs:
 
 
 @dataclass(frozen=True)
-class Gold:
+class AlignmentProbe:
     """A dictionary's words of one direction, by whether an objective saw them."""
 
-    withheld: WordPairs
-    trained: WordPairs
+    withheld: ProbeWords
+    trained: ProbeWords
 
     def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
         """Of withheld and of trained words; None where there are too few for a score."""
@@ -91,8 +91,10 @@ def evaluate(
     tokens = {language: tokens_of(language, sources, model.tokenizer) for language in source.langs}
     scores: dict[str, float] = {}
     directions = {lexicon.name: "->".join(lexicon.langs) for lexicon in of_pair}
-    for name, gold in find_gold(of_pair, lexicons, heldout, tokens).items():
-        found = zip(("", " trained"), gold.scores(model.encoder.embeddings), (gold.withheld, gold.trained), strict=True)
+    for name, probe in find_probe(of_pair, lexicons, heldout, tokens).items():
+        found = zip(
+            ("", " trained"), probe.scores(model.encoder.embeddings), (probe.withheld, probe.trained), strict=True
+        )
         for kind, score, pairs in found:
             scores |= {} if score is None else {directions[name] + kind: score}
             if score is None and len(pairs.queries):
@@ -102,9 +104,9 @@ def evaluate(
     return scores
 
 
-def find_gold(
+def find_probe(
     lexicons: Sequence[Lexicon], read: Sequence[Lexicon], heldout: float, tokens: Mapping[str, np.ndarray]
-) -> dict[str, Gold]:
+) -> dict[str, AlignmentProbe]:
     """By the dictionaries' names; those of one name are taken together.
 
     read: what objectives read, whole; of a dictionary that they do not, the same share counts as withheld. tokens: of
@@ -118,7 +120,7 @@ def find_gold(
         pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
         candidates = np.union1d(tokens[same[0].langs[1]], pairs[:, 1])
         trained = np.isin(pairs[:, 0], np.concatenate([seen[lexicon] for lexicon in (*read, *same)]))
-        found[name] = Gold(WordPairs(pairs[~trained], candidates), WordPairs(pairs[trained], candidates))
+        found[name] = AlignmentProbe(ProbeWords(pairs[~trained], candidates), ProbeWords(pairs[trained], candidates))
     return found
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Draw, StepPlan
-from xscale.data.piece import Context, Piece
+from xscale.data.packed_row import pack_row
 from xscale.data.ragged import offsets
-from xscale.data.row import make_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.model import Exported, check_head, read_all
 from xscale.models.build import positions
@@ -41,17 +41,17 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
         [Example(langs, tuple(ids[2 * i : 2 * i + 2]), None, identities[i])] for i, (_, langs, _) in enumerate(records)
     ]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
-    options = tlm.Options(
+    options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
     )
     longest = positions(model.encoder.lm.config)
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     loss = correct = targets = dropped = 0.0
     for start in range(0, len(samples), BATCH):
-        piece = tlm.collate(samples[start : start + BATCH], options, context)
-        of_piece = masked_lm_sums(model, piece)
+        stream_batch = tlm.collate(samples[start : start + BATCH], options, context)
+        of_piece = masked_lm_sums(model, stream_batch)
         loss, correct, targets = loss + of_piece[0], correct + of_piece[1], targets + of_piece[2]
-        dropped += piece.too_long
+        dropped += stream_batch.too_long
     if not targets:
         raise UserError(f"{source.directory}: no pair has a token to predict in the model's {longest} positions")
     return {
@@ -64,9 +64,9 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def masked_lm_sums(model: Exported, piece: Piece) -> tuple[float, float, int]:
-    """Loss, number of tokens predicted right, and of targets, of a piece that data/piece.py's masked_lm made."""
-    row = make_row({"": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
+def masked_lm_sums(model: Exported, stream_batch: StreamBatch) -> tuple[float, float, int]:
+    """Loss, number of tokens predicted right, and of targets, of a piece that data/stream_batch.py's masked_lm made."""
+    row = pack_row({"": stream_batch}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
     inputs = to_device(row.inputs, model.device)
     states = alignment_gather(model.encoder(inputs.tokens), *inputs.gather)
     _, losses_M, right_M = model.encoder.vocabulary_loss(model.encoder.features(states), inputs.labels)
@@ -87,13 +87,13 @@ def alignlm_losses(model: Exported, source: Source, limit: int) -> dict[str, flo
     for name, kept in model.heads.items():
         if kept.objective != "alignlm":
             continue
-        options = kept.options(alignlm.Options)
+        options = kept.options(alignlm.AlignLMOptions)
         heads = alignlm.Heads(model.encoder, options)
         heads.load_state_dict(kept.weights)
         parts = Parts(model.encoder, heads.eval().to(model.device))
         sums: dict[str, Tensor] = {}
-        for piece in alignlm_pieces(model, source, limit, options):
-            for term, of_piece in predicted(parts, piece, model, options).items():
+        for stream_batch in alignlm_batches(model, source, limit, options):
+            for term, of_piece in predicted(parts, stream_batch, model, options).items():
                 sums[term] = sums.get(term, 0) + of_piece
         for term, total in sums.items():
             loss, right, targets = total.tolist()
@@ -103,11 +103,13 @@ def alignlm_losses(model: Exported, source: Source, limit: int) -> dict[str, flo
     return found
 
 
-def alignlm_pieces(model: Exported, source: Source, limit: int, options: alignlm.Options) -> Iterator[Piece]:
+def alignlm_batches(
+    model: Exported, source: Source, limit: int, options: alignlm.AlignLMOptions
+) -> Iterator[StreamBatch]:
     """Of the first `limit` records, `BATCH` each."""
     objective = OBJECTIVES["alignlm"]
 
-    def collate(samples: list[list[Example]], options: alignlm.Options, context: Context) -> Piece:
+    def collate(samples: list[list[Example]], options: alignlm.AlignLMOptions, context: Context) -> StreamBatch:
         linked = [replace(pair, links="") if pair.links is None else pair for (pair,) in samples]
         return objective.collate([[pair] for pair in linked], options, context)
 
@@ -121,14 +123,16 @@ def alignlm_pieces(model: Exported, source: Source, limit: int, options: alignlm
     context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
     dataset = StepDataset([source], {"alignlm": how}, context, seed=0)
     for row in rows:
-        ((piece, _),) = dataset.pieces("alignlm", StepPlan(0, [row], {}, rank=0, world=1))
-        yield piece
+        ((stream_batch, _),) = dataset.stream_batches("alignlm", StepPlan(0, [row], {}, rank=0, world=1))
+        yield stream_batch
 
 
 @torch.inference_mode()
-def predicted(parts: Parts, piece: Piece, model: Exported, options: alignlm.Options) -> dict[str, Tensor]:
+def predicted(
+    parts: Parts, stream_batch: StreamBatch, model: Exported, options: alignlm.AlignLMOptions
+) -> dict[str, Tensor]:
     """Term -> loss, number of tokens predicted right, and of targets [3], fp64."""
-    row = make_row({"alignlm": piece}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
+    row = pack_row({"alignlm": stream_batch}, positions(model.encoder.lm.config), model.tokenizer.sep_id)
     inputs, reads = to_device(row.inputs, model.device), row.states["alignlm"]
     gathered = alignment_gather(model.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
     states = dict(zip(reads, gathered, strict=True))

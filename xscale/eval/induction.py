@@ -34,7 +34,7 @@ RANKS = (1, 5)
 
 
 @dataclass(frozen=True)
-class Gold:
+class TestDictionary:
     """A dictionary of two languages."""
 
     langs: tuple[str, str]
@@ -63,7 +63,7 @@ def evaluate(
     lexicons: of one pair of languages. read: what the model was trained with. heldout: share of the words that were
     withheld from it. limit: the first so many words of a language are asked for, of either kind.
     """
-    gold, seen = gold_of(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
+    gold, seen = probe_of(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
     asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in gold.words]}
     asked["trained"] = [[word for word in side if word in seen][:limit] for side in gold.words]
     found: dict[str, dict[str, float]] = {}
@@ -86,7 +86,7 @@ def evaluate(
     return found
 
 
-def gold_of(lexicons: Sequence[Lexicon]) -> Gold:
+def probe_of(lexicons: Sequence[Lexicon]) -> TestDictionary:
     first, second = sorted(lexicons[0].langs)
     pairs = dict.fromkeys(
         (tuple(lexicon.ids[flip][i]), tuple(lexicon.ids[1 - flip][i]))
@@ -98,7 +98,7 @@ def gold_of(lexicons: Sequence[Lexicon]) -> Gold:
     words = [list(dict.fromkeys(entry[side] for entry in entries)) for side in (0, 1)]
     number = {word: n for n, word in enumerate(dict.fromkeys(words[0] + words[1]))}
     numbers = [torch.tensor([number[word] for word in side], dtype=torch.int64) for side in words]
-    return Gold((first, second), entries, words, numbers, len(pairs) - len(entries))
+    return TestDictionary((first, second), entries, words, numbers, len(pairs) - len(entries))
 
 
 def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
@@ -107,7 +107,9 @@ def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
 
 
-def word_vectors(model: Exported, gold: Gold, layers: Sequence[int]) -> Iterator[tuple[int | None, list[Tensor]]]:
+def word_vectors(
+    model: Exported, gold: TestDictionary, layers: Sequence[int]
+) -> Iterator[tuple[int | None, list[Tensor]]]:
     """Unit vectors of both languages' words [N, H], [M, H]: first of the embeddings, then of each layer."""
     yield None, [mean_rows(model.encoder.embeddings, words) for words in gold.words]
     languages = model.language_ids(gold)
@@ -125,14 +127,14 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
     return F.normalize(F.embedding_bag(ids, table_VH.float(), starts, mode="mean"), dim=-1)
 
 
-def hubness_of(vectors: list[Tensor], gold: Gold) -> tuple[Tensor, Tensor]:
+def hubness_of(vectors: list[Tensor], gold: TestDictionary) -> tuple[Tensor, Tensor]:
     """Of both languages' words [N], [M]."""
     first, second = (of_side.to(vectors[0].device) for of_side in gold.numbers)
     return hubness(vectors[0], vectors[1], numbers=(first, second))
 
 
 def precisions(
-    vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, gold: Gold, asked: list[list[Word]]
+    vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, gold: TestDictionary, asked: list[list[Word]]
 ) -> dict[str, float]:
     """P@k there, back and their mean, of the words that are asked for of either language."""
     numbers = [of_side.to(vectors[0].device) for of_side in gold.numbers]

@@ -17,7 +17,7 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
 
-class Spoken(Protocol):
+class HasLanguages(Protocol):
     """What is in some languages: a source, a dictionary, a test set."""
 
     @property
@@ -53,7 +53,7 @@ class Exported:
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
         """Share of a dictionary's words that training withheld."""
 
-    def language_ids(self, source: Spoken) -> dict[str, int]:
+    def language_ids(self, source: HasLanguages) -> dict[str, int]:
         return self.numbers_of(source.langs)
 
     def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:

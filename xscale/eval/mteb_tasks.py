@@ -20,7 +20,7 @@ from xscale.eval.model import Exported
 from xscale.eval.retrieval import BATCH, POOLINGS, embed, layer_numbers, variant
 
 
-class Encoder:
+class MtebEncoder:
     """What mteb calls an encoder (its EncoderProtocol): `mteb.evaluate(Encoder(Exported(path)), tasks)`."""
 
     def __init__(self, model: Exported, pooling: str = POOLINGS[0], layer: int = -1):
@@ -91,7 +91,7 @@ def evaluate(
         ) from None
     found = {}
     for split, pooling, layer in product(task.eval_splits, poolings, numbers):
-        encoder = Encoder(model, pooling, layer)
+        encoder = MtebEncoder(model, pooling, layer)
         for subset, scores in task.evaluate(encoder, split, encode_kwargs={"batch_size": BATCH}).items():
             name = [subset, *([split] if len(task.eval_splits) > 1 else [])]
             name.append(variant([(pooling, poolings, POOLINGS[0])], layer, numbers, last))

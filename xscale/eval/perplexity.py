@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from xscale import rng
-from xscale.data.piece import Context
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Context
 from xscale.errors import UserError
 from xscale.eval.heldout import BATCH, masked_lm_sums, unigram_entropy
 from xscale.eval.model import Exported, check_head, read_all

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.piece import Piece, Reads, Types
-from xscale.data.row import make_row
+from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Reads, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.model import Exported, read_all
 from xscale.eval.neighbours import nearest_both
@@ -129,8 +129,8 @@ def embed_ids(
     found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
-        piece = piece_of(model, chosen, language, poolings)
-        inputs = to_device(make_row({"": piece}, limit, model.tokenizer.sep_id).inputs, model.device)
+        stream_batch = stream_batch_of(model, chosen, language, poolings)
+        inputs = to_device(pack_row({"": stream_batch}, limit, model.tokenizer.sep_id).inputs, model.device)
         with torch.no_grad():  # masks are kept for later passes, of training too
             hidden = model.encoder.hidden_states(inputs.tokens)
             for layer in layers:
@@ -143,7 +143,7 @@ def embed_ids(
     return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
 
 
-def piece_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> Piece:
+def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
     """`[CLS] s [SEP]` of each; a state of each for each pooling, in their order, or of each of its tokens."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
@@ -152,4 +152,4 @@ def piece_of(model: Exported, sentences: list[list[int]], language: int, pooling
     tokens = np.flatnonzero(~special)
     reads = {"mean": Reads(tokens, counts), "cls": Reads(sequences.starts), "tokens": Reads(tokens)}
     types: Types | None = "languages" if model.language_embeddings else None
-    return Piece(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)
+    return StreamBatch(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from xscale import files
 from xscale.data.shards import find_sources
-from xscale.errors import UserError, check_arguments, of_machine
+from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.model import Exported, write_json
-from xscale.eval.tasks import TASKS, Row, Scores, add_flags
+from xscale.eval.tasks import TASKS, Scores, TaskRow, add_flags
 from xscale.plugins import load_plugins
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return measure_all(model, rows, args)
     except OSError as error:  # of --out
-        return of_machine(error)
+        return report_environment_error(error)
 
 
 def check_out(path: Path) -> None:
@@ -53,13 +53,13 @@ def check_out(path: Path) -> None:
     files.check_writable(path)
 
 
-def named(rows: list[Row]) -> dict[str, Row]:
+def named(rows: list[TaskRow]) -> dict[str, TaskRow]:
     """By languages, and by path too where several have the same."""
     times = Counter(row.name for row in rows)
     return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
 
 
-def measure_all(model: Exported, rows: dict[str, dict[str, Row]], args: argparse.Namespace) -> int:
+def measure_all(model: Exported, rows: dict[str, dict[str, TaskRow]], args: argparse.Namespace) -> int:
     """Every row of every task, printed and written as it is done; one that fails keeps no other from being measured.
     Returns the exit code: 2 after a user's error, 1 after one of ours."""
     results: dict[str, dict[str, Scores]] = {}

@@ -16,7 +16,7 @@ from xscale.eval.model import Exported
 Scores = dict[str, float]
 
 
-class Row(NamedTuple):
+class TaskRow(NamedTuple):
     name: str
     """A language, or a pair of languages, the same whichever way round."""
     path: Path
@@ -79,16 +79,16 @@ def layer(text: str) -> str | int:
 
 def rows_of_pairs(
     args: Namespace, sources: list[Source], measure: Callable[[Source, Exported], Mapping[str, Scores]]
-) -> list[Row]:
+) -> list[TaskRow]:
     """One for each source of sentence pairs."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         where = f"no sentence pairs in {', '.join(map(str, args.data))}" if args.data else "--data is missing"
         raise UserError(f"{where}; tasks alignment, heldout and retrieval need sentence pairs")
-    return [Row(source.pair, source.directory, partial(measure, source)) for source in pairs]
+    return [TaskRow(source.pair, source.directory, partial(measure, source)) for source in pairs]
 
 
-def plan_alignment(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_alignment(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(source: Source, model: Exported) -> dict[str, Scores]:
         lexicons = args.lexicons or find_lexicons(sources, source.directory)
         return {"": alignment_score.evaluate(model, source, sources, lexicons, withheld_share(args, model))}
@@ -96,34 +96,34 @@ def plan_alignment(args: Namespace, sources: list[Source]) -> list[Row]:
     return rows_of_pairs(args, sources, measure)
 
 
-def plan_heldout(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(source: Source, model: Exported) -> dict[str, Scores]:
         return {"": heldout.evaluate(model, source, args.limit)}
 
     return rows_of_pairs(args, sources, measure)
 
 
-def plan_retrieval(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(source: Source, model: Exported) -> dict[str, Scores]:
         return retrieval.evaluate(model, source, args.limit, args.pooling, args.layer or [-1], args.margin)
 
     return rows_of_pairs(args, sources, measure)
 
 
-def plan_perplexity(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(source: Source, language: str, model: Exported) -> dict[str, Scores]:
         return {"": perplexity.evaluate(model, source, language, args.limit)}
 
     if not sources:
         raise UserError("task perplexity needs --data: shard directories of held-out text")
     return [
-        Row(language, source.directory, partial(measure, source, language))
+        TaskRow(language, source.directory, partial(measure, source, language))
         for source in sources
         for language in source.langs
     ]
 
 
-def plan_induction(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     paths = args.lexicons or dict.fromkeys(p for source in sources for p in find_lexicons(sources, source.directory))
     if not paths:
         raise UserError("task induction needs a dictionary: --lexicons PATH/en-de.txt, or lexicon/ beside --data")
@@ -138,10 +138,10 @@ def plan_induction(args: Namespace, sources: list[Source]) -> list[Row]:
         all_of_them = list(lexicons.values())
         return induction.evaluate(model, chosen, all_of_them, share, args.limit, args.layer, args.margin)
 
-    return [Row(pair, of_pair[0], partial(measure, of_pair)) for pair, of_pair in by_pair.items()]
+    return [TaskRow(pair, of_pair[0], partial(measure, of_pair)) for pair, of_pair in by_pair.items()]
 
 
-def plan_mining(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_mining(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     if not args.mining:
         raise UserError("task mining needs --mining PREFIX, such as bucc/de-en.test for de-en.test.de, .en and .gold")
     pairs, of_dev = ({prefix: name_of(prefix) for prefix in given} for given in (args.mining, args.mining_dev))
@@ -153,14 +153,14 @@ def plan_mining(args: Namespace, sources: list[Source]) -> list[Row]:
         of_dev = mining.load_bitext(dev[pairs[prefix]]) if pairs[prefix] in dev else None
         return mining.evaluate(model, mining.load_bitext(prefix), of_dev, args.pooling, args.layer or [-1])
 
-    return [Row(pair, prefix, partial(measure, prefix)) for prefix, pair in pairs.items()]
+    return [TaskRow(pair, prefix, partial(measure, prefix)) for prefix, pair in pairs.items()]
 
 
 def name_of(prefix: Path) -> str:
     return pair_name(mining.languages_of(prefix))
 
 
-def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(langs: tuple[str, str], files: list[Path], model: Exported) -> dict[str, Scores]:
         return aer.evaluate(model, aer.load_gold(langs, *files).first(args.limit), args.layer or [retrieval.ALL])
 
@@ -175,11 +175,11 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[Row]:
                 f"capitals: en-zh-CN"
             )
         paths = [Path(file) for file in files]
-        rows.append(Row(pair_name(langs), paths[0], partial(measure, langs, paths)))
+        rows.append(TaskRow(pair_name(langs), paths[0], partial(measure, langs, paths)))
     return rows
 
 
-def plan_mteb(args: Namespace, sources: list[Source]) -> list[Row]:
+def plan_mteb(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     def measure(task: Any, model: Exported) -> dict[str, Scores]:
         return mteb_tasks.evaluate(model, task, args.pooling, args.layer or [-1])
 
@@ -188,7 +188,7 @@ def plan_mteb(args: Namespace, sources: list[Source]) -> list[Row]:
     rows = []
     for name, folder, *subsets in args.mteb:
         task = mteb_tasks.find_task(name, Path(folder), subsets)
-        rows.append(Row(f"{name} {task.metadata.type}", Path(folder), partial(measure, task)))
+        rows.append(TaskRow(f"{name} {task.metadata.type}", Path(folder), partial(measure, task)))
     return rows
 
 
@@ -196,7 +196,7 @@ def withheld_share(args: Namespace, model: Exported) -> float:
     return model.lexicon_heldout if args.lexicon_heldout is None else args.lexicon_heldout
 
 
-TASKS: dict[str, Callable[[Namespace, list[Source]], list[Row]]] = {
+TASKS: dict[str, Callable[[Namespace, list[Source]], list[TaskRow]]] = {
     "aer": plan_aer,
     "alignment": plan_alignment,
     "heldout": plan_heldout,

@@ -33,7 +33,7 @@ def attention(
 ) -> Tensor:
     """`dropout(softmax(q k^T / sqrt(D))) v` within each sequence, over |i - j| <= window where given [N, H].
 
-    starts, lengths, longest: as of data/row.py's Tokens. seed (int64, on the CPU) and layer say what dropout draws,
+    starts, lengths, longest: data/packed_row.py's Tokens. seed (int64, on the CPU) and layer say what dropout draws,
     so that a call that is computed again draws the same; the flash kernel draws from CUDA's generator.
     """
     if runs_flash(qkv_NX, heads):
@@ -129,7 +129,7 @@ def _block(
     return Block(tokens, n, L, heads, real, token, masks)
 
 
-class Saved(NamedTuple):
+class SavedForBackward(NamedTuple):
     """Of a block, views of one buffer."""
 
     qkv: Tensor
@@ -146,14 +146,16 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
 
 
-def _views(buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool) -> Iterator[tuple[Block, Saved]]:
+def _views(
+    buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
+) -> Iterator[tuple[Block, SavedForBackward]]:
     """What each block saves, behind one another in the buffer, or one over the other where nothing is kept."""
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L
         sizes = [block.n * L * X, R * L * L] + [R * L * L] * bool(dropout)
         qkv, *weights = buffer[at : at + sum(sizes)].split(sizes)
-        yield block, Saved(qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L))
+        yield block, SavedForBackward(qkv.view(3, R, L, -1), weights[0].view(R, L, L), weights[-1].view(R, L, L))
         at += sum(sizes) if keep else 0
 
 

@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from xscale.data.row import Tokens
+from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
 from xscale.models.flat import FLAT, padded_layers, padded_states, states_of
 from xscale.ops.masked_ce import masked_cross_entropy

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xscale.data.row import Tokens
+from xscale.data.packed_row import Tokens
 from xscale.deepspeed_private import is_cut_up
 from xscale.models.attention import attention, dropout
 from xscale.ops.rotation import rotate

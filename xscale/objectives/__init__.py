@@ -2,15 +2,15 @@
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
 from xscale.objectives.base import (
-    Companion,
+    AuxiliaryState,
     Gathering,
+    HasQueue,
     Losses,
     Objective,
     Parts,
     Prediction,
-    Prefilled,
     Scheduled,
-    own_share,
+    step_loss_share,
 )
 
 OBJECTIVES: dict[str, Objective] = {
@@ -25,13 +25,13 @@ OBJECTIVES: dict[str, Objective] = {
 
 __all__ = [
     "OBJECTIVES",
-    "Companion",
+    "AuxiliaryState",
     "Gathering",
+    "HasQueue",
     "Losses",
     "Objective",
     "Parts",
     "Prediction",
-    "Prefilled",
     "Scheduled",
-    "own_share",
+    "step_loss_share",
 ]

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.config import STRICT, Count, NotNegative
 from xscale.data.lexicon import entries
-from xscale.data.piece import Context, Piece
 from xscale.data.sequences import Example
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Losses, Objective, Parts
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options(mlm.MaskedOptions):
+class AlignMlmOptions(mlm.MaskedOptions):
     alpha: NotNegative = 10.0
     """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
@@ -41,10 +41,10 @@ class Options(mlm.MaskedOptions):
     """Dictionary entries of a step, drawn anew without replacement; null: all."""
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Context) -> StreamBatch:
     """MLM's piece, and of this part's entries the token ids of all source and then all target words, end to end, and
     where each word starts [2 N]."""
-    piece = mlm.collate(samples, options, context)
+    stream_batch = mlm.collate(samples, options, context)
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
@@ -54,7 +54,7 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
     starts = np.concatenate([source_starts, target_starts + len(source_ids)])
     words = {"ids": np.concatenate([source_ids, target_ids]), "starts": starts}
-    return replace(piece, arrays=words, targets=piece.targets | {"align": len(picked)})
+    return replace(stream_batch, arrays=words, targets=stream_batch.targets | {"align": len(picked)})
 
 
 def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
@@ -67,7 +67,7 @@ def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray
     return np.sort(chosen)[share.part :: share.parts]
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
     table = parts.encoder.lm.get_input_embeddings()
     # One lookup: each makes a gradient of the whole table.
     source_NH, target_NH = word_vectors(table, arrays["ids"], arrays["starts"]).chunk(2)
@@ -86,7 +86,7 @@ def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
 
 OBJECTIVE = Objective(
     reads="mono",
-    options=Options,
+    options=AlignMlmOptions,
     collate=collate,
     loss=loss,
     terms=lambda options: {"mlm": 1.0, "align": options.alpha},

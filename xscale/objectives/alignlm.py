@@ -31,15 +31,15 @@ from torch import Tensor, nn
 
 from xscale.config import STRICT, Fraction, NotNegative
 from xscale.data import links
-from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, join_segments
+from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.objectives.tlm import swapped
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options:
+class AlignLMOptions:
     mask_prob: Fraction = 0.30
     """Fraction of the maskable tokens that is predicted."""
     bilingual_weight: NotNegative = 1.0
@@ -55,7 +55,7 @@ class Options:
 class Heads(nn.Module):
     """W2, b2; W3, b3; linear."""
 
-    def __init__(self, encoder: Encoder, options: Options):
+    def __init__(self, encoder: Encoder, options: AlignLMOptions):
         super().__init__()
         self.W2 = _identity(encoder.width)
         self.W3 = copy.deepcopy(encoder.head.dense)
@@ -69,29 +69,31 @@ def _identity(width: int) -> nn.Linear:
     return layer
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: AlignLMOptions, context: Context) -> StreamBatch:
     """Samples are single pairs. States: "masked" [M], H at masked tokens; "linked" [R], H* at those that have links."""
     pairs, too_long = context.fit_pairs(samples)
     sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
     sequences = join_segments(context.tokenizer, links.segments(pairs, layout), context.language_ids)
-    piece = masked_lm(sequences, context, mask_prob=options.mask_prob, types=context.types(False), too_long=too_long)
-    masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
+    stream_batch = masked_lm(
+        sequences, context, mask_prob=options.mask_prob, types=context.types(False), too_long=too_long
+    )
+    masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
     words = links.read_links(pairs)
     tokens = links.word_tokens(pairs, layout, sequences, words.first, options.expand)
     linked, partners = links.linked_states(links.token_links(words.links, tokens), masked, len(sequences.ids))
     arrays = {"links": np.asarray(partners.counts)} if options.normalize == "mean" else {}
     return replace(
-        piece,
-        reads=piece.reads | {"linked": partners},
+        stream_batch,
+        reads=stream_batch.reads | {"linked": partners},
         labels={"mono": labels, "bi": labels[linked]},
-        names={"mono": piece.names["mlm"], "bi": piece.names["mlm"][linked]} if context.names else {},
+        names={"mono": stream_batch.names["mlm"], "bi": stream_batch.names["mlm"][linked]} if context.names else {},
         targets={"mono": len(masked), "bi": len(linked), "links": len(partners.places)},
         arrays=arrays,
     )
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignLMOptions) -> Losses:
     heads, (W1, GELU, LN) = parts.heads, parts.encoder.head
     H, H_star = states["masked"], states["linked"]
     mono = LN(heads.linear(GELU(W1(H))))
@@ -105,7 +107,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 OBJECTIVE = Objective(
     reads="pair",
-    options=Options,
+    options=AlignLMOptions,
     collate=collate,
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},

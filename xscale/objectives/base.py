@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from xscale.data.loader import Collate
-from xscale.data.row import Index, Tokens
+from xscale.data.packed_row import Index, Tokens
 from xscale.models.encoder import Encoder
 
 
@@ -43,11 +43,11 @@ class Losses:
     """Name -> (scalar, the term by whose targets it is divided)."""
 
 
-class Companion(Protocol):
+class AuxiliaryState(Protocol):
     """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
 
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """What the loss gets as states["beside"], of the sequences that the piece has beside; once a row, without
+        """What the loss gets as states["auxiliary"], of the sequences that the piece has beside; once a row, without
         gradient, where and in the type that the trained encoder computes in. index: what alignment_gather reads."""
 
     def update(self, applied: bool) -> None:
@@ -59,7 +59,7 @@ class Companion(Protocol):
 
 
 @runtime_checkable
-class Scheduled(Companion, Protocol):
+class Scheduled(AuxiliaryState, Protocol):
     """A companion that changes in another way early in the run than late."""
 
     steps: int
@@ -67,7 +67,7 @@ class Scheduled(Companion, Protocol):
 
 
 @runtime_checkable
-class Gathering(Companion, Protocol):
+class Gathering(AuxiliaryState, Protocol):
     """A companion that gathers what it has read of all ranks, once a step."""
 
     counts: list[int] | None
@@ -78,13 +78,13 @@ class Gathering(Companion, Protocol):
 
 
 @runtime_checkable
-class Prefilled(Companion, Protocol):
+class HasQueue(AuxiliaryState, Protocol):
     """A companion that reads samples of its stream before step 1, with the initial weights."""
 
     prefill_samples: int
     """How many; 0: none."""
 
-    def finish_prefill(self) -> int:
+    def finish_warmup(self) -> int:
         """Called on all ranks after `read` of the rows of a global batch. Returns how many samples it has by now."""
 
 
@@ -95,10 +95,10 @@ class Parts:
     encoder: Encoder
     heads: Any = None
     """The objective's own trainable module, where it has one."""
-    companion: Any = None
+    auxiliary_state: Any = None
 
 
-def own_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
+def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
     """The term of a row whose loss compares samples of the whole step: the sum over its own as value, and the gradient
     of the sum over all, since other rows' losses depend on its vectors too. losses: of every sample of the step."""
     everything = losses_V.sum()
@@ -127,12 +127,12 @@ class Objective:
     """What must be there before step 1."""
     heads: Callable[[Encoder, Any], nn.Module | None] | None = None
     """(encoder, options) -> the objective's own trainable module, where these options need one."""
-    companion: Callable[[Encoder, Any, Any], Companion | None] | None = None
+    auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] | None = None
     """(encoder, heads, options) -> state beside the optimizer, made from the initial weights, where needed."""
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
     """Called like `loss`: vectors [n, D] of the row's samples, which the losses of all rows of the step read. The loss
     gets states["step"] [V, D], those of the whole step, in which the row's own have a gradient, and states["own"] [n],
-    the places of these. It costs a second forward pass. See `own_share`."""
+    the places of these. It costs a second forward pass. See `step_loss_share`."""
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []

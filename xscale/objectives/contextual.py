@@ -24,9 +24,9 @@ from torch import Tensor
 
 from xscale.config import STRICT, NotNegative
 from xscale.data import links
-from xscale.data.piece import Beside, Context, Piece, Reads
-from xscale.data.row import Index, Tokens
+from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, join_segments
+from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -34,7 +34,7 @@ from xscale.ops.alignment_gather import alignment_gather
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options:
+class ContextualOptions:
     anchor: str | None = "en"
     """The language whose states stay near those of the initial encoder; one side of every pair. null: each pair's first
     language."""
@@ -69,7 +69,7 @@ class Frozen:
         self.running = self.initial
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: ContextualOptions, context: Context) -> StreamBatch:
     """Samples are single pairs. The sentences in the anchor language, then their translations.
 
     States: "first", "second" [K] of linked words; "anchors" [T], of the anchor language's tokens, which are read beside
@@ -86,12 +86,12 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
     alone = join_segments(context.tokenizer, links.segments(pairs, anchors), context.language_ids)
     places = np.flatnonzero(~context.tokenizer.is_special[alone.ids])
     special = context.tokenizer.is_special[sequences.ids]
-    return Piece(
+    return StreamBatch(
         sequences=sequences,
         reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
         targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
-        beside=Beside(alone, Reads(places)),
+        auxiliary=AuxiliaryInputs(alone, Reads(places)),
         too_long=too_long,
     )
 
@@ -113,9 +113,9 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
     return pair.langs.index(anchor)
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: ContextualOptions) -> Losses:
     L = squared_distances(states["first"], states["second"])
-    R = squared_distances(states["anchors"], states["beside"])
+    R = squared_distances(states["anchors"], states["auxiliary"])
     return Losses(sums={"align": L, "anchor": R})
 
 
@@ -127,12 +127,12 @@ def squared_distances(a: Tensor, b: Tensor) -> Tensor:
 
 OBJECTIVE = Objective(
     reads="pair",
-    options=Options,
+    options=ContextualOptions,
     collate=collate,
     loss=loss,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
     divisors={"align": "tokens", "anchor": "tokens"},  # L + lambda R of the same sentences
     words=lambda options: True,
     needs="links",
-    companion=lambda encoder, heads, options: Frozen(encoder),
+    auxiliary_state=lambda encoder, heads, options: Frozen(encoder),
 )

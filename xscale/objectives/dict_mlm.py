@@ -26,15 +26,15 @@ from pydantic.dataclasses import dataclass
 from xscale import rng
 from xscale.config import STRICT
 from xscale.data.lexicon import synonyms
-from xscale.data.piece import Context, Piece
 from xscale.data.sequences import Example, Sequences
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options(mlm.MaskedOptions):
+class DictMlmOptions(mlm.MaskedOptions):
     whole_word: bool = True
     """Choose words, then mask all their tokens. false: only words of which by chance all tokens are chosen use the
     dictionary."""
@@ -49,28 +49,28 @@ MET = 0.9
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: DictMlmOptions, context: Context) -> StreamBatch:
     """MLM's piece with translations in it; the count "translated" is that of the targets that used a dictionary."""
     sequences = mlm.pack(samples, context)
-    piece = mlm.mask(sequences, len(samples), options, context)
-    masked, labels = piece.reads["masked"].places, piece.labels["mlm"]
+    stream_batch = mlm.mask(sequences, len(samples), options, context)
+    masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
     translations = translate(sequences, masked, options, context)
     used = translations >= 0
-    shown = piece.sequences.ids.copy()
+    shown = stream_batch.sequences.ids.copy()
     if options.synonym == "input":
         shown[masked[used]] = translations[used]
     else:
         shown[masked[used]] = context.tokenizer.mask_id
         labels = np.where(used, translations, labels)
     return replace(
-        piece,
-        sequences=replace(piece.sequences, ids=shown),
+        stream_batch,
+        sequences=replace(stream_batch.sequences, ids=shown),
         labels={"mlm": labels},
-        targets=piece.targets | {"translated": int(used.sum())},
+        targets=stream_batch.targets | {"translated": int(used.sum())},
     )
 
 
-def translate(sequences: Sequences, targets: np.ndarray, options: Options, context: Context) -> np.ndarray:
+def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> np.ndarray:
     """A translation of each target token [M]; -1 where it does not use a dictionary, or has none."""
     tables = {n: synonyms(context.lexicons, language) for language, n in context.language_ids.items()}
     if not any(tables.values()):
@@ -104,15 +104,15 @@ def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, 
         assert not len(targets)
         return targets, targets
     words, numbers = sequences.words, sequences.numbers
-    goes_on = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
-    starts = np.concatenate([[True], ~goes_on])
+    continues_document = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
+    starts = np.concatenate([[True], ~continues_document])
     word_of, firsts = np.cumsum(starts) - 1, np.flatnonzero(starts)
     sizes, chosen = np.bincount(word_of), np.bincount(word_of[targets], minlength=len(firsts))
     whole = (chosen == sizes) & (words[firsts] >= 0)
     return firsts[whole], sizes[whole]
 
 
-def shortfall(options: Options, counts: dict[str, int]) -> list[str]:
+def shortfall(options: DictMlmOptions, counts: dict[str, int]) -> list[str]:
     shown = counts["translated"] / max(counts["mlm"], 1)
     if shown >= MET * options.dict_share:
         return []
@@ -124,7 +124,7 @@ def shortfall(options: Options, counts: dict[str, int]) -> list[str]:
 
 OBJECTIVE = Objective(
     reads="mono",
-    options=Options,
+    options=DictMlmOptions,
     collate=collate,
     loss=mlm.loss,
     terms=lambda options: {"mlm": 1.0},

@@ -14,8 +14,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from xscale.config import STRICT, Fraction
-from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, Sequences, join_segments, pack_sentences
+from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 
@@ -34,7 +34,7 @@ class MaskedOptions:
     so the model reads text without token types, and in other languages."""
 
 
-def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> StreamBatch:
     """Samples are sentences that fill about one sequence."""
     return mask(pack(samples, context), len(samples), options, context)
 
@@ -45,7 +45,7 @@ def pack(samples: list[list[Example]], context: Context) -> Sequences:
     return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
 
 
-def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Context) -> Piece:
+def mask(sequences: Sequences, samples: int, options: MaskedOptions, context: Context) -> StreamBatch:
     return masked_lm(
         sequences,
         context,

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 
 from xscale import rng
 from xscale.config import STRICT, Count, Fraction, NotNegative
-from xscale.data.piece import Beside, Context, Piece, Reads, masked_lm
-from xscale.data.row import Index, Tokens
+from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
+from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
@@ -53,7 +53,7 @@ from xscale.ops.alignment_gather import alignment_gather
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options:
+class PpaOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the contrast."""
     pooling: Literal["cls", "mean"] = "cls"
@@ -109,7 +109,7 @@ class Options:
         return "mlm" if self.replace_tlm_with_mlm else "tlm"
 
 
-def check(options: Options, samples: int) -> str | None:
+def check(options: PpaOptions, samples: int) -> str | None:
     if options.moco_weight and options.queue_size < samples:
         return (
             f"queue_size: {options.queue_size} keys cannot hold the {samples} of one step; "
@@ -118,7 +118,7 @@ def check(options: Options, samples: int) -> str | None:
     return None
 
 
-def advise(options: Options, records: int, steps: int) -> list[str]:
+def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     if not options.moco_weight:
         return []
     lines, follows = [], 1 / max(1 - options.momentum, 1e-9)
@@ -138,20 +138,20 @@ def advise(options: Options, records: int, steps: int) -> list[str]:
 # Data
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
     """Samples are single pairs. The sequences of TLM, then those of the query view; the key view is read beside.
 
     States: "masked" [M]; "query" [B], a vector of each view. `number` [B]: the pairs' places in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
-    words = word_level(sides, options, context) if options.tlm_weight else Piece(view([], context), {}, {}, 0)
-    piece = replace(words, samples=len(pairs), too_long=too_long)
+    words = word_level(sides, options, context) if options.tlm_weight else StreamBatch(view([], context), {}, {}, 0)
+    stream_batch = replace(words, samples=len(pairs), too_long=too_long)
     if not options.moco_weight:
-        return piece
+        return stream_batch
     query, key = view(sides, context), view([(pair, 1 - side) for pair, side in sides], context)
     return replace(
-        piece,
+        stream_batch,
         sequences=behind(words.sequences, query),
         reads=words.reads | {"query": pooled(query, options, len(words.sequences.ids))},
         targets=words.targets | {"moco": len(pairs)},
@@ -159,11 +159,11 @@ def collate(samples: list[list[Example]], options: Options, context: Context) ->
             "number": np.array([pair.number for pair in pairs], dtype=np.int64),
             "texts": np.stack([text_numbers(query), text_numbers(key)], 1),
         },
-        beside=Beside(key, pooled(key, options)),
+        auxiliary=AuxiliaryInputs(key, pooled(key, options)),
     )
 
 
-def word_level(sides: list[tuple[Example, int]], options: Options, context: Context) -> Piece:
+def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: Context) -> StreamBatch:
     """TLM, or MLM on each side alone, under the name of `word_term`."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
@@ -173,12 +173,17 @@ def word_level(sides: list[tuple[Example, int]], options: Options, context: Cont
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
     joined = join_segments(context.tokenizer, sequences, context.language_ids)
     types = None if options.replace_tlm_with_mlm else context.types(False)
-    piece = masked_lm(joined, context, mask_prob=options.mask_prob, types=types)
+    stream_batch = masked_lm(joined, context, mask_prob=options.mask_prob, types=types)
 
     def renamed(of_term: dict[str, Any]) -> dict[str, Any]:
         return dict(zip([options.word_term], of_term.values(), strict=False))
 
-    return replace(piece, labels=renamed(piece.labels), targets=renamed(piece.targets), names=renamed(piece.names))
+    return replace(
+        stream_batch,
+        labels=renamed(stream_batch.labels),
+        targets=renamed(stream_batch.targets),
+        names=renamed(stream_batch.names),
+    )
 
 
 _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
@@ -189,7 +194,7 @@ def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
-def pooled(views: Sequences, options: Options, before: int = 0) -> Reads:
+def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> Reads:
     """A vector of each, of which only the direction counts: a sum does as well as a mean. before: tokens of the piece
     that stand before the views."""
     if options.pooling == "cls":
@@ -228,9 +233,9 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Moco:
-    """The key encoder and the queue, between steps (base.Prefilled)."""
+    """The key encoder and the queue, between steps (base.HasQueue)."""
 
-    def __init__(self, encoder: Encoder, projection: nn.Module, options: Options):
+    def __init__(self, encoder: Encoder, projection: nn.Module, options: PpaOptions):
         self.options = options
         self.momentum = MomentumEncoder(encoder, projection, options.momentum)
         self.queue = Queue(options.queue_size, options.projection)
@@ -271,7 +276,7 @@ class Moco:
             self.queue.push(keys_ND, step, texts_N2)
         self.of_step = None
 
-    def finish_prefill(self) -> int:
+    def finish_warmup(self) -> int:
         self._enqueue(self.step)
         return self.queue.filled
 
@@ -290,7 +295,7 @@ class Moco:
 # Loss
 
 
-def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: Options) -> Losses:
+def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: PpaOptions) -> Losses:
     words = parts.encoder.features(states["masked"]) if options.tlm_weight else None
     predictions = [] if words is None else [Prediction(options.word_term, words)]
     if not options.moco_weight:
@@ -300,12 +305,12 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def contrast(
-    parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: Options
+    parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sums over pairs: L_MoCo; pairs whose translation is nearer than all negatives, mean age of the queue, and keys in
     it that are the pair's own; and of the step's keys, where these are gathered."""
-    moco: Moco = parts.companion
-    zq_BD, zk_BD = parts.heads(states["query"]), states["beside"]
+    moco: Moco = parts.auxiliary_state
+    zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
     own_BK = share_text(texts_B2, moco.queue.texts)
     negative_BK = (zq_BD @ moco.queue.keys.to(zq_BD.dtype).T).masked_fill(own_BK, -torch.inf)
@@ -344,27 +349,27 @@ def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, 
     return {"contrastive_accuracy_step": right, "sentence_cosine": cosines_B.sum()}
 
 
-def terms(options: Options) -> dict[str, float]:
+def terms(options: PpaOptions) -> dict[str, float]:
     weights = {"moco": options.moco_weight, options.word_term: options.tlm_weight}
     return {term: weight for term, weight in weights.items() if weight}
 
 
-def heads(encoder: Encoder, options: Options) -> nn.Module | None:
+def heads(encoder: Encoder, options: PpaOptions) -> nn.Module | None:
     return Projection(encoder.width, options.projection, options.normalize_z) if options.moco_weight else None
 
 
-def companion(encoder: Encoder, projection: nn.Module, options: Options) -> Moco | None:
+def auxiliary_state(encoder: Encoder, projection: nn.Module, options: PpaOptions) -> Moco | None:
     return Moco(encoder, projection, options) if options.moco_weight else None
 
 
 OBJECTIVE = Objective(
     reads="pair",
-    options=Options,
+    options=PpaOptions,
     collate=collate,
     loss=loss,
     terms=terms,
     heads=heads,
-    companion=companion,
+    auxiliary_state=auxiliary_state,
     check=check,
     advise=advise,
 )

@@ -5,14 +5,14 @@ from pydantic.dataclasses import dataclass
 
 from xscale import rng
 from xscale.config import STRICT
-from xscale.data.piece import Context, Piece, masked_lm
 from xscale.data.sequences import Example, join_segments
+from xscale.data.stream_batch import Context, StreamBatch, masked_lm
 from xscale.objectives import mlm
 from xscale.objectives.base import Objective
 
 
 @dataclass(frozen=True, config=STRICT)
-class Options(mlm.MaskedOptions):
+class TlmOptions(mlm.MaskedOptions):
     reset_positions: bool = False
     """The second sentence's positions start again at 0 (XLM)."""
     shuffle_sides: bool = False
@@ -22,7 +22,7 @@ class Options(mlm.MaskedOptions):
 _SWAP = rng.key("tlm", "swap")
 
 
-def collate(samples: list[list[Example]], options: Options, context: Context) -> Piece:
+def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
     """Samples are single pairs."""
     pairs, too_long = context.fit_pairs(samples)
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
@@ -46,7 +46,7 @@ def swapped(pairs: list[Example]) -> np.ndarray:
 
 OBJECTIVE = Objective(
     reads="pair",
-    options=Options,
+    options=TlmOptions,
     collate=collate,
     loss=mlm.loss,
     terms=lambda options: {"mlm": 1.0},

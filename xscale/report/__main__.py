@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, of_machine, print_anything
+from xscale.errors import UserError, print_anything, report_environment_error
 from xscale.report import tables
 from xscale.report.contents import Contents
 from xscale.report.read import Run, read_runs, read_scores
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        return of_machine(error)
+        return report_environment_error(error)
     return 0
 
 

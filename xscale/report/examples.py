@@ -11,10 +11,10 @@ from torch import Tensor
 
 from xscale import rng
 from xscale.data import links
-from xscale.data.piece import Context, Piece
-from xscale.data.row import make_row
+from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.eval.model import Exported
 from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, alignlm
@@ -33,7 +33,7 @@ OBJECTIVE = OBJECTIVES["alignlm"]
 def examples(model: Exported, source: Source) -> list[Shown]:
     """The heads are those of the model's first stream of AlignLM; without one, the masked-LM head alone guesses."""
     kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
-    options = replace(kept.options(alignlm.Options) if kept else alignlm.Options(), shuffle_sides=False)
+    options = replace(kept.options(alignlm.AlignLMOptions) if kept else alignlm.AlignLMOptions(), shuffle_sides=False)
     heads = alignlm.Heads(model.encoder, options)
     if kept:
         heads.load_state_dict(kept.weights)
@@ -66,7 +66,7 @@ def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
 
 
 @torch.inference_mode()
-def show(parts: Parts, pair: Example, options: alignlm.Options, context: Context, heads: bool) -> Shown:
+def show(parts: Parts, pair: Example, options: alignlm.AlignLMOptions, context: Context, heads: bool) -> Shown:
     piece = OBJECTIVE.collate([[pair]], options, context)
     if not piece.samples:
         return Shown([], [])
@@ -96,9 +96,9 @@ def show(parts: Parts, pair: Example, options: alignlm.Options, context: Context
     )
 
 
-def guesses(parts: Parts, piece: Piece, options: alignlm.Options, context: Context) -> list[Tensor]:
+def guesses(parts: Parts, piece: StreamBatch, options: alignlm.AlignLMOptions, context: Context) -> list[Tensor]:
     """Of the monolingual and of the bilingual head, the probabilities of all tokens [M, V]."""
-    row = make_row({"alignlm": piece}, context.max_length, context.tokenizer.sep_id)
+    row = pack_row({"alignlm": piece}, context.max_length, context.tokenizer.sep_id)
     device = parts.encoder.embeddings.device
     inputs, reads = to_device(row.inputs, device), row.states["alignlm"]
     gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from sklearn.manifold import TSNE
 
 from xscale.data import words as words_of
-from xscale.data.carry import parse
+from xscale.data.link_projection import parse
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.model import Exported

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xscale.checkpoint import store as checkpoints
 from xscale.config import Recipe
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import within
@@ -16,15 +17,14 @@ from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
 from xscale.files import may_be_there
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
+from xscale.ranks import HostGroup
 
 LINKED_SAMPLE = 16
 """Records of a source that are looked at for word links."""
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, control: Control | None = None
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, host_group: HostGroup | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """In the order of their names; and lines about those that are left out. Raises UserError where one that an
     objective reads, or the recipe names, is missing, malformed or the wrong way round."""
@@ -39,7 +39,7 @@ def load_lexicons(
         for path in paths:
             with suppress(UserError):  # it is said below
                 spoken |= {*pair_of(path, languages)}
-        forms = forms_of(spoken, sources, control or Control(alone=True))
+        forms = forms_of(spoken, sources, host_group or HostGroup(alone=True))
     for path in paths:
         try:
             lexicon = load_lexicon(path, tokenizer, languages, forms)
@@ -95,9 +95,9 @@ def check_needs(recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], s
 def check_links(stream: str, source: Source) -> None:
     """Raises UserError where one of some records has no word links: the first, the last, and others between them."""
     some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    glance = source.glance()
+    without_readahead = source.without_readahead()
     for shard, record in source.places(some):
-        found = glance.read(shard, record)
+        found = without_readahead.read(shard, record)
         if found.links is None:
             raise UserError(
                 f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "

@@ -24,12 +24,12 @@ from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
 from xscale.eval import retrieval
-from xscale.eval.alignment_score import FEWEST, find_gold
+from xscale.eval.alignment_score import FEWEST, find_probe
 from xscale.eval.model import Exported, read_all
 from xscale.models.build import NEUTRAL
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run.checks import check_needs
-from xscale.run.job import Job, check_sizes
+from xscale.run.run_spec import RunSpec, check_sizes
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
@@ -42,32 +42,32 @@ LEAST = "loss", "perplexity", "aer"
 
 
 def find_tasks(
-    job: Job, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
+    run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """The recipe's tasks by name, ready to be measured by all ranks together; rank 0's results are whole. alignment:
     measures the dictionaries' words. note: told how far a task has come. Raises UserError."""
     found: dict[str, Callable[[], Results]] = {}
-    for task in job.recipe.eval.tasks:
+    for task in run_spec.recipe.eval.tasks:
         if task.kind == "alignment":
             found[task.name] = alignment
         elif task.kind == "heldout":
-            found[task.name] = Heldout(task, job, engine, process, note).measure
+            found[task.name] = Heldout(task, run_spec, engine, process, note).measure
         else:
-            found[task.name] = Retrieval(task, job, engine, process, note).measure
+            found[task.name] = Retrieval(task, run_spec, engine, process, note).measure
     return found
 
 
-def check_tasks(job: Job, stage: int, control: Control | None = None) -> None:
+def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
     """Raises UserError for tasks that cannot be measured, as training does for its own streams. stage: of ZeRO."""
-    best = job.recipe.checkpoint.best
-    for task in job.recipe.eval.tasks:
+    best = run_spec.recipe.checkpoint.best
+    for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
                 f"eval.{task.name}: tasks take whole weights, which ZeRO stage 3 cuts up; measure by checkpoint.hook, "
                 f"or take a ds_config of stage 2 or lower"
             )
         try:
-            rows = rows_of(task, job, control)
+            rows = rows_of(task, run_spec, host_group)
         except UserError as error:
             text = str(error).removeprefix("--data ")
             raise UserError(text if text.startswith("eval.") else f"eval.{task.name}: {text}") from None
@@ -76,27 +76,27 @@ def check_tasks(job: Job, stage: int, control: Control | None = None) -> None:
             raise UserError(f"checkpoint.best: {best} is not measured; there are numbers of {there}")
 
 
-def rows_of(task: EvalTask, job: Job, control: Control | None) -> list[str]:
+def rows_of(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
     """Of its results. Raises UserError where they cannot be measured."""
     if task.kind == "alignment":
-        return list(alignment_rows(job))
-    sources = sources_of(task, job)
-    check_sizes(sources, control)
+        return list(alignment_rows(run_spec))
+    sources = sources_of(task, run_spec)
+    check_sizes(sources, host_group)
     if task.kind == "retrieval":
         return list(pairs_of(task, sources))
-    specs = heldout_specs(task, job, sources)
-    check_needs(job.recipe, job.tokenizer, specs, sources)
+    specs = heldout_specs(task, run_spec, sources)
+    check_needs(run_spec.recipe, run_spec.tokenizer, specs, sources)
     names = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
 
-def alignment_rows(job: Job) -> Results:
+def alignment_rows(run_spec: RunSpec) -> Results:
     """By dictionary the scores that enough of its words are there for, without numbers. Raises UserError for none."""
-    lexicons = job.lexicons + job.measured
+    lexicons = run_spec.lexicons + run_spec.measured
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
     nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
-    gold = find_gold(lexicons, job.lexicons, job.unseen, nothing)
+    gold = find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing)
     enough = {
         name: {kind: pairs for kind, pairs in zip(("withheld", "trained"), (of.withheld, of.trained), strict=True)}
         for name, of in gold.items()
@@ -107,36 +107,36 @@ def alignment_rows(job: Job) -> Results:
     }
 
 
-def rehearse_best(job: Job, module: StepModule) -> None:
+def validate_best(run_spec: RunSpec, module: StepModule) -> None:
     """Raises UserError for a checkpoint.best that the first evaluation would not find, by a few records of it."""
-    best = job.recipe.checkpoint.best
-    task = next((task for task in job.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
+    best = run_spec.recipe.checkpoint.best
+    task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
     if best is None or task is None:
         return
     row = best.split("/", 2)[1]
     if task.kind == "alignment":
-        results = alignment_rows(job)
+        results = alignment_rows(run_spec)
     elif task.kind == "retrieval":
-        ((_, source),) = [of for of in pairs_of(task, sources_of(task, job)).items() if of[0] == row]
+        ((_, source),) = [of for of in pairs_of(task, sources_of(task, run_spec)).items() if of[0] == row]
         results = {row: retrieval.accuracies(torch.eye(2), torch.eye(2), "cosine", source.langs)}
     else:
         stream, _, language = row.partition(" ")
         few = replace(task, limit=min(task.limit, REHEARSED))
-        sources = [s for s in sources_of(few, job) if not language or language in (s.pair, *s.langs)]
-        alone = replace(job, specs=[spec for spec in job.specs if spec.name == stream])
+        sources = [s for s in sources_of(few, run_spec) if not language or language in (s.pair, *s.langs)]
+        alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
     check_number({task.name: results}, best)
 
 
-def sources_of(task: EvalTask, job: Job) -> list[Source]:
+def sources_of(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     """Raises UserError for data that the run trains on, or whose languages it does not know."""
     sources = take_first(find_data(task), task.limit)
-    trained = {source.fingerprint: source for source in job.sources}
+    trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:
             raise UserError(f"eval.{task.name}: {source.directory} is trained on; give records that are held out")
-        new = sorted(set(source.langs) - set(job.languages))
+        new = sorted(set(source.langs) - set(run_spec.languages))
         if new:
             raise UserError(
                 f"eval.{task.name}: {source.directory} is in {' and '.join(new)}, which no --data of the run has"
@@ -152,11 +152,11 @@ def find_data(task: EvalTask) -> list[Source]:
         raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
 
 
-def heldout_specs(task: EvalTask, job: Job, sources: list[Source]) -> list[StreamSpec]:
+def heldout_specs(task: EvalTask, run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
     """Which of the sources each stream reads, all records of pairs. Raises UserError for none."""
     specs = []
-    for spec in job.specs:
-        kind, languages = "mono" if spec.packed else "pair", job.recipe.streams[spec.name].languages
+    for spec in run_spec.specs:
+        kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
         chosen = [
             s
             for s, source in enumerate(sources)
@@ -176,7 +176,7 @@ class Heldout:
     def __init__(
         self,
         task: EvalTask,
-        job: Job,
+        run_spec: RunSpec,
         engine: Any,
         process: Process,
         note: Callable[[str], None],
@@ -184,9 +184,9 @@ class Heldout:
     ):
         """sources: instead of all of the task's."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe, sources = job.recipe, sources or sources_of(task, job)
-        tokens = Calibration([source_statistics(source, job.tokenizer) for source in sources], {})
-        specs = heldout_specs(task, job, sources)
+        recipe, sources = run_spec.recipe, sources or sources_of(task, run_spec)
+        tokens = Calibration([source_statistics(source, run_spec.tokenizer) for source in sources], {})
+        specs = heldout_specs(task, run_spec, sources)
         for i, spec in enumerate(specs):
             if spec.packed:
                 text = sum(text_of(sources[s], s, tokens) for s in spec.sources)
@@ -194,15 +194,15 @@ class Heldout:
         streams = {spec.name: with_languages(recipe.streams[spec.name]) for spec in specs}
         data = replace(recipe.data, alpha=1.0, workers=0, first=None)
         recipe = replace(recipe, data=data, streams=streams)
-        self.job = replace(job, sources=sources, recipe=recipe, specs=specs, calibration=tokens)
-        (self.batch,) = self.job.batches(process, engine.device.type, initial_state(specs), 1)
+        self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs, calibration=tokens)
+        (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
             source.close()
         self.engine, self.process = engine, process
 
     def measure(self) -> Results:
         targets, counts = self.batch.targets(), self.batch.counts()
-        sums = measure_rows(self.engine, self.job.recipe, self.batch.rows, rank=self.process.rank, note=self.note)
+        sums = measure_rows(self.engine, self.run_spec.recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
         if dist.is_initialized():  # not in a dry run
@@ -221,9 +221,9 @@ class Heldout:
         counts: dict[tuple[str, str, str], int],
     ) -> Results:
         """A row for each stream, and for each of its languages. All numbers are of all ranks."""
-        found = sums.shares(totals_K, self.job.recipe, targets)
+        found = sums.shares(totals_K, self.run_spec.recipe, targets)
         results: Results = {}
-        for name, number in (found | sums.by_language(totals_K, self.job.recipe, counts)).items():
+        for name, number in (found | sums.by_language(totals_K, self.run_spec.recipe, counts)).items():
             what, stream, *language = name.split("/")
             stream, _, term = stream.partition(".")
             if not any(n for (of, _), n in targets.items() if of == stream):
@@ -242,19 +242,20 @@ def with_languages(stream: StreamConfig) -> StreamConfig:
 def text_of(source: Source, number: int, tokens: Calibration) -> float:
     """Tokens of a source, as its bytes promise."""
     return sum(
-        float(tokens.promised(number, source.lengths(s, slice(0, n))).sum()) for s, n in enumerate(source.counts)
+        float(tokens.estimated_tokens(number, source.lengths(s, slice(0, n))).sum())
+        for s, n in enumerate(source.counts)
     )
 
 
 class Trained(Exported):
     """The encoder in training, in the clothes of an exported one."""
 
-    def __init__(self, job: Job, engine: Any):
-        self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, job.tokenizer
-        self.heads, self.languages, self.segments = {}, [NEUTRAL, *job.languages], job.segments
-        self.language_embeddings = job.any_stream("language_embeddings")
-        self.reset_positions = job.any_stream("reset_positions")
-        self.lexicon_heldout = job.unseen
+    def __init__(self, run_spec: RunSpec, engine: Any):
+        self.device, self.encoder, self.tokenizer = engine.device, engine.module.encoder, run_spec.tokenizer
+        self.heads, self.languages, self.segments = {}, [NEUTRAL, *run_spec.languages], run_spec.segments
+        self.language_embeddings = run_spec.any_stream("language_embeddings")
+        self.reset_positions = run_spec.any_stream("reset_positions")
+        self.lexicon_heldout = run_spec.unseen
 
 
 def pairs_of(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
@@ -269,11 +270,11 @@ def pairs_of(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
 class Retrieval:
     """Which translations are nearest neighbours: every rank embeds a share of the sentences."""
 
-    def __init__(self, task: EvalTask, job: Job, engine: Any, process: Process, note: Callable[[str], None]):
+    def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
         self.note = partial(note, f"measuring {task.name}")
-        self.sources = pairs_of(task, sources_of(task, job))
+        self.sources = pairs_of(task, sources_of(task, run_spec))
         self.texts = [[texts for _, _, texts in read_all(source, task.limit)] for source in self.sources.values()]
-        self.model, self.process = Trained(job, engine), process
+        self.model, self.process = Trained(run_spec, engine), process
         self.encoder = engine.module.encoder
 
     def measure(self) -> Results:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import Checkpoint
 from xscale.data.lexicon import Lexicon
 from xscale.errors import UserError
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
-from xscale.run.checkpoint import Checkpoint
+from xscale.ranks import HostGroup
 from xscale.run.metrics import LOG
 
 IDENTITY = "identity.json"
@@ -136,12 +136,12 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
     return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
 
 
-def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: Control) -> Checkpoint | None:
+def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
     """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
     if resume == "never":
         return None
     if resume == "auto":
-        found = checkpoints.newest_valid(out / "checkpoints", control, LOG.warning)
+        found = checkpoints.newest_valid(out / "checkpoints", host_group, LOG.warning)
         if found is None and checkpoints.complete_steps(out / "checkpoints"):
             raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
         if found is None and has_steps(out / "metrics.jsonl"):
@@ -153,12 +153,12 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], control: C
         path = Path(resume)
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         if (folder / checkpoints.MANIFEST).exists():
-            problem = checkpoints.verify(folder, control)
+            problem = checkpoints.verify(folder, host_group)
             if problem:
                 raise UserError(f"checkpoint {folder} is not usable: {problem}")
             found = checkpoints.read(folder)
         else:
-            found = checkpoints.newest_valid(folder, control, LOG.warning)
+            found = checkpoints.newest_valid(folder, host_group, LOG.warning)
         if found is None:
             raise UserError(f"--resume {resume}: no complete checkpoint there")
     if found:

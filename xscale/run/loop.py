@@ -13,24 +13,24 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.manager import CheckpointManager
+from xscale.checkpoint.store import Checkpoint
 from xscale.data.loader import StepBatch
 from xscale.deepspeed_private import leave_out_step
 from xscale.errors import MachineError, NotFinite, Replaced, UserError
-from xscale.eval.alignment_score import Gold
+from xscale.eval.alignment_score import AlignmentProbe
 from xscale.files import Lock
 from xscale.objectives import Gathering
-from xscale.ranks import Control, Process
-from xscale.run import checkpoint as checkpoints
-from xscale.run.announce import Agreed, Announcer, check_targets
-from xscale.run.checkpoint import Checkpoint
+from xscale.ranks import HostGroup, Process
+from xscale.run.alignment_probe import probe_of
 from xscale.run.evals import Results, find_tasks
-from xscale.run.gold import gold_of
-from xscale.run.job import Job
-from xscale.run.keeper import Keeper
 from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
 from xscale.run.pace import Alike, Pace, Skips
+from xscale.run.run_spec import RunSpec
 from xscale.run.status import MACHINE, STOPPED, USER_ERROR, code_of, message_of
 from xscale.run.stop import StopRequest
+from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
 from xscale.run.watch import Watch
 from xscale.step.cost import StepFlops
@@ -46,21 +46,21 @@ FEW_SAMPLES = 1000
 """Of fewer, a share of dropped pairs says little: it is taken of so many."""
 
 
-class Surroundings(NamedTuple):
+class TrainerContext(NamedTuple):
     """What a trainer works with, and the next one where the run goes back."""
 
     config: EngineConfig
     engine: Any
     out: Path
     process: Process
-    control: Control
+    host_group: HostGroup
     stop: StopRequest
     watch: Watch
     locks: list[Lock]
     """On `out`; of rank 0."""
 
 
-class Pending(NamedTuple):
+class UnreportedStep(NamedTuple):
     """A step whose numbers nobody has looked at yet."""
 
     record: StepRecord
@@ -72,111 +72,115 @@ class Trainer:
 
     def __init__(
         self,
-        job: Job,
-        here: Surroundings,
+        run_spec: RunSpec,
+        context: TrainerContext,
         state: dict[str, Any],
         checkpoint: Checkpoint | None,
-        condemned: list[int],
+        excluded_steps: list[int],
         trace: bool = False,
     ):
         """state: what the streams have consumed. checkpoint: that the engine was loaded from. condemned: steps that
         read their records and change nothing, since the run was not finite with them; 1 for the first."""
-        self.job, self.recipe, self.state, self.condemned = job, job.recipe, state, condemned
-        self.config, self.engine, self.out, self.process, self.control, self.stop, self.watch, locks = here
+        self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
+        self.config, self.engine, self.out, self.process, self.host_group, self.stop, self.watch, locks = context
         self.step: int = state["step"]
         """Steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
-        self.warned = set(job.dropped())
-        self.pending: list[Pending] = []
-        self.pace, self.alike = Pace(here.watch.names), Alike()
-        companions = here.engine.module.companions.items()
-        self.gathering = {stream: one for stream, one in companions if isinstance(one, Gathering)}
-        self.flops = StepFlops(here.engine.module.encoder)
-        self.reporter = Reporter(here.out, self.step, self.recipe) if here.process.is_main else None
-        tasks = find_tasks(job, here.engine, here.process, self.measured_words, here.watch.note)
+        self.warned = set(run_spec.dropped())
+        self.unreported: list[UnreportedStep] = []
+        self.pace, self.alike = Pace(context.watch.names), Alike()
+        auxiliary_states = context.engine.module.auxiliary_states.items()
+        self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, Gathering)}
+        self.flops = StepFlops(context.engine.module.encoder)
+        self.reporter = Reporter(context.out, self.step, self.recipe) if context.process.is_main else None
+        tasks = find_tasks(run_spec, context.engine, context.process, self.measured_words, context.watch.note)
         measured = self.step if checkpoint else -1  # a start that was cut off has measured step 0, and saved nothing
-        self.validation = Validation(job, tasks, here.out, here.control, measured, self.reporter)
-        folder, keep = here.out / "checkpoints", self.recipe.checkpoint.keep
-        self.keeper = Keeper(here.engine, folder, here.control, here.watch, self.validation, keep, checkpoint)
-        around = here.process, here.control, here.stop, here.watch, self.keeper
-        self.announcer = Announcer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around, locks)
-        self.trace = JsonLines(here.out / "trace" / f"rank{here.process.rank}.jsonl" if trace else None, self.step)
-        self.gold: dict[str, Gold] = {}
+        self.validation = Validation(run_spec, tasks, context.out, context.host_group, measured, self.reporter)
+        folder, keep = context.out / "checkpoints", self.recipe.checkpoint.keep
+        self.checkpoint_manager = CheckpointManager(
+            context.engine, folder, context.host_group, context.watch, self.validation, keep, checkpoint
+        )
+        around = context.process, context.host_group, context.stop, context.watch, self.checkpoint_manager
+        self.synchronizer = StepSynchronizer(
+            self.step, self.recipe.train.steps, frozenset(self.gathering), *around, locks
+        )
+        self.trace = JsonLines(
+            context.out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None, self.step
+        )
+        self.probes: dict[str, AlignmentProbe] = {}
         """Of rank 0."""
-        if (job.lexicons or job.measured) and (
+        if (run_spec.lexicons or run_spec.measured) and (
             self.recipe.train.measure_every or self.measured_words in tasks.values()
         ):
-            here.control.from_main(lambda: self.gold.update(gold_of(job, here.out)))
+            context.host_group.from_main(lambda: self.probes.update(probe_of(run_spec, context.out)))
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
-        coming = self.announcer.next(batches)
+        pending_step = self.synchronizer.next(batches)
         if self.stop.late and not self.stop.moved and self.process.is_main:
             LOG.warning(
                 f"train.time_limit: {recipe.train.time_limit:g} minutes were over before step {self.step + 1} began; "
                 f"this start makes a few steps, saves and stops: take a longer limit"
             )
-        while coming:
+        while pending_step:
             self.watch.note(f"at the beginning of step {self.step + 1}")
-            if coming.failed():
-                self.end_all(coming.error)
-            if coming.stopped():
+            if pending_step.failed():
+                self.end_all(pending_step.error)
+            if pending_step.stopped():
                 return self.stop_early()
-            agreed, batch = coming.agreed(), coming.batch
-            check_targets(agreed, self.step + 1, recipe)
-            self.announcer.announce(batches, agreed.ahead)
+            counts, batch = pending_step.counts(), pending_step.batch
+            check_targets(counts, self.step + 1, recipe)
+            self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
-            if self.step + 1 in self.condemned:
-                self.leave_out(agreed)
+            if self.step + 1 in self.excluded_steps:
+                self.leave_out(counts)
             else:
-                self.pending.append(Pending(self.train_step(batch, agreed, started), batch))
-                self.pending[-1].record.measured.update(self.keeper.times)
-                self.keeper.times.clear()
+                self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
+                self.unreported[-1].record.measured.update(self.checkpoint_manager.times)
+                self.checkpoint_manager.times.clear()
             self.trace_step(batch)
             self.step, self.state, self.stop.moved = self.step + 1, batch.state, True
-            self.count_dropped(agreed.too_long)
-            if agreed.written == self.process.world and coming.saving == self.keeper.under_way:
-                self.keeper.settle()
+            self.count_dropped(counts.too_long)
+            if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
+                self.checkpoint_manager.settle()
             last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
             measured = self.validation.due(self.step)
-            if agreed.flush or last or due or measured:
+            if counts.flush or last or due or measured:
                 self.flush()
             self.watch.stopping = last
-            if (due or measured) and self.announcer.stops_next():
+            if (due or measured) and self.synchronizer.stops_next():
                 due = measured = False  # it stops now, and saves
             due |= measured and self.measure()
             if last or due:
                 self.save(must=last)
-            coming, started = self.announcer.next(batches), time.monotonic()
+            pending_step, started = self.synchronizer.next(batches), time.monotonic()
         if self.too_long.total():
             long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
             LOG.info(long + (f", since step {self.first}" if self.first else ""))
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
-    def leave_out(self, agreed: Agreed) -> None:
+    def leave_out(self, counts: GlobalCounts) -> None:
         """A step that reads its records and changes nothing."""
         self.flush()
         leave_out_step(self.engine)
         if self.reporter:
-            numbers = {"samples": agreed.samples, "tokens": agreed.work.tokens}
-            self.reporter.metrics.write(
-                {"step": self.step + 1, "loss": None, "skipped": 1, "condemned": True} | numbers
-            )
+            numbers = {"samples": counts.samples, "tokens": counts.work.tokens}
+            self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
 
     def end_all(self, error: Exception | None) -> NoReturn:
         """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
         written first, unless another run has the directory."""
-        told = self.control.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
+        told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if replaced:
             for lines in (self.trace, self.validation.lines, *([self.reporter.metrics] if self.reporter else [])):
                 lines.drop()
         else:
             self.flush()
-            self.keeper.settle()
+            self.checkpoint_manager.settle()
         if error:
             raise error
         rank, (code, text, _) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
@@ -189,26 +193,26 @@ class Trainer:
         self.too_long.update(too_long)
         steps = self.step - self.first
         shares = {
-            spec.name: self.too_long[spec.name] / max(steps * spec.samples, FEW_SAMPLES) for spec in self.job.specs
+            spec.name: self.too_long[spec.name] / max(steps * spec.samples, FEW_SAMPLES) for spec in self.run_spec.specs
         }
-        for stream, line in self.job.dropped(shares).items():
+        for stream, line in self.run_spec.dropped(shares).items():
             if stream not in self.warned and self.process.is_main:
                 LOG.warning(line)
             self.warned.add(stream)
 
-    def train_step(self, batch: StepBatch, agreed: Agreed, started: float) -> StepRecord:
+    def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
         # Also in the first step: what a measurement takes of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
-        for stream, companion in self.gathering.items():
-            companion.counts = agreed.beside[stream]
+        for stream, auxiliary_state in self.gathering.items():
+            auxiliary_state.counts = counts.auxiliary[stream]
         try:
             sums, norms = optimizer_step(
                 engine,
                 self.recipe,
                 batch.rows,
-                agreed.targets,
+                counts.targets,
                 step=self.step,
                 rank=self.process.rank,
                 world=self.process.world,
@@ -219,30 +223,30 @@ class Trainer:
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
         measured = norms | (self.alignment_scores() if measure else {})
-        seconds, waited = time.monotonic() - started, self.announcer.waited
-        self.announcer.waited = 0.0
+        seconds, waited = time.monotonic() - started, self.synchronizer.waited
+        self.synchronizer.waited = 0.0
         return StepRecord(
             step=self.step + 1,
             sums=sums,
-            targets=agreed.targets,
+            targets=counts.targets,
             lr=lr,
             skipped=engine.skipped_steps - skipped,
-            tokens=agreed.work.tokens,
-            samples=agreed.samples,
-            too_long=agreed.too_long.total(),
+            tokens=counts.work.tokens,
+            samples=counts.samples,
+            too_long=counts.too_long.total(),
             data_wait_s=waited,
             step_s=seconds,
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
             grad_norm=engine.get_global_grad_norm(),
-            measured=measured | self.flops.metrics(agreed.work, seconds, self.process.world),
+            measured=measured | self.flops.metrics(counts.work, seconds, self.process.world),
         )
 
     def alignment_scores(self) -> dict[str, float]:
         """On rank 0, which has the dictionaries' words."""
         scores: dict[str, float | None] = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
-            for name, gold in self.gold.items():
-                scores[f"alignment/{name}"], scores[f"alignment_trained/{name}"] = gold.scores(table)
+            for name, probes in self.probes.items():
+                scores[f"alignment/{name}"], scores[f"alignment_trained/{name}"] = probes.scores(table)
         return {name: score for name, score in scores.items() if score is not None}
 
     def measured_words(self) -> Results:
@@ -260,10 +264,10 @@ class Trainer:
 
     def flush(self) -> None:
         """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
-        self.announcer.last_flush = time.monotonic()
-        if not self.pending:
+        self.synchronizer.last_flush = time.monotonic()
+        if not self.unreported:
             return
-        done, self.pending = self.pending, []
+        done, self.unreported = self.unreported, []
         sums = torch.stack([record.sums.values_K for record, _ in done])
         own_R = sums.new_zeros(self.process.world)
         own_R[self.process.rank] = sum(record.data_wait_s + record.sums.own_s() for record, _ in done) / len(done)
@@ -286,10 +290,10 @@ class Trainer:
             self.validation.hook.look()
             for line in [*self.pace.warnings(), *chain.from_iterable(map(self.alike.warnings, entries))]:
                 LOG.warning(line)
-        for entry, pending in zip(entries, done, strict=True):
-            self.check_finite(entry, pending)
+        for entry, unreported in zip(entries, done, strict=True):
+            self.check_finite(entry, unreported)
 
-    def check_finite(self, entry: dict[str, Any], pending: Pending) -> None:
+    def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
         """Raises NotFinite on all ranks, before anything of it is saved. In fp16 a skipped step is none of it."""
         fp16 = self.engine.fp16_enabled()
         warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
@@ -305,13 +309,13 @@ class Trainer:
         what = f"the loss of {', '.join(streams)}" if streams else f"the gradient's norm ({norm:g})"
         if not streams and math.isfinite(norm):
             what = f"fp16's gradient for {in_a_row} steps in a row (loss scale {entry.get('loss_scale'):g})"
-        self.not_finite(entry["step"], what, pending.batch, bool(pending.record.sums.values_K.isfinite().all()))
+        self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Raises NotFinite, when the records of the step are written down. finite: this rank's own losses."""
-        self.keeper.settle()
-        path, newest = self.out / NOT_FINITE, self.keeper.good
-        ranks = self.control.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
+        self.checkpoint_manager.settle()
+        path, newest = self.out / NOT_FINITE, self.checkpoint_manager.good
+        ranks = self.host_group.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
             with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk is not what ends the run
@@ -345,18 +349,23 @@ class Trainer:
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
         behind, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
-        self.keeper.save(self.step, self.manifest(), self.write_more, sound=sound, behind=behind, must=must)
+        self.checkpoint_manager.save(self.step, self.manifest(), self.write_more, sound=sound, behind=behind, must=must)
 
     def manifest(self) -> dict[str, Any]:
         """What checkpoint.Checkpoint reads, beside its own."""
-        assert self.job.calibration is not None
-        kept = {"calibration": self.job.calibration.to_dict(), "engine": self.config.saved()}
-        return {"identity": self.job.identity(), "state": self.state, "condemned": self.condemned, **kept}
+        assert self.run_spec.calibration is not None
+        kept = {"calibration": self.run_spec.calibration.to_dict(), "engine": self.config.saved()}
+        return {
+            "identity": self.run_spec.identity(),
+            "state": self.state,
+            "excluded_steps": self.excluded_steps,
+            **kept,
+        }
 
     def write_more(self, path: Path) -> None:
         """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
-        self.job.tokenizer.hf.save_pretrained(path / checkpoints.HF)
+        self.run_spec.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
     def close(self) -> None:
         self.trace.close()

@@ -10,22 +10,22 @@ from typing import Any
 import yaml
 
 from xscale import files, ranks
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
-from xscale.data.row import Shape
+from xscale.data.packed_row import Shape
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
-from xscale.ranks import Control, Process
-from xscale.run import checkpoint as checkpoints
+from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.checkpoint import Checkpoint
 from xscale.run.evals import check_tasks
 from xscale.run.folder import dump
-from xscale.run.job import Job, prepare
-from xscale.run.loop import Surroundings, Trainer
+from xscale.run.loop import Trainer, TrainerContext
 from xscale.run.metrics import LOG, start_logging
-from xscale.run.prefill import prefill
+from xscale.run.queue_warmup import warm_up_queues
+from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.status import DONE, STOPPED, Status
 from xscale.run.stop import StopRequest
 from xscale.run.watch import Watch, names_of_ranks
@@ -33,17 +33,17 @@ from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 
 
-def train_run(args: argparse.Namespace, process: Process, control: Control, status: Status) -> int:
+def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
     """One run, in a process group that is up. args: train.py's. Returns the exit code."""
-    job = prepare(args.recipe, args.set, args.data, control)
+    run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
     hardware = Hardware.here()
-    config = load_ds_config(args.ds_config, job.recipe, process.world, hardware)
-    check_tasks(job, config.stage, control)
-    check_same(args, job, config, control)
-    ranks.set_deterministic(job.recipe.train.deterministic)
-    stop = StopRequest(job.recipe.train.time_limit)
+    config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
+    check_tasks(run_spec, config.stage, host_group)
+    check_same(args, run_spec, config, host_group)
+    ranks.set_deterministic(run_spec.recipe.train.deterministic)
+    stop = StopRequest(run_spec.recipe.train.time_limit)
     locks: list[files.Lock] = []  # of rank 0, held until this returns
-    control.from_main(lambda: locks.append(take_folder(args.out, job, args.resume, status)))
+    host_group.from_main(lambda: locks.append(take_folder(args.out, run_spec, args.resume, status)))
     status.ours = True
     if not args.out.is_dir():
         raise UserError(
@@ -51,53 +51,53 @@ def train_run(args: argparse.Namespace, process: Process, control: Control, stat
             f"folder that all hosts share"
         )
     log = start_logging(args.out, process.rank)
-    watch = Watch(process, names_of_ranks(control), log, status.cut_off, stop)
-    watch.begin(job.recipe.train.stall_limit, job.recipe.train.stop_limit)
+    watch = Watch(process, names_of_ranks(host_group), log, status.cut_off, stop)
+    watch.begin(run_spec.recipe.train.stall_limit, run_spec.recipe.train.stop_limit)
     with closing(watch):
         for lock in locks:
             if lock.problem:
                 LOG.warning(lock.problem)
-        for note in [*config.notes, *job.notes()]:
+        for note in [*config.notes, *run_spec.notes()]:
             LOG.info(note)
-        checkpoint = folder.find_checkpoint(args.out, args.resume, job.identity(), control)
+        checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), host_group)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
-        if first >= job.recipe.train.steps:
-            LOG.info(f"{args.out} is complete: {first} of {job.recipe.train.steps} steps")
-            status.ended(DONE, f"{first} of {job.recipe.train.steps} steps")
+        if first >= run_spec.recipe.train.steps:
+            LOG.info(f"{args.out} is complete: {first} of {run_spec.recipe.train.steps} steps")
+            status.ended(DONE, f"{first} of {run_spec.recipe.train.steps} steps")
             return DONE
         watch.note("measuring the data")
-        job = job.calibrated(calibration(job, checkpoint, control))
+        run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, host_group))
         if process.is_main:
-            write_config(args.out, job, config)
-            for line in [*job.dropped().values(), *job.shortfalls()]:
+            write_config(args.out, run_spec, config)
+            for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
-        fitted = control.from_main(lambda: job.fit(process, hardware.device)) if job.recipe.train.compile else None
-        state = checkpoint.state if checkpoint else initial_state(job.specs)
-        # The first may take seconds, while the engine is built.
-        left = job.recipe.train.steps - first
-        plans: Plans | None = job.plans(process, hardware.device, state, left, fitted=fitted, control=control)
+        fit = partial(run_spec.fit, process, hardware.device)
+        fitted = host_group.from_main(fit) if run_spec.recipe.train.compile else None
+        state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
+        left = run_spec.recipe.train.steps - first
+        plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
         watch.note("building the engine")
-        engine = make_engine(job, config, checkpoint, fitted, control)
+        engine = make_engine(run_spec, config, checkpoint, fitted, host_group)
         LOG.info(
             f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
             f"{process.world} rank(s) of {hardware.device}, ZeRO stage {config.stage}, steps {first} to "
-            f"{job.recipe.train.steps}"
-            + ("; the first step compiles the encoder, which may take minutes" if job.recipe.train.compile else "")
+            f"{run_spec.recipe.train.steps}"
+            + ("; the first step compiles the encoder, which may take minutes" if run_spec.recipe.train.compile else "")
         )
         if not checkpoint:
-            prefill(engine.module, job, process, engine.device)
-        surroundings = Surroundings(config, engine, args.out, process, control, stop, watch, locks)
-        code, step = train_on(job, surroundings, checkpoint, fitted, plans, status, args.trace)
-        status.ended(code, stop.why if code == STOPPED else f"{step} of {job.recipe.train.steps} steps")
+            warm_up_queues(engine.module, run_spec, process, engine.device)
+        context = TrainerContext(config, engine, args.out, process, host_group, stop, watch, locks)
+        code, step = train_on(run_spec, context, checkpoint, fitted, plans, status, args.trace)
+        status.ended(code, stop.why if code == STOPPED else f"{step} of {run_spec.recipe.train.steps} steps")
     return code
 
 
 def train_on(
-    job: Job,
-    here: Surroundings,
+    run_spec: RunSpec,
+    context: TrainerContext,
     checkpoint: Checkpoint | None,
     fitted: tuple[int, Shape] | None,
     plans: Plans | None,
@@ -106,15 +106,17 @@ def train_on(
 ) -> tuple[int, int]:
     """The loop, from the checkpoint that the engine has, and again from another where the run goes back. plans: its
     first. Returns the exit code and the steps done."""
-    condemned = list(checkpoint.condemned) if checkpoint else []
+    excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
     while True:
-        state = checkpoint.state if checkpoint else initial_state(job.specs)
-        trainer = Trainer(job, here, state, checkpoint, condemned, trace)
+        state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
+        trainer = Trainer(run_spec, context, state, checkpoint, excluded_steps, trace)
         status.step = partial(getattr, trainer, "step")
-        left = job.recipe.train.steps - trainer.step
-        device = here.engine.device.type
-        plans = plans or job.plans(here.process, device, state, left, fitted=fitted, control=here.control)
-        batches = job.batches(here.process, device, state, left, fitted=fitted, plans=plans)
+        left = run_spec.recipe.train.steps - trainer.step
+        device = context.engine.device.type
+        plans = plans or run_spec.plans(
+            context.process, device, state, left, fitted=fitted, host_group=context.host_group
+        )
+        batches = run_spec.batches(context.process, device, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
                 if not checkpoint:
@@ -123,42 +125,42 @@ def train_on(
                     trainer.save(must=True)  # a run that cannot save fails now, not after a day
                 return trainer.loop(batches), trainer.step
         except NotFinite as error:
-            checkpoint, plans = go_back(error, condemned, trainer), None
+            checkpoint, plans = go_back(error, excluded_steps, trainer), None
 
 
-def go_back(error: NotFinite, condemned: list[int], trainer: Trainer) -> Checkpoint:
+def go_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Checkpoint:
     """Load the newest good checkpoint into the engine, and condemn the step that was bad. Raises the error again where
     the recipe's rollbacks are used up, or there is nothing to go back to."""
-    recipe, control, folder = trainer.recipe, trainer.control, trainer.out / "checkpoints"
-    if len(condemned) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
+    recipe, host_group, folder = trainer.recipe, trainer.host_group, trainer.out / "checkpoints"
+    if len(excluded_steps) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
         raise error
-    tell = LOG.warning if control.is_main else LOG.info
+    tell = LOG.warning if host_group.is_main else LOG.info
     tell(f"{error}")
-    found = checkpoints.newest_valid(folder, control, tell, error.good)
+    found = checkpoints.newest_valid(folder, host_group, tell, error.good)
     if found is None:
         raise error
-    condemned.append(error.step)
+    excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
-    checkpoints.load(trainer.engine, found, control)
+    checkpoints.load(trainer.engine, found, host_group)
     follow_schedule(trainer.engine)
     tell(
         f"went back to step {found.step}; step {error.step} will read its records and change nothing "
-        f"({len(condemned)} of {recipe.train.rollbacks} rollbacks)"
+        f"({len(excluded_steps)} of {recipe.train.rollbacks} rollbacks)"
     )
     return found
 
 
-def check_same(args: argparse.Namespace, job: Job, config: EngineConfig, control: Control) -> None:
+def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
     """Raises UserError, on all ranks, where one was started otherwise than rank 0: each would plan another stream."""
-    ours = job.identity() | {
-        "recipe": job.recipe.to_dict(),
+    ours = run_spec.identity() | {
+        "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
         "--resume": args.resume,
         "--out": str(args.out),
     }
-    theirs = control.from_main(lambda: ours)
+    theirs = host_group.from_main(lambda: ours)
     found = folder.compare(theirs, ours, form="{} on rank 0, {} there")
-    for rank, (host, lines) in enumerate(control.gather((os.uname().nodename, found[:3]))):
+    for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, found[:3]))):
         if lines:
             raise UserError(
                 f"rank {rank} on {host} was started otherwise than rank 0; start all ranks by the same command, with "
@@ -185,10 +187,10 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def take_folder(out: Path, job: Job, resume: str, status: Status) -> files.Lock:
+def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> files.Lock:
     """Claim and lock the run's directory. Rank 0 only."""
     status.ours = False
-    folder.claim_out(out, job.identity(), resume)
+    folder.claim_out(out, run_spec.identity(), resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -198,45 +200,45 @@ def take_folder(out: Path, job: Job, resume: str, status: Status) -> files.Lock:
     return lock
 
 
-def calibration(job: Job, checkpoint: Checkpoint | None, control: Control) -> Calibration:
+def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """The checkpoint's, or what the ranks measure, each a share of it."""
     if checkpoint and checkpoint.calibration:
         try:
-            return Calibration.from_dict(checkpoint.calibration, len(job.sources), list(job.recipe.streams))
+            return Calibration.from_dict(checkpoint.calibration, len(run_spec.sources), list(run_spec.recipe.streams))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
                 f"from the one before"
             ) from None
-    found = job.calibrated(control=control).calibration
+    found = run_spec.calibrated(host_group=host_group).calibration
     assert found is not None
     return found
 
 
-def write_config(out: Path, job: Job, config: EngineConfig) -> None:
-    recipe = yaml.safe_dump(job.recipe.to_dict(), sort_keys=False, allow_unicode=True)
+def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
+    recipe = yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True)
     files.write_text(out / "config.yaml", recipe)
     files.write_text(out / "ds_config.json", dump(config.resolved))
-    files.write_text(out / folder.IDENTITY, dump(job.identity()))
-    folder.write_lexicons(out, job.lexicons + job.measured)
+    files.write_text(out / folder.IDENTITY, dump(run_spec.identity()))
+    folder.write_lexicons(out, run_spec.lexicons + run_spec.measured)
 
 
 def make_engine(
-    job: Job,
+    run_spec: RunSpec,
     config: EngineConfig,
     checkpoint: Checkpoint | None,
     fitted: tuple[int, Shape] | None,
-    control: Control,
+    host_group: HostGroup,
 ) -> Any:
     """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
-    module = job.module()
+    module = run_spec.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)
     module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
-        checkpoints.load(engine, checkpoint, control)
+        checkpoints.load(engine, checkpoint, host_group)
         follow_schedule(engine)
-        consumed = positions_report(checkpoint.state, job.specs, job.sources)
+        consumed = positions_report(checkpoint.state, run_spec.specs, run_spec.sources)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
     return engine

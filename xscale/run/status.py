@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from xscale import files
-from xscale.errors import OF_MACHINE, MachineError, NotFinite, Replaced, UserError
+from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, NotFinite, Replaced, UserError
 from xscale.ranks import Process
 from xscale.run import folder
 from xscale.run.metrics import LOG, log_to_files
@@ -39,9 +39,11 @@ def code_of(error: Exception) -> int:
         return USER_ERROR
     if isinstance(error, NotFinite):
         return NOT_FINITE
-    of_machine = isinstance(error, MachineError) or (isinstance(error, OSError) and error.errno in OF_MACHINE)
-    of_machine |= isinstance(error, dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
-    return MACHINE if of_machine else FAULT
+    is_environment_error = isinstance(error, MachineError) or (
+        isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS
+    )
+    is_environment_error |= isinstance(error, dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
+    return MACHINE if is_environment_error else FAULT
 
 
 def lost_rank(error: Exception) -> bool:

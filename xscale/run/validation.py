@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
+from xscale.checkpoint import store as checkpoints
+from xscale.ranks import HostGroup
 from xscale.run.evals import Results, better, check_number
 from xscale.run.hook import Hook
-from xscale.run.job import Job
 from xscale.run.metrics import LOG, JsonLines, Reporter
+from xscale.run.run_spec import RunSpec
 
 EVALS, BEST = "evals.jsonl", "best"
 
@@ -26,21 +26,27 @@ class Validation:
     """Of one run, on every rank; files and the hook are rank 0's."""
 
     def __init__(
-        self, job: Job, tasks: dict[str, Any], out: Path, control: Control, step: int, reporter: Reporter | None
+        self,
+        run_spec: RunSpec,
+        tasks: dict[str, Any],
+        out: Path,
+        host_group: HostGroup,
+        step: int,
+        reporter: Reporter | None,
     ):
         """tasks: evals.find_tasks'. step: the last one that was measured and stays; -1: none."""
-        self.section, self.best_of = job.recipe.eval, job.recipe.checkpoint.best
-        self.tasks, self.out, self.control, self.reporter = tasks, out, control, reporter
-        self.last = job.recipe.train.steps
-        has = bool(self.section.tasks) and control.is_main
+        self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
+        self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
+        self.last = run_spec.recipe.train.steps
+        has = bool(self.section.tasks) and host_group.is_main
         self.lines = JsonLines(out / EVALS if has else None, step)
-        self.hook = Hook(job.recipe.checkpoint.hook, out)
+        self.hook = Hook(run_spec.recipe.checkpoint.hook, out)
         self.best: tuple[int, float] | None = None
         """Step and number of the best checkpoint there is."""
         self.candidate: tuple[int, float] | None = None
         """Of an evaluation that was better, and has no checkpoint yet."""
         if self.best_of:
-            control.from_main(self.read_best)
+            host_group.from_main(self.read_best)
 
     def read_best(self) -> None:
         """What earlier starts of the run have found, of the checkpoints that are still there. Raises UserError where
@@ -79,7 +85,7 @@ class Validation:
             self.report(step, results, seconds)
         if not (best := self.best_of):
             return False
-        return self.control.from_main(lambda: self.compare(step, check_number(results, best)))
+        return self.host_group.from_main(lambda: self.compare(step, check_number(results, best)))
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
         self.lines.write({"step": step, "results": results, "seconds": round(seconds, 3)})

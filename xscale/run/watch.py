@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
 from xscale.run.status import STOPPED, STUCK
 from xscale.run.stop import StopRequest
@@ -215,6 +215,6 @@ class Watch:
         threading.Event().wait()
 
 
-def names_of_ranks(control: Control) -> list[str]:
+def names_of_ranks(host_group: HostGroup) -> list[str]:
     """Such as "rank 3 (host node7, process 4711)"."""
-    return control.gather(f"rank {control.rank} (host {os.uname().nodename}, process {os.getpid()})")
+    return host_group.gather(f"rank {host_group.rank} (host {os.uname().nodename}, process {os.getpid()})")

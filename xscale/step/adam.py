@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam, compiled once on a machine."""
+"""The compilation of DeepSpeed's own Adam, once on a machine."""
 
 import fcntl
 import functools
@@ -17,7 +17,7 @@ LOG = logging.getLogger("xscale")
 
 
 def operators_directory() -> Path:
-    """Where DeepSpeed's operators are compiled for xscale alone."""
+    """The directory where DeepSpeed's operators are compiled for xscale."""
     from torch.utils import cpp_extension
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
@@ -26,10 +26,10 @@ def operators_directory() -> Path:
 
 @functools.cache
 def load_adam(builder: str) -> None:
-    """Load DeepSpeed's own Adam; the first time on a machine, compile it.
+    """Load DeepSpeed's own Adam, and compile it the first time on a machine.
 
-    torch guards a build by a file that a killed process leaves behind, and all later ones wait on it for ever. So build
-    in a directory that only xscale uses, under a lock that ends with its holder: a guard found there is nobody's.
+    torch guards a build with a file. A killed process leaves the file behind, and later builds wait for it for ever. So
+    this builds in a directory that only xscale uses, under a lock that ends with its process, and removes such files.
     """
     directory = operators_directory()
     try:
@@ -40,11 +40,11 @@ def load_adam(builder: str) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 for guard in directory.glob("*/lock"):
                     guard.unlink()
-            LOG.info(f"loading DeepSpeed's Adam; where it is not in {directory} yet, compiling it takes minutes")
+            LOG.info(f"loading DeepSpeed's Adam from {directory}; the first time, compiling it takes minutes")
             compile_operator(builder)
     except Exception as error:
         raise UserError(
-            "ds_config asks for DeepSpeed's own Adam, which takes a C++ compiler (on a GPU also nvcc) and could not be "
-            "compiled; make one available, or take torch's: optimizer.params.torch_adam = true, no offload_optimizer.\n"
+            "ds_config asks for DeepSpeed's own Adam, which needs a C++ compiler (on a GPU also nvcc) and could not be "
+            "compiled; install one, or use torch's Adam: optimizer.params.torch_adam = true, no offload_optimizer.\n"
             f"{directory}: {error}"
         ) from None

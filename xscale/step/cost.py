@@ -1,4 +1,4 @@
-"""What a run costs: memory and communication by ZeRO stage, the size of a checkpoint, and model FLOPs."""
+"""The costs of a run: memory and communication by ZeRO stage, the size of a checkpoint, and the FLOPs of a step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,19 +7,20 @@ import torch
 from torch import nn
 
 from xscale.config import Recipe
-from xscale.data.row import Work
+from xscale.data.packed_row import Work
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.step.module import StepModule
 from xscale.step.zero import stage_of
 
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""Bytes of a number."""
+"""The bytes of a number in each precision."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
-"""Dense 16-bit matrix FLOP/s of a device, from its data sheet; for MFU."""
+"""The dense 16-bit matrix FLOP/s of a device, from its data sheet, for MFU."""
+KEPT = "throughout"
 
 
-def estimate(
+def memory_by_phase(
     module: StepModule,
     recipe: Recipe,
     ds_config: dict[str, Any],
@@ -27,36 +28,14 @@ def estimate(
     world: int,
     device: str,
     row_tokens: int,
-) -> str:
-    """Memory of one rank, in lines: what stays, and the greatest of a row's passes, the update and a measurement."""
-    kept, phases = memory(module, recipe, ds_config, precision, world, device, row_tokens)
-    lines = [f"memory per rank, ZeRO stage {stage_of(ds_config)}: about {most(kept, phases) / 1e9:.2f} GB"]
-    for title, parts in ({"kept": kept} | phases).items():
-        lines.append(f"  {title}: " + ", ".join(f"{name} {value / 1e6:,.0f} MB" for name, value in parts.items()))
-    return "\n".join(lines)
+) -> dict[str, dict[str, float]]:
+    """The bytes of one rank: what is kept throughout, and what each phase of a step takes in addition.
 
-
-def most(kept: dict[str, float], phases: dict[str, dict[str, float]]) -> float:
-    """Bytes at the most of what `memory` says."""
-    return sum(kept.values()) + max(sum(parts.values()) for parts in phases.values())
-
-
-def memory(
-    module: StepModule,
-    recipe: Recipe,
-    ds_config: dict[str, Any],
-    precision: str,
-    world: int,
-    device: str,
-    row_tokens: int,
-) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Bytes of one rank: what stays, and what each phase of a step takes besides.
-
-    Weights, gradients, optimizer after Rajbhandari et al. 2020. row_tokens: of a row, see data/mixture.py's `fit`.
+    Weights, gradients and optimizer states follow Rajbhandari et al. 2020. row_tokens: the tokens of one packed row.
     """
     zero = ds_config.get("zero_optimization", {})
     stage, offload = stage_of(ds_config), offloads(ds_config)
-    n = sum(p.numel() for p in module.parameters())
+    n = parameter_count(module)
     width = WIDTH[precision]
     owned = n / world if stage >= 1 else n
     gradients = n / world if stage >= 2 else n
@@ -70,19 +49,29 @@ def memory(
         if device == "cpu":  # pages never touched take no memory
             bucket = min(bucket, n)
         kept["gradient buckets"] = width * bucket * (2 if zero.get("overlap_comm") else 1)
-    if module.companions:  # the momentum encoder has a copy in the weights' type
-        kept["momentum encoder, queue"] = module.companion_bytes() * (1 if width == 4 else 1.5)
+    if module.auxiliary_states:  # the momentum encoder has a second copy in the precision of the weights
+        kept["momentum encoder, queue"] = module.auxiliary_bytes() * (1 if width == 4 else 1.5)
     backward = {
-        "activations": activations(module.encoder, recipe, width, device, row_tokens),
-        "vocabulary head": vocabulary_head(module.encoder, width, device),
+        "activations": activation_bytes(module.encoder, recipe, width, device, row_tokens),
+        "vocabulary head": vocabulary_head_bytes(module.encoder, width, device),
     }
-    if stage >= 2:  # until the one reduction of a step, each rank has all its gradients
+    if stage >= 2:  # until the one reduction of a step, each rank holds all of its gradients
         backward["gradients before they are reduced"] = width * n
     update = {"fp32 gradients": 0 if offload else 4 * owned + width * gradients}
-    phases = {f"a row of {row_tokens:,} tokens": backward, "or update": update}
+    phases = {KEPT: kept, f"in a row of {row_tokens:,} tokens": backward, "in the update": update}
     if recipe.train.measure_every and stage < 3:
-        phases["or gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
-    return kept, phases
+        phases["in gradient norms"] = backward | {"a stream's gradient": (4 + 2 * width) * n}
+    return phases
+
+
+def peak_bytes(phases: dict[str, dict[str, float]]) -> float:
+    """The greatest number of bytes at one time, of what `memory_by_phase` returns."""
+    sums = {title: sum(parts.values()) for title, parts in phases.items()}
+    return sums.pop(KEPT) + max(sums.values())
+
+
+def parameter_count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
 
 
 def offloads(ds_config: dict[str, Any]) -> bool:
@@ -92,26 +81,26 @@ def offloads(ds_config: dict[str, Any]) -> bool:
 
 
 def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
-    """Of a checkpoint, and of the part that rank 0 writes, which is the largest."""
-    n, stage = sum(p.numel() for p in module.parameters()), stage_of(ds_config)
+    """The size of a checkpoint, and of the part that rank 0 writes, which is the largest."""
+    n, stage = parameter_count(module), stage_of(ds_config)
     weights = WIDTH[precision] * n
-    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 fp32 weights are the model's own
+    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 the fp32 weights are the model's own
     shared = optimizer + (weights if stage >= 3 else 0)
-    alone = module.companion_bytes() + (0 if stage >= 3 else weights)
+    alone = module.auxiliary_bytes() + (0 if stage >= 3 else weights)
     return alone + shared, alone + shared / (world if stage >= 1 else 1)
 
 
 def communication(
     module: StepModule, recipe: Recipe, samples: Mapping[str, int], ds_config: dict[str, Any], precision: str, rows: int
 ) -> dict[str, tuple[str, float]]:
-    """What a step's collectives are for -> (collective, bytes of the whole tensors). Small ones are left out.
+    """The collectives of a step by purpose: (operation, bytes of the whole tensors). Small ones are left out.
 
-    Each gradient is reduced once a step, whatever the rows (step/zero.py); stages 1 and 2 then gather the weights that
-    each rank has updated. Stages 1 and 2 reduce their buckets whole, by all-reduce. Stage 3 gathers weights for each
-    row, where forward and backward pass share them up to stage3_max_live_parameters (10^9); small ones once a step.
-    samples: of each stream's step.
+    Each gradient is reduced once a step, however many rows it has (step/zero.py). Stages 1 and 2 reduce whole buckets
+    by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights for each row, where
+    the forward and backward pass share them up to stage3_max_live_parameters (10^9), and small ones once a step.
+    samples: the samples of each stream in a step.
     """
-    n, stage, width = sum(p.numel() for p in module.parameters()), stage_of(ds_config), WIDTH[precision]
+    n, stage, width = parameter_count(module), stage_of(ds_config), WIDTH[precision]
     reduced = WIDTH.get(ds_config.get("communication_data_type") or precision, width)
     found = {"gradients": ("reduce_scatter" if stage >= 3 else "all_reduce", float(n * reduced))}
     if stage in (1, 2):
@@ -123,7 +112,7 @@ def communication(
     vectors = sum(
         samples[name] * (4 * stream.options.projection + 24)
         for name, stream in recipe.streams.items()
-        if name in module.companions and hasattr(stream.options, "projection")
+        if name in module.auxiliary_states and hasattr(stream.options, "projection")
     )
     if vectors:
         found["keys"] = ("all_gather", float(vectors))
@@ -133,18 +122,18 @@ def communication(
     return found
 
 
-def sent(collective: str, size: float, world: int) -> float:
-    """Bytes that a rank sends, of a ring's (Patarasuk and Yuan 2009): an all-reduce is a reduce-scatter and an
+def bytes_sent(collective: str, size: float, world: int) -> float:
+    """The bytes that a rank sends in a ring (Patarasuk and Yuan 2009). An all-reduce is a reduce-scatter and an
     all-gather."""
     return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
-def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
-    """Bytes that the backward pass of a row reads, if all sequences are of data.max_length.
+def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
+    """The bytes that a row's forward pass keeps for its backward pass, if all sequences have data.max_length tokens.
 
-    Of a token and layer 9 H + 2 F numbers, F the feed-forward's width, 4 F where it has a gate; and dropout's masks, of
-    H each, or F. That is some 34 H bytes at 16 bits (Korthikanti et al. 2022, without attention's probabilities). On a
-    CPU masks are numbers, and attention keeps its probabilities twice.
+    A layer keeps 9 H + 2 F numbers of each token, where F is the width of the feed-forward (4 F if it has a gate), and
+    dropout masks of H each, or F. That is some 34 H bytes at 16 bits (Korthikanti et al. 2022, without attention's
+    probabilities). On a CPU, masks are numbers, and attention keeps its probabilities twice.
     """
     c = encoder.lm.config
     gated = c.model_type == "modernbert"
@@ -159,18 +148,19 @@ def activations(encoder: Encoder, recipe: Recipe, width: int, device: str, token
     return tokens * c.num_hidden_layers * layer
 
 
-def vocabulary_head(encoder: Encoder, width: int, device: str) -> float:
-    """Bytes of one chunk's logits, and of the weight's gradient in fp32 and then in the weight's type."""
+def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
+    """The bytes of one chunk of logits, and of the weight's gradient, in fp32 and in the weight's precision."""
     c = encoder.lm.config
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
 
 
 class StepFlops:
-    """Model FLOPs of a step, by what they are spent on; recomputation and what fills rows up are not counted.
+    """The model FLOPs of a step by purpose. Recomputation and padding are not counted.
 
-    encoder: 6 n for each token, n the weights of its products. attention: 12 H for each layer and pair of tokens of a
-    sequence, in local layers of those within the window. head: 6 E (V + H) for each predicted token. beside: a third of
-    the first two, of what companions read. Objectives' own heads, which are small, are left out.
+    encoder: 6 n for each token, where n is the number of weights in linear layers. attention: 12 H for each layer and
+    each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
+    predicted token. auxiliary: a third of the first two, for the tokens that auxiliary states read. The objectives' own
+    heads are small and left out.
     """
 
     def __init__(self, encoder: Encoder):
@@ -189,23 +179,23 @@ class StepFlops:
             self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
 
     def flops(self, work: Work) -> dict[str, float]:
-        attention = self.attention(work.tokens, work.squares)
-        beside = self.per_token * work.beside_tokens + self.attention(work.beside_tokens, work.beside_squares)
+        auxiliary = float(self.per_token * work.auxiliary_tokens)
+        auxiliary += self.attention(work.auxiliary_tokens, work.auxiliary_squares)
         return {
             "encoder": self.per_token * work.tokens,
-            "attention": attention,
+            "attention": self.attention(work.tokens, work.squares),
             "head": self.per_prediction * work.predictions,
-            "beside": beside / 3,
+            "auxiliary": auxiliary / 3,
         }
 
     def attention(self, tokens: int, squares: int) -> float:
-        """A local layer's as if all sequences were as long as a token's is on average."""
+        """Local layers are counted as if every sequence had the length that a token's sequence has on average."""
         w, length = self.window, squares / max(tokens, 1)
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
     def metrics(self, work: Work, seconds: float, world: int) -> dict[str, float]:
-        """mfu and mem_gb of a step, on a GPU. work: of all ranks."""
+        """The metrics mfu and mem_gb of a step; none without a GPU. work: the sum over all ranks."""
         if not torch.cuda.is_available():
             return {}
         found = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}

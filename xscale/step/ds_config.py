@@ -1,7 +1,6 @@
-"""A ds_config file and a recipe made one.
+"""The ds_config of a run: a DeepSpeed JSON file, completed with the values of the recipe.
 
-ds_configs are standard DeepSpeed JSON. "auto" (or absence) leaves a value to the recipe; a number that differs from
-the recipe's is an error.
+"auto", or no value, leaves a field to the recipe. A value that differs from the recipe's is an error.
 """
 
 import json
@@ -12,30 +11,30 @@ from typing import Any
 
 from xscale.config import Recipe
 from xscale.errors import UserError
-from xscale.step.ds_checks import check_names, parameters, rehearse
+from xscale.step.ds_checks import ADAM, check_names, validate_by_building
 from xscale.step.zero import check_stage, stage_of
 
 AUTO = "auto"
 _INSIDE, _BESIDE = (Path(__file__).parents[up] / "ds_configs" for up in (1, 2))
 SHIPPED = _INSIDE if _INSIDE.is_dir() else _BESIDE
-"""The ds_configs that come with xscale: inside it where a wheel is installed, beside it in a checkout."""
+"""The folder of the shipped ds_configs: inside the package of a wheel, beside the package in a checkout."""
 _WARMUP = ("warmup_num_steps", "warmup_max_lr", "warmup_min_lr")
 SCHEDULES = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
-"""Parameters of DeepSpeed's schedulers that the recipe gives where ds_config does not."""
+"""The parameters of DeepSpeed's schedulers that come from the recipe if the ds_config leaves them open."""
 
-OF_RECIPE_OR_MACHINE = ("lr", "weight_decay", "fused", "foreach")
-"""Parameters of an optimizer that another start may have otherwise: the recipe's are compared with it."""
+MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
+"""The parameters of an optimizer that a resume may change. The recipe's own fields are compared elsewhere."""
 
-ROWS = 'the recipe\'s streams say what a step holds, and train.max_tokens how it is cut into rows; write "auto" here'
+ROWS = 'the streams of the recipe define a step, and train.max_tokens its rows; write "auto" here'
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What decides the precision."""
+    """The properties of the device that decide the precision."""
 
     device: str
     fp16: bool
@@ -51,20 +50,19 @@ class Hardware:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What DeepSpeed is given."""
+    """The resolved configuration of the DeepSpeed engine."""
 
     resolved: dict[str, Any]
     precision: str
     stage: int
-    """Of ZeRO."""
+    """The ZeRO stage."""
     notes: list[str]
     """Lines to print."""
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint says of its engine: what DeepSpeed takes from there, whatever the ds_config of a resume
-        says."""
+        """The settings that a checkpoint records, because DeepSpeed restores them whatever the ds_config says."""
         optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
-        params = {k: v for k, v in optimizer.get("params", {}).items() if k not in OF_RECIPE_OR_MACHINE}
+        params = {k: v for k, v in optimizer.get("params", {}).items() if k not in MAY_CHANGE}
         kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
         return {"stage": self.stage, "precision": self.precision, **kept}
 
@@ -74,20 +72,20 @@ def load_ds_config(path: Path, recipe: Recipe, world: int, hardware: Hardware) -
 
 
 def find_ds_config(path: Path) -> Path:
-    """The path, or the shipped file of this name where there is none: zero2_cpu, zero2_cpu.json."""
+    """The path, or if it does not exist, the shipped file of this name (zero2_cpu or zero2_cpu.json)."""
     shipped = SHIPPED / f"{path.name.removesuffix('.json')}.json"
     return shipped if path.parent.name in ("", SHIPPED.name) and not path.exists() and shipped.exists() else path
 
 
 def read_ds_config(path: Path) -> dict[str, Any]:
-    """Of a path, or of a shipped one's name. Raises UserError."""
+    """Read a file, given by its path or by the name of a shipped one. Raises UserError."""
     path = find_ds_config(path)
     try:
         config = json.loads(
             path.read_text(encoding="utf-8"),
             object_pairs_hook=unique_keys,
-            parse_constant=finite,
-            parse_float=finite,
+            parse_constant=parse_finite,
+            parse_float=parse_finite,
         )
     except FileNotFoundError:
         names = ", ".join(sorted(shipped.stem for shipped in SHIPPED.glob("*.json")))
@@ -104,19 +102,19 @@ def read_ds_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def finite(text: str) -> float:
-    """Raises ValueError for NaN, Infinity and what exceeds all numbers: no other number would be equal to it."""
+def parse_finite(text: str) -> float:
+    """Raises ValueError for NaN and infinity, which could not be compared between ranks."""
     if not math.isfinite(value := float(text)):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for a key that stands twice: the last one would win."""
+    """Raises ValueError for a key that occurs twice; json would take the last one."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 
@@ -126,8 +124,8 @@ def resolve_ds_config(
     """DeepSpeed's config with every "auto" filled. Raises UserError naming every contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
-    _fill_sizes(resolved, recipe, world, problems)
-    _own(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
+    _fill_sizes(resolved, world, problems)
+    _set_owned(problems, resolved, "", "gradient_clipping", recipe.train.max_grad_norm, "train.max_grad_norm")
     _fill_optimizer(resolved, recipe, hardware, problems)
     _fill_scheduler(resolved, recipe, problems)
     zero = resolved.get("zero_optimization", {})
@@ -141,13 +139,13 @@ def resolve_ds_config(
     unfilled = [f"  {key}" for key in _autos(resolved)]
     if unfilled:
         lines = "\n".join(unfilled)
-        raise UserError(f'ds_config {path}: no recipe has a value for these; write one instead of "auto":\n{lines}')
+        raise UserError(f'ds_config {path}: the recipe has no value for these; write one instead of "auto":\n{lines}')
     problem = check_stage(stage_of(resolved), precision, recipe.train.compile)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
     resolved.setdefault("steps_per_print", None)
     resolved.setdefault("zero_allow_untested_optimizer", True)
-    for problem in rehearse(resolved):
+    for problem in validate_by_building(resolved):
         raise UserError(f"ds_config {path}: {problem}")
     node = zero.get("zero_hpz_partition_size", 1)
     if stage_of(resolved) == 3 and world % min(node, world):
@@ -158,8 +156,8 @@ def resolve_ds_config(
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
 
-def _own(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
-    """What the recipe's `field` says goes into a section; another value there is a problem."""
+def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: str, value: Any, field: str) -> None:
+    """Write the value of the recipe's `field` into a section; a different value there is a problem."""
     given = section.get(key, AUTO)
     if given not in (AUTO, value) or isinstance(given, bool):
         shown = repr(given) if isinstance(given, str) else given
@@ -167,14 +165,11 @@ def _own(problems: list[str], section: dict[str, Any], where: str, key: str, val
     section[key] = value
 
 
-def _fill_sizes(resolved: dict[str, Any], recipe: Recipe, world: int, problems: list[str]) -> None:
-    """Nominal: what DeepSpeed counts is a step of one pass on each rank."""
-    of_streams = [stream.samples for stream in recipe.streams.values()]
-    samples = sum(n or 0 for n in of_streams) if all(of_streams) else None  # those of `tokens` are not known here
+def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
+    """DeepSpeed counts a step as one pass on each rank, whatever the streams and rows are."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
-        given = resolved.get(key, AUTO)
-        if given != AUTO and not (key == "train_batch_size" and given == samples):
+        if (given := resolved.get(key, AUTO)) != AUTO:
             problems.append(f"{key} = {given}: {ROWS}")
         resolved[key] = n
 
@@ -182,13 +177,14 @@ def _fill_sizes(resolved: dict[str, Any], recipe: Recipe, world: int, problems: 
 def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware, problems: list[str]) -> None:
     optimizer = resolved.setdefault("optimizer", {"type": "AdamW"})
     kind = optimizer["type"].lower()
-    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ("adam", "adamw") else {})
-    _own(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
-    _own(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
-    takes = parameters(optimizer["type"]) or {}
+    params = optimizer.setdefault("params", {"torch_adam": True} if kind in ADAM else {})
+    _set_owned(problems, params, "optimizer.params.", "lr", recipe.train.lr, "train.lr")
+    _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
-        if params.get(key, AUTO) == AUTO and key in takes:
-            params[key] = list(takes[key]) if kind == "lion" else default
+        if params.get(key, AUTO) == AUTO:
+            params.pop(key, None)  # the optimizer has a default
+            if kind in ADAM:
+                params[key] = default
     if params.get("torch_adam") and "foreach" not in params:
         params.setdefault("fused", hardware.device in ("cuda", "cpu"))
 
@@ -206,11 +202,11 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
     }
     for key, (value, field) in owned.items():
         if key in params or key in takes:
-            _own(problems, params, "scheduler.params.", key, value, field)
+            _set_owned(problems, params, "scheduler.params.", key, value, field)
 
 
 def _autos(tree: Any, where: str = "") -> list[str]:
-    """Dotted names of the keys whose value is "auto"."""
+    """The dotted names of the keys whose value is "auto"."""
     if isinstance(tree, dict):
         return [name for key, value in tree.items() for name in _autos(value, f"{where}.{key}" if where else key)]
     return [where] if tree == AUTO else []
@@ -219,7 +215,7 @@ def _autos(tree: Any, where: str = "") -> list[str]:
 def _resolve_precision(
     resolved: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]
 ) -> tuple[str, list[str]]:
-    """Writes fp16.enabled and bf16.enabled. An explicit request is met or refused; "auto" falls back to fp32."""
+    """Write fp16.enabled and bf16.enabled. An explicit request is met or refused; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
     given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
     demanded = [name for name, enabled in given.items() if enabled is True]
@@ -230,23 +226,18 @@ def _resolve_precision(
         preferred = demanded or [name for name, enabled in given.items() if enabled == AUTO]
         precision = next((name for name in preferred if supported[name]), [*preferred, "fp32"][0])
         if not supported[precision] and not demanded:
-            notes = [f"precision: {precision} is not native on this {hardware.device}; training in fp32"]
+            notes = [f"precision: {precision} is not native on this {hardware.device}; this run trains in fp32"]
             precision = "fp32"
     else:
         notes, precision = [], wanted
-        problems += [
-            f"{name}.enabled = true contradicts the recipe's train.precision = {wanted}"
-            for name in demanded
-            if name != wanted
-        ]
-        problems += [
-            f"{name}.enabled = false contradicts the recipe's train.precision = {wanted}"
-            for name in ("fp16", "bf16")
-            if name == wanted and resolved.get(name, {}).get("enabled") is False
-        ]
+        for name in given:
+            enabled = resolved.get(name, {}).get("enabled", AUTO)
+            if enabled not in (AUTO, name == wanted):
+                shown = str(enabled).lower()
+                problems.append(f"{name}.enabled = {shown} contradicts the recipe's train.precision = {wanted}")
     if not supported[precision]:
         raise UserError(
-            f"precision {precision} was asked for, but this {hardware.device} has no native {precision}. "
+            f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
             f"Use train.precision auto, bf16 or fp32, or run on a device that has it"
         )
     for name in ("fp16", "bf16"):

@@ -9,12 +9,13 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import check_companions, gather_for_every_pass, stage_of
+from xscale.step.zero import check_auxiliary_states, gather_for_every_pass, stage_of
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     import deepspeed
 
+    _, ConfigError, _ = private.config_classes()
     private.pickle_stage_plainly()
     check_module(module, stage_of(ds_config))
     optimizer = ds_config["optimizer"]
@@ -26,7 +27,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
         private.import_muon_uncompiled()
     try:
         engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=ds_config)
-    except (ValueError, TypeError, NotImplementedError, AssertionError, private.config_classes()[1]) as error:
+    except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed does not take it: {error}") from error
     private.look_at_norm_alone(engine)
     if encoder := getattr(module, "encoder", None):
@@ -35,7 +36,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
 
 
 def check_module(module: nn.Module, stage: int) -> None:
-    """Raises UserError where ZeRO's stage cannot train it."""
+    """Raises UserError if the ZeRO stage cannot train the module."""
     if isinstance(module, StepModule):
         comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
-        check_companions(stage, [*module.companions, *comparing])
+        check_auxiliary_states(stage, [*module.auxiliary_states, *comparing])

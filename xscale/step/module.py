@@ -1,6 +1,6 @@
-"""The module that DeepSpeed wraps: from a row of tokens of all streams to its loss.
+"""The module that DeepSpeed wraps. It computes the loss of a packed row of all streams.
 
-One pass through the encoder, one gather of all states that losses read, one call of the vocabulary head.
+It makes one pass through the encoder, one gather of all states that losses read, and one call of the vocabulary head.
 
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
@@ -14,49 +14,47 @@ from torch.utils._pytree import tree_leaves
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.row import Inputs, Row
+from xscale.data.packed_row import Inputs, PackedRow
 from xscale.errors import blaming
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, take_over
-from xscale.objectives import OBJECTIVES, Companion, Losses, Parts, Prediction, Scheduled
+from xscale.objectives import OBJECTIVES, AuxiliaryState, Losses, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
 Weights = dict[tuple[str, str], float]
-"""(stream, term) -> what the step's loss multiplies the sum over the term's targets with."""
-
-
+"""(stream, term) -> the factor of the term's sum over targets in the loss of the step."""
 States = dict[str, dict[str, Tensor]]
 """Stream -> name -> states."""
 
 
 class Reported(NamedTuple):
-    """A number of a row that only somebody who looks at the metrics reads."""
+    """The key of a number that a row reports for the metrics."""
 
     name: str
-    """"loss" or a metric's."""
+    """"loss", or the name of a metric."""
     stream: str
     term: str
-    """By whose targets it is divided."""
+    """The term whose targets divide the number."""
     language: str = ""
-    """Or pair, where the number is of its targets alone."""
+    """The language or pair that the number is limited to."""
 
 
 class StepModule(nn.Module):
-    """What DeepSpeed wraps: the encoder, the objectives' own heads, and the way from a row to its loss."""
+    """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
-        """kept: heads to start from, where a stream's objective is theirs."""
+        """kept: trained heads by stream, which replace fresh ones if the objective is the same."""
         super().__init__()
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
         self.heads = nn.ModuleDict()
-        self.companions: dict[str, Companion] = {}
-        """Not modules: DeepSpeed must neither cast nor save them."""
+        self.auxiliary_states: dict[str, AuxiliaryState] = {}
+        """States without an optimizer. They are not submodules, because DeepSpeed must neither cast nor save them."""
         self.streams = {name: (OBJECTIVES[stream.objective], stream.options) for name, stream in recipe.streams.items()}
         self.reported: list[Reported] = []
-        """What `forward` reports, in its order; the same for every row."""
+        """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
-        """Lines about the heads that were taken over."""
+        """Lines about trained heads that replaced fresh ones."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
@@ -66,12 +64,12 @@ class StepModule(nn.Module):
                 self.heads[name] = heads
                 note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
-            with self.blaming(name, "companion"):
-                companion = objective.companion and objective.companion(encoder, heads, options)
-            if companion is not None:
-                if isinstance(companion, Scheduled):
-                    companion.steps = recipe.train.steps
-                self.companions[name] = companion
+            with self.blaming(name, "auxiliary_state"):
+                auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)
+            if auxiliary_state is not None:
+                if isinstance(auxiliary_state, Scheduled):
+                    auxiliary_state.steps = recipe.train.steps
+                self.auxiliary_states[name] = auxiliary_state
         if recipe.train.activation_checkpointing:
             encoder.checkpoint_activations()
         if recipe.train.compile:
@@ -79,35 +77,37 @@ class StepModule(nn.Module):
         self.train()  # from_pretrained leaves a model without dropout
 
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
-        """Around a call of a function of the stream's objective."""
-        objective = next((name for name, of in OBJECTIVES.items() if of is self.streams[stream][0]), "?")
+        """Errors within name the stream, the objective and its function."""
+        objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")
         return blaming(f"streams.{stream}, objective {objective}: {function}")
 
     def parts(self, stream: str) -> Parts:
         heads = dict(self.heads.items()).get(stream)
-        return Parts(self.encoder, heads, self.companions.get(stream))
+        return Parts(self.encoder, heads, self.auxiliary_states.get(stream))
 
-    def companion_bytes(self) -> int:
-        """Size of the companions' tensors."""
-        leaves = tree_leaves([companion.state_dict() for companion in self.companions.values()])
+    def auxiliary_bytes(self) -> int:
+        """The size of the auxiliary states' tensors."""
+        leaves = tree_leaves([auxiliary_state.state_dict() for auxiliary_state in self.auxiliary_states.values()])
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
-    def read_beside(self, inputs: Inputs) -> States:
-        """What the companions make of a row."""
+    def read_auxiliary(self, inputs: Inputs) -> States:
+        """The states that auxiliary states compute from their own inputs of a row."""
         return {
-            stream: {"beside": self.companions[stream].read(self.encoder, tokens, index, inputs.arrays[stream])}
-            for stream, (tokens, index) in inputs.beside.items()
+            stream: {
+                "auxiliary": self.auxiliary_states[stream].read(self.encoder, tokens, index, inputs.arrays[stream])
+            }
+            for stream, (tokens, index) in inputs.auxiliary.items()
         }
 
-    def read(self, row: Row, inputs: Inputs) -> States:
-        """The states that losses read [S, H]."""
+    def read(self, row: PackedRow, inputs: Inputs) -> States:
+        """The encoder's states that losses read [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
         sizes = [n for reads in row.states.values() for n in reads.values()]
         states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
         return {stream: {name: next(states) for name in reads} for stream, reads in row.states.items()}
 
-    def vectors(self, row: Row, inputs: Inputs) -> dict[str, Tensor]:
-        """What other rows of the step read of this one, by stream [n, D]."""
+    def vectors(self, row: PackedRow, inputs: Inputs) -> dict[str, Tensor]:
+        """The vectors of this row that other rows of the step read, by stream [n, D]."""
         states, found = self.read(row, inputs), dict[str, Tensor]()
         for stream, (objective, options) in self.streams.items():
             if objective.vectors:
@@ -118,12 +118,12 @@ class StepModule(nn.Module):
         return found
 
     def forward(
-        self, row: Row, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
+        self, row: PackedRow, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
     ) -> tuple[Tensor, Tensor]:
-        """The row's loss, and the numbers that `reported` names [K], without gradient.
+        """The row's loss, and the numbers that `reported` names, without gradient [K].
 
-        inputs: row.inputs on the device; more: states that are not of the row, such as read_beside's; weights_M: of
-        each prediction, as a share of `largest`.
+        inputs: row.inputs on the device. more: states from elsewhere, such as those of auxiliary states. weights_M: the
+        weight of each prediction, divided by `largest`.
         """
         states = self.read(row, inputs)
         predictions: list[tuple[str, Prediction]] = []
@@ -147,21 +147,20 @@ class StepModule(nn.Module):
                     loss = loss + weights[stream, term] * value
             numbers |= {Reported(name, stream, term): value for name, (value, term) in losses.metrics.items()}
         predicted, of_predictions, of_names = self.predict(row, predictions, inputs, weights_M, largest)
-        told_apart = [Reported("loss", *name) for name in row.names]
-        self.reported = [*of_predictions, *numbers, *told_apart]
+        self.reported = [*of_predictions, *numbers, *(Reported("loss", *name) for name in row.names)]
         others = [value.reshape(1).to(loss.dtype) for value in numbers.values()]
         return loss + predicted, torch.cat([*of_predictions.values(), *others, of_names])
 
     def predict(
         self,
-        row: Row,
+        row: PackedRow,
         predictions: list[tuple[str, Prediction]],
         inputs: Inputs,
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
-        """One call of the vocabulary head. Also for no places: rows of a recipe that predicts all touch its weights.
-        Last, the sums of losses of each of row.names."""
+        """Call the vocabulary head once for all predictions of the row, also if there are none: all ranks use its
+        weights. Returns the loss, sums by key, and the sums of losses of each of row.names."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
@@ -176,25 +175,26 @@ class StepModule(nn.Module):
         return loss, found, sums[:-1]
 
 
-def check_losses(losses: Losses, stream: str, row: Row, weights: Weights) -> None:
-    """Raises ValueError for what the step's loss could not be made of."""
+def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) -> None:
+    """Raises ValueError if an objective's result does not fit its stream batch."""
     if not isinstance(losses, Losses):
         raise ValueError(f"returned {type(losses).__name__}, not Losses (xscale/objectives/base.py)")
     labels = {term: n for (of, term), n in row.predictions.items() if of == stream}
     predicted = {prediction.term: len(prediction.features_MH) for prediction in losses.predictions}
     if list(predicted.items()) != list(labels.items()):
-        raise ValueError(f"predicts {predicted}, and the piece has labels {labels}: terms in this order, rows of each")
+        raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
     for term, value in losses.sums.items():
         if (stream, term) not in weights:
             raise ValueError(f"sums has {term!r}, none of the objective's terms")
-        if value.numel() != 1:
-            raise ValueError(
-                f"sums[{term!r}] has shape {list(value.shape)}; it is one number, the sum over the targets"
-            )
+        check_scalar(f"sums[{term!r}]", value)
     for name, (value, term) in losses.metrics.items():
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
         if (stream, term) not in row.targets:
-            raise ValueError(f"metric {name} is divided by {term!r}, which the piece's targets do not have")
-        if value.numel() != 1:
-            raise ValueError(f"metric {name} has shape {list(value.shape)}; it is one number, a sum over the targets")
+            raise ValueError(f"metric {name} is divided by {term!r}, which collate's targets do not have")
+        check_scalar(f"metric {name}", value)
+
+
+def check_scalar(name: str, value: Tensor) -> None:
+    if value.numel() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}; it must be one number, the sum over the targets")

@@ -1,4 +1,4 @@
-"""The optimizer step: a forward and backward pass for each row, one reduction over ranks, one update.
+"""The optimizer step: a forward and backward pass for each packed row, one reduction over ranks, one update.
 
 Shape letters: N tokens of a row, S states that losses read, M predictions, K reported numbers, H hidden width.
 """
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from xscale import rng
 from xscale.config import Recipe
-from xscale.data.row import Inputs, Row
+from xscale.data.packed_row import Inputs, PackedRow
 from xscale.objectives import OBJECTIVES, Gathering
 from xscale.step.module import Reported, StepModule, Weights
 from xscale.step.zero import one_reduction, take_step
@@ -24,15 +24,15 @@ from xscale.step.zero import one_reduction, take_step
 
 @dataclass
 class StepSums:
-    """Sums over the targets of one optimizer step on this rank, kept on the device until somebody looks."""
+    """Sums over this rank's targets of one optimizer step. They stay on the device until metrics are written."""
 
     reported: list[Reported]
     values_K: Tensor
     own_s: Callable[[], float]
-    """Seconds of this rank's own passes, until gradients are reduced; to be asked once the device has done them."""
+    """Returns the seconds that this rank's passes took, without the reduction. It waits for the device."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Metrics by name, of the sums over all ranks and the targets of all ranks."""
+        """Metrics by name. totals_K and targets: sums over all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language:
@@ -55,8 +55,8 @@ class StepSums:
     def by_language(
         self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]
     ) -> dict[str, float]:
-        """Such as loss/mlm/en and count/mlm/en, and too_long/tlm/de-en, the share of its pairs over max_length: of the
-        languages that the step has. counts: of all ranks."""
+        """Metrics of the languages and pairs in the step: loss/mlm/en, count/mlm/en, and too_long/tlm/de-en, the share
+        of pairs over data.max_length. totals_K and counts: sums over all ranks."""
         sums, found = dict(zip(self.reported, totals_K, strict=True)), dict[str, float]()
         for (stream, what, language), count in counts.items():
             if not count or what == "drawn":
@@ -72,17 +72,17 @@ class StepSums:
 
 
 class RowPass:
-    """A row on the device, ready for forward passes, each with the same dropout."""
+    """A row on the device. Each forward pass draws the same dropout masks."""
 
-    def __init__(self, module: StepModule, row: Row, device: torch.device, seed: tuple[str | int, ...]):
-        """seed: of all that is drawn for the row."""
+    def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
+        """seed: the seed of everything random about the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
-        torch.manual_seed(rng.torch_seed("beside", *seed))
-        self.more = module.read_beside(self.inputs)
+        torch.manual_seed(rng.torch_seed("beside", *seed))  # the text is part of the seed
+        self.more = module.read_auxiliary(self.inputs)
 
     def vectors(self, module: StepModule) -> dict[str, Tensor]:
-        """What other rows of the step read of this one, by stream [n, D]; as the forward pass will make it."""
+        """The vectors of this row that other rows of the step read, by stream [n, D]."""
         torch.manual_seed(rng.torch_seed("dropout", *self.seed))
         return {stream: vectors_ND.detach() for stream, vectors_ND in module.vectors(self.row, self.inputs).items()}
 
@@ -99,7 +99,7 @@ class RowPass:
 def optimizer_step(
     engine: Any,
     recipe: Recipe,
-    rows: list[Row],
+    rows: list[PackedRow],
     totals: dict[tuple[str, str], int],
     *,
     step: int,
@@ -107,13 +107,13 @@ def optimizer_step(
     world: int,
     measure: bool = False,
 ) -> tuple[StepSums, dict[str, Tensor]]:
-    """One optimizer step: a forward and backward pass for each row, one reduction over ranks, one update.
+    """Train on the rows of one step.
 
     The step's loss is sum over streams of weight * sum over terms of factor * (sum over targets / targets of all
-    ranks). DeepSpeed divides gradients by the number of ranks; the weights are multiplied by it.
+    ranks). DeepSpeed divides gradients by the number of ranks, so the weights are multiplied by it.
 
-    totals: targets of all ranks by (stream, term). Returns this rank's sums, and where `measure` each stream's gradient
-    norm.
+    totals: the targets of all ranks by (stream, term). Returns this rank's sums and, if `measure`, the gradient norm of
+    each stream.
     """
     weights = step_weights(recipe, totals, step)
     passes = [
@@ -125,7 +125,7 @@ def optimizer_step(
     undo_mean = {term: world * weight for term, weight in weights.items()}
     values_K: Tensor | None = None
     reported: list[Reported] = []
-    stop = stopwatch(engine.device)
+    watch = Stopwatch(engine.device)
     with one_reduction(engine):
         for row_pass in passes:
             loss, reported_K = row_pass(engine, undo_mean)
@@ -134,20 +134,22 @@ def optimizer_step(
             reported_K = reported_K.double() if reported_K.device.type == "cpu" else reported_K
             values_K = reported_K if values_K is None else values_K + reported_K
             engine.backward(loss)
-        own_s = stop()
+        watch.stop()
     applied = take_step(engine)
-    for companion in engine.module.companions.values():
-        companion.update(applied=applied)
+    for auxiliary_state in engine.module.auxiliary_states.values():
+        auxiliary_state.update(applied=applied)
     assert values_K is not None
-    return StepSums(engine.module.reported, values_K, own_s), norms
+    return StepSums(engine.module.reported, values_K, watch.seconds), norms
 
 
 @torch.no_grad()
 def measure_rows(
-    engine: Any, recipe: Recipe, rows: list[Row], *, rank: int, note: Callable[[], None] = lambda: None
+    engine: Any, recipe: Recipe, rows: list[PackedRow], *, rank: int, note: Callable[[], None] = lambda: None
 ) -> StepSums:
-    """This rank's sums of rows that nothing is learnt from: no dropout, no smoothing. Nothing of the training changes.
-    recipe: the rows' streams; all ranks have as many rows. note: called before each."""
+    """This rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
+
+    recipe: a recipe with the streams of the rows. All ranks must have equally many rows. note: called before each row.
+    """
     module, encoder = engine.module, engine.module.encoder
     kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
     module.eval()
@@ -170,40 +172,41 @@ def measure_rows(
         encoder.label_smoothing, encoder.z_loss = kept
 
 
-def stopwatch(device: torch.device) -> Callable[[], Callable[[], float]]:
-    """Starts it; the first call stops it, the second reads it. On CUDA it runs in the device's time, waiting for
-    nothing."""
-    if device.type != "cuda":
-        started = time.perf_counter()
+class Stopwatch:
+    """The time from its making to `stop`. On CUDA it is the time of the device, and only `seconds` waits for it."""
 
-        def stop() -> Callable[[], float]:
-            seconds = time.perf_counter() - started
-            return lambda: seconds
+    def __init__(self, device: torch.device):
+        self.on_cuda = device.type == "cuda"
+        self.first = self.last = self._now()
 
-        return stop
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
+    def _now(self) -> Any:
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def record() -> Callable[[], float]:
-        last.record()
-        return read
+    def stop(self) -> None:
+        self.last = self._now()
 
-    def read() -> float:
-        last.synchronize()
-        return first.elapsed_time(last) / 1000
-
-    return record
+    def seconds(self) -> float:
+        if not self.on_cuda:
+            return self.last - self.first
+        self.last.synchronize()
+        return self.first.elapsed_time(self.last) / 1000
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
-    """Give the rows of objectives that compare samples of the whole step its vectors, of all ranks; and companions.
+    """Give each row the vectors of all rows and ranks, for objectives that compare the samples of a whole step.
+    Auxiliary states gather, too.
 
-    All of them are kept without gradient; in a row's forward pass its own take their place (module.py). The sum of the
-    rows' gradients is then that of the whole step at once (as in GradCache, Gao et al. 2021).
+    These vectors have no gradient. In a row's forward pass, its own vectors are computed again with gradient
+    (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
+    2021).
     """
-    for companion in module.companions.values():
-        if isinstance(companion, Gathering):
-            companion.gather()
+    for auxiliary_state in module.auxiliary_states.values():
+        if isinstance(auxiliary_state, Gathering):
+            auxiliary_state.gather()
     if not any(objective.vectors for objective, _ in module.streams.values()):
         return
     found = [row_pass.vectors(module) for row_pass in passes]
@@ -217,7 +220,7 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
 
 
 def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
-    """All ranks' rows, in the order of ranks, and where this rank's begin."""
+    """The rows of all ranks in the order of ranks, and the place where this rank's begin."""
     if not dist.is_initialized():
         return mine_ND, 0
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
@@ -232,7 +235,7 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 
 def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """What divides a term."""
+    """The count that divides a term."""
     objective = recipe.streams[stream].objective
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:
@@ -250,7 +253,7 @@ def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) 
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
-    """L2 norm of each stream's share of the step's gradient, before clipping: passes with all other weights at 0."""
+    """The L2 norm of each stream's part of the gradient, before clipping, by passes with all other weights at 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}
@@ -268,8 +271,8 @@ def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict
 
 
 def to_device(inputs: Inputs, device: torch.device) -> Inputs:
-    """The arrays as tensors on the device, but for Tokens.lengths, which the host reads."""
-    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.beside.values()))}
+    """Copy the arrays to the device as tensors, except Tokens.lengths, which the host reads."""
+    on_host = {id(tokens.lengths) for tokens in (inputs.tokens, *(tokens for tokens, _ in inputs.auxiliary.values()))}
     leaves, spec = tree_flatten(inputs)
     moving = [isinstance(leaf, np.ndarray) and id(leaf) not in on_host for leaf in leaves]
     moved = copy_at_once([leaf for leaf, moves in zip(leaves, moving, strict=True) if moves], device)
@@ -278,16 +281,16 @@ def to_device(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def copy_at_once(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """To a GPU by one pinned buffer, one copy that the host does not wait for."""
+    """Copy arrays to the device. A GPU gets them in one pinned buffer, and the host does not wait."""
     return map(torch.from_numpy, arrays) if device.type == "cpu" else by_one_buffer(arrays, device)
 
 
 def by_one_buffer(arrays: list[np.ndarray], device: torch.device) -> Iterator[Tensor]:
-    """Each begins at a multiple of 16 bytes."""
+    """Copy arrays in one buffer, in which each begins at a multiple of 16 bytes."""
     sizes = [-(-array.nbytes // 16) * 16 for array in arrays]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    for piece, array in zip(buffer.split(sizes), arrays, strict=True):
-        piece.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
+    for part, array in zip(buffer.split(sizes), arrays, strict=True):
+        part.numpy()[: array.nbytes] = array.reshape(-1).view(np.uint8)
     moved = buffer.to(device, non_blocking=True).split(sizes)
-    for piece, array in zip(moved, arrays, strict=True):
-        yield piece[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+    for part, array in zip(moved, arrays, strict=True):
+        yield part[: array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)

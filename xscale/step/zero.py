@@ -1,7 +1,7 @@
-"""All that ZeRO's stages ask for: what they refuse, whole weights, and one reduction of a step's gradients.
+"""The rules of ZeRO's stages: what they cannot train, whole weights, and the one reduction of a step's gradients.
 
-A step is R rows, R the same on all ranks and free to change from step to step, so `gradient_accumulation_steps` is 1
-and DeepSpeed divides gradients by the number of ranks alone:
+A step has R rows. R is the same on all ranks and may change from step to step, so `gradient_accumulation_steps` is 1,
+and DeepSpeed divides gradients by the number of ranks only:
 
     with one_reduction(engine):
         for row in rows:
@@ -9,9 +9,9 @@ and DeepSpeed divides gradients by the number of ranks alone:
             engine.backward(loss * world)
     engine.step()
 
-The module returns its loss as a tensor within a tuple: from hooks on returned tensors DeepSpeed clears the last pass's
-gradients. These hooks are for `engine.backward` alone; whoever differentiates for another purpose, a gradient norm,
-calls `engine.module(row)` instead of `engine(row)`.
+The module must return its loss as a tensor in a tuple, because DeepSpeed clears the gradients of the last pass in hooks
+on returned tensors. These hooks work with `engine.backward` only. To differentiate for another purpose, such as a
+gradient norm, call `engine.module(row)` instead of `engine(row)`.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,24 +32,22 @@ def stage_of(ds_config: dict[str, Any]) -> int:
 
 
 def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
-    """What is wrong with training so, and what to do instead."""
+    """Return why this stage cannot train so, and what to do instead; None if it can."""
     if precision != "fp32" and stage == 0:
-        problem = "where DeepSpeed does not scale the loss; set zero_optimization.stage to 1 or 2"
-        return f"{precision} at ZeRO stage 0, {problem}"
+        return f"{precision} does not work at ZeRO stage 0; set zero_optimization.stage to 1 or 2"
     if stage >= 3 and compiles:
         return (
-            "ZeRO stage 3 gathers weights layer by layer, which train.compile = true cannot follow; take stage 2, or "
-            "train.compile=false"
+            "ZeRO stage 3 gathers weights layer by layer, and cannot be compiled; use stage 2, or train.compile=false"
         )
     return None
 
 
-def check_companions(stage: int, companions: Iterable[str]) -> None:
-    """Raises UserError at stage 3 for streams that read whole weights outside of the engine's own pass."""
-    for stream in companions if stage >= 3 else ():
+def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
+    """Raises UserError at stage 3 for streams that read whole weights outside of the engine's forward pass."""
+    for stream in auxiliary_states if stage >= 3 else ():
         raise UserError(
-            f"streams.{stream} has a momentum encoder or compares samples of the whole step, which takes whole "
-            f"weights; ZeRO stage 3 cuts them up. Use a ds_config of stage 2 or lower"
+            f"streams.{stream} has a momentum encoder or compares samples of the whole step, which needs whole "
+            f"weights; ZeRO stage 3 partitions them. Use a ds_config of stage 2 or lower"
         )
 
 
@@ -57,13 +55,13 @@ def check_companions(stage: int, companions: Iterable[str]) -> None:
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """Stage 3 cuts them up."""
+    """Whether each rank has all weights; stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
 @contextmanager
 def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
-    """A weight of the module, to be read. All ranks call it together."""
+    """A weight of the module, whole and to be read only. All ranks call it together."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
@@ -71,11 +69,11 @@ def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
 
 
 def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
-    """Tell stage 3 of weights that a pass reads without calling the module that owns them. Before the first pass.
+    """Register weights that a pass reads without calling the module that owns them, at stage 3, before the first pass.
 
-    DeepSpeed finds them by itself, but only in a pass before which they are not whole. Small weights are whole but
-    after a skipped step, and one found then is missing from the order in which DeepSpeed fetches weights: it stops
-    with "tracing error".
+    DeepSpeed finds such weights by itself only if they are partitioned before a pass. Small weights are partitioned
+    only after a skipped step. A weight found then is missing from the order in which DeepSpeed fetches weights, and
+    DeepSpeed stops with "tracing error".
     """
     if engine.zero_optimization_stage() < 3:
         return
@@ -90,31 +88,31 @@ def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_reduction(engine: Any) -> Iterator[None]:
-    """Backward passes within keep their gradients on this rank; at its end their sums are reduced, each bucket once.
+    """Backward passes within keep their gradients on this rank. At the end the sums are reduced, each bucket once.
 
-    Stages 1 to 3 have `coalesce_grad_reduction` for it (without, 2 and 3 reduce after every pass). Stage 0 and
-    BF16_Optimizer do not take it: they reduce when told to.
+    Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
+    and BF16_Optimizer do not support it, and reduce on request.
     """
-    when_told = reduces_when_told(engine)
-    with engine.no_sync() if when_told else engine.coalesce_grad_reduction():
+    on_request = reduces_on_request(engine)
+    with engine.no_sync() if on_request else engine.coalesce_grad_reduction():
         try:
             yield
             zeros_for_missing(engine)
         except BaseException:
-            # coalesce_grad_reduction reduces on the way out of an exception too. Without gradients there is nothing
-            # to reduce: no collective waits for ranks that are elsewhere, and the exception is what is seen.
+            # coalesce_grad_reduction reduces after an exception, too. Without gradients there is nothing to reduce, so
+            # that no collective waits for ranks that are elsewhere, and the exception gets out.
             private.drop_gradients(engine.module)
             raise
-    if when_told:
+    if on_request:
         engine.allreduce_gradients()
     private.join_reduced(engine)
 
 
 def take_step(engine: Any) -> bool:
-    """The update, unless the reduced gradient is not finite. Returns whether weights have changed.
+    """Update the weights unless the reduced gradient is not finite. Returns whether the weights have changed.
 
-    DeepSpeed looks before it updates at stages 1 to 3; at stage 0 it does not. Raises NotFinite where fp16 has no
-    smaller loss scale left.
+    At stages 1 to 3 DeepSpeed checks the gradient; at stage 0 it does not. Raises NotFinite if fp16 has no smaller loss
+    scale left.
     """
     if engine.zero_optimization_stage() == 0:
         gradients = [weight.grad for weight in engine.module.parameters() if weight.grad is not None]
@@ -133,17 +131,17 @@ def take_step(engine: Any) -> bool:
     return engine.skipped_steps == skipped
 
 
-def reduces_when_told(engine: Any) -> bool:
-    """Stage 0, and what DeepSpeed takes for stage 1 in bf16 with gradients accumulated in fp32."""
+def reduces_on_request(engine: Any) -> bool:
+    """Stage 0 does, and so does BF16_Optimizer, which DeepSpeed uses at stage 1 in bf16 with gradients in fp32."""
     return engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
 
 
 def zeros_for_missing(engine: Any) -> None:
-    """Give every trainable weight that no pass of this rank has used a gradient of zeros.
+    """Give a gradient of zeros to every trainable weight that no pass of this rank has used.
 
-    Left out, a weight that only some ranks use shifts the buckets of the others against each other; one that no rank
+    Without it, a weight that only some ranks use shifts the ranks' buckets against each other; a weight that no rank
     uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer neither counts nor clips
-    gradients of weights that this very rank has not used.
+    gradients of weights that this rank has not used.
     """
     if missing := private.without_gradient(engine):
         with private.gradients_by_hand(engine):
@@ -152,7 +150,7 @@ def zeros_for_missing(engine: Any) -> None:
 
 
 def set_zeros(weight: nn.Parameter) -> None:
-    """weight.grad = zeros, also where stage 3 has left an empty tensor of the weight, which autograd would compare."""
+    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor, whose shape autograd would compare."""
     data = weight.data
     weight.data = torch.zeros(private.whole_shape(weight), dtype=data.dtype, device=data.device)
     weight.grad = torch.zeros_like(weight.data)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xscale import files, ranks
-from xscale.errors import NotFinite, UserError, of_machine, run_command
+from xscale.errors import NotFinite, UserError, report_environment_error, run_command
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
 from xscale.eval.finetune.task import Data, Encoding, Task
@@ -25,7 +25,7 @@ from xscale.eval.finetune.tuning import Padded, Settings, Tuner, quiet
 from xscale.eval.model import Exported, write_json
 from xscale.models.build import positions
 from xscale.plugins import load_plugins
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
 
 TASKS: dict[str, Task] = {
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UserError) else 3
     except OSError as error:
-        return of_machine(error)
+        return report_environment_error(error)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -143,7 +143,7 @@ def measure(args: argparse.Namespace, process: Process) -> None:
         raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
     plan = trainings(task, train, translated, tests, source, args.code_switch)
     ranks.start(process)  # before the model: it says which device is a rank's
-    control = Control()
+    control = HostGroup()
     model = Exported(args.model)
     tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
     locks: list[Any] = []
@@ -176,7 +176,9 @@ def take_work(work: Path) -> files.Lock:
     return lock
 
 
-def make_tuner(args: argparse.Namespace, model: Exported, task: Task, control: Control, languages: list[str]) -> Tuner:
+def make_tuner(
+    args: argparse.Namespace, model: Exported, task: Task, control: HostGroup, languages: list[str]
+) -> Tuner:
     quiet()
     if args.batch % control.size:
         raise UserError(f"--batch {args.batch} is not a multiple of the {control.size} ranks")

@@ -26,7 +26,7 @@ def complete(kept: Path, encoding: Encoding) -> None:
     """Makes of what the Trainer saved a folder to publish: with the tokenizer, without its pickled arguments."""
     encoding.tokenizer.hf.save_pretrained(kept)
     (kept / "training_args.bin").unlink(missing_ok=True)
-    files.as_by_anyone(kept)
+    files.apply_umask(kept)
 
 
 class Training(NamedTuple):

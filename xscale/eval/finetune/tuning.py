@@ -22,7 +22,7 @@ from xscale.data.sequences import join_segments
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune.task import Feature, Task
 from xscale.eval.model import Exported
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 
 PREDICTED_AT_ONCE = 64
 """Sequences of a batch that is only predicted, on each rank."""
@@ -86,7 +86,7 @@ class Tuner:
     settings: Settings
     ds_config: dict[str, Any] | None
     batches: Padded
-    control: Control
+    control: HostGroup
     tell: Callable[[str], None]
 
     def fit(self, units: list[list[Feature]], labels: list[str], seed: int, name: str) -> transformers.Trainer:

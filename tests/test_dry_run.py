@@ -9,21 +9,21 @@ import pytest
 from data_tools import write_shards
 from data_tools.ranks import Ranks
 from tests import launch
+from xscale import dry_run as planning
 from xscale.data.mixture import FIT_SAMPLES, initial_state
-from xscale.data.row import Work
+from xscale.data.packed_row import Work
 from xscale.data.shards import Source
+from xscale.dry_run import dry_run
 from xscale.ranks import Process
-from xscale.run import forecast
-from xscale.run.describe import dry_run
-from xscale.run.job import Job
+from xscale.run.run_spec import RunSpec
 from xscale.step import cost
 
 ALONE = Process(0, 1, 0, 1)
 
 
-def job_of(demo: Path, recipe: str, *sets: str) -> Job:
+def run_spec_of(demo: Path, recipe: str, *sets: str) -> RunSpec:
     words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo), "--set"]
-    return launch.job_of([*words, "data.workers=0", "model.preset=tiny", *sets])
+    return launch.run_spec_of([*words, "data.workers=0", "model.preset=tiny", *sets])
 
 
 def numbers(line: str) -> list[float]:
@@ -32,18 +32,18 @@ def numbers(line: str) -> list[float]:
 
 def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Records by language, and epochs, are those that the first steps consume."""
-    job = job_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
-    monkeypatch.setattr(forecast, "FIT_SAMPLES", 50 * 8)
+    run_spec = run_spec_of(demo, "xlm", "streams.mlm.samples=20", "streams.tlm.samples=30", "train.steps=500")
+    monkeypatch.setattr(planning, "FIT_SAMPLES", 50 * 8)
     assert FIT_SAMPLES > 50 * 8
     found: Counter[str] = Counter()
-    for batch in job.batches(ALONE, "cpu", initial_state(job.specs), 8):
+    for batch in run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 8):
         for stream, keys in batch.keys().items():
             found.update(f"{stream} {key.split('-0')[0].rpartition('.')[2]}" for key in keys)
-    lines = list(forecast.draws(job))
-    assert len(lines) == len(found) == sum(len(spec.sources) for spec in job.specs)
-    records = {source.name: source.records for source in job.sources}
+    lines = [line for line in planning.sampling_lines(run_spec) if line.startswith("  ")]
+    assert len(lines) == len(found) == sum(len(spec.sources) for spec in run_spec.specs)
+    records = {source.name: source.records for source in run_spec.sources}
     for line in lines:
-        _, stream, source, *_ = line.split()
+        stream, _, _, source, *_ = line.split()
         drawn = found[f"{stream} {source}"] / 8
         _, of_step, epochs, _ = numbers(line.partition(source)[2])
         assert of_step == pytest.approx(drawn, abs=0.1)
@@ -53,19 +53,19 @@ def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens and FLOPs are those of the first step, and of a large one by a part of it; PPA's prefill is that of the
     pairs that it reads."""
-    job = job_of(demo, "ppa", "streams.ppa.samples=64", "streams.ppa.queue_size=256")
-    module = job.module()
-    (batch,) = job.batches(ALONE, "cpu", initial_state(job.specs), 1)
+    run_spec = run_spec_of(demo, "ppa", "streams.ppa.samples=64", "streams.ppa.queue_size=256")
+    module = run_spec.module()
+    (batch,) = run_spec.batches(ALONE, "cpu", initial_state(run_spec.specs), 1)
     flops = cost.StepFlops(module.encoder).flops(batch.work())
-    step, before = forecast.computed(job, module, world=8)
+    step, before = planning.work_lines(run_spec, module, world=8)
     tokens, total, *_, on_each = numbers(step)
     assert tokens == batch.work().tokens
     assert (total, on_each) == pytest.approx((sum(flops.values()), sum(flops.values()) / 8), rel=6e-3)
-    assert numbers(before)[2] == pytest.approx(4 * flops["beside"], rel=6e-3) and "the text of 4 steps" in before
-    monkeypatch.setattr(forecast, "READ", 16)
-    (spec,) = job.specs
-    assert forecast.work_of(job, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
-    assert isinstance(forecast.work_of(job, spec), Work)
+    assert numbers(before)[3] == pytest.approx(4 * flops["auxiliary"], rel=6e-3) and "the text of 4 steps" in before
+    monkeypatch.setattr(planning, "READ", 16)
+    (spec,) = run_spec.specs
+    assert planning.work_of(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
+    assert isinstance(planning.work_of(run_spec, spec), Work)
 
 
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])
@@ -96,8 +96,8 @@ def test_ranks_are_for_plans(capsys: pytest.CaptureFixture) -> None:
 
 def test_what_a_ring_sends() -> None:
     """Of two ranks each sends half of the numbers and gets the other half, twice for an all-reduce."""
-    assert cost.sent("all_reduce", 8e6, 2) == 8e6 and cost.sent("all_gather", 8e6, 2) == 4e6
-    assert cost.sent("reduce_scatter", 8e6, 4) == 6e6 and cost.sent("all_reduce", 8e6, 1) == 0
+    assert cost.bytes_sent("all_reduce", 8e6, 2) == 8e6 and cost.bytes_sent("all_gather", 8e6, 2) == 4e6
+    assert cost.bytes_sent("reduce_scatter", 8e6, 4) == 6e6 and cost.bytes_sent("all_reduce", 8e6, 1) == 0
 
 
 def test_a_pair_has_one_name_and_ppa_its_keys(demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

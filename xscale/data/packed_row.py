@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xscale.data.piece import Piece, Reads, Types
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Sequences
+from xscale.data.stream_batch import Reads, StreamBatch, Types
 
 Index = tuple[Any, Any, Any, Any]
 """What ops.alignment_gather reads, int32: offsets [S + 1] and places [K] of each state, offsets [N + 1] and states [K]
@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
     """Which of Row.names each prediction is of [M], int64; their number: none."""
     arrays: dict[str, dict[str, Any]]
     """Stream -> what else its loss reads."""
-    beside: dict[str, tuple[Tokens, Index]]
+    auxiliary: dict[str, tuple[Tokens, Index]]
     """Stream -> what its companion's encoder reads, and what ops.alignment_gather reads of the states that it gives."""
 
 
@@ -65,12 +65,12 @@ class Work(NamedTuple):
     tokens: int = 0
     squares: int = 0
     predictions: int = 0
-    beside_tokens: int = 0
-    beside_squares: int = 0
+    auxiliary_tokens: int = 0
+    auxiliary_squares: int = 0
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     inputs: Inputs
     states: dict[str, dict[str, int]]
     """Stream -> name -> number of states, in the order of `inputs.gather`."""
@@ -90,16 +90,16 @@ class Row:
     """Stream -> keys of its records, in the order in which they were drawn."""
 
 
-def make_row(
-    pieces: dict[str, Piece],
+def pack_row(
+    stream_batches: dict[str, StreamBatch],
     longest: int,
     filler: int,
     shape: Shape | None = None,
     names: dict[str, tuple[str, ...]] | None = None,
-) -> Row:
+) -> PackedRow:
     """longest: data.max_length; filler: id of the tokens that fill a row up. What exceeds `shape` is not filled.
     names: Context.names of each stream."""
-    parts = list(pieces.values())
+    parts = list(stream_batches.values())
     tokens, places = lay_out([p.sequences for p in parts], [p.types for p in parts], longest, filler, shape)
     reads = [
         Reads(place[read.places], read.counts)
@@ -107,40 +107,42 @@ def make_row(
         for read in p.reads.values()
     ]
     labels = [ids for p in parts for ids in p.labels.values()]
-    told_apart, of_predictions = names_of_predictions(pieces, names or {})
+    told_apart, of_predictions = names_of_predictions(stream_batches, names or {})
     predicted = np.bincount(of_predictions, minlength=len(told_apart) + 1).tolist()
-    beside = {name: _beside(p, longest, filler) for name, p in pieces.items() if p.beside is not None}
-    return Row(
+    auxiliary = {
+        name: _auxiliary_inputs(p, longest, filler) for name, p in stream_batches.items() if p.auxiliary is not None
+    }
+    return PackedRow(
         Inputs(
             tokens,
             gather_index(reads, len(tokens.input_ids)),
             np.concatenate([np.empty(0, dtype=np.int64), *labels]),
             of_predictions,
-            {name: p.arrays for name, p in pieces.items()},
-            beside,
+            {name: p.arrays for name, p in stream_batches.items()},
+            auxiliary,
         ),
-        states={name: {read: len(p.reads[read]) for read in p.reads} for name, p in pieces.items()},
-        predictions={(name, term): len(ids) for name, p in pieces.items() for term, ids in p.labels.items()},
-        targets={(name, term): n for name, p in pieces.items() for term, n in p.targets.items()},
+        states={name: {read: len(p.reads[read]) for read in p.reads} for name, p in stream_batches.items()},
+        predictions={(name, term): len(ids) for name, p in stream_batches.items() for term, ids in p.labels.items()},
+        targets={(name, term): n for name, p in stream_batches.items() for term, n in p.targets.items()},
         names=told_apart,
         work=_work(parts),
         samples=sum(p.samples for p in parts),
-        too_long={name: p.too_long for name, p in pieces.items()},
+        too_long={name: p.too_long for name, p in stream_batches.items()},
         counts=dict(zip(told_apart, predicted, strict=False))
-        | {(stream, what, name): n for stream, p in pieces.items() for (what, name), n in p.pairs.items()},
+        | {(stream, what, name): n for stream, p in stream_batches.items() for (what, name), n in p.pairs.items()},
     )
 
 
 def names_of_predictions(
-    pieces: dict[str, Piece], names: dict[str, tuple[str, ...]]
+    stream_batches: dict[str, StreamBatch], names: dict[str, tuple[str, ...]]
 ) -> tuple[list[tuple[str, str, str]], np.ndarray]:
     """Row.names, and Inputs.names."""
     told_apart: list[tuple[str, str, str]] = []
     numbers: list[np.ndarray] = [np.empty(0, dtype=np.int64)]
-    for stream, piece in pieces.items():
-        for term, labels in piece.labels.items():
-            known = names.get(stream, ()) if term in piece.names else ()
-            of_term = piece.names[term] if known else np.zeros(len(labels), dtype=np.int64)
+    for stream, stream_batch in stream_batches.items():
+        for term, labels in stream_batch.labels.items():
+            known = names.get(stream, ()) if term in stream_batch.names else ()
+            of_term = stream_batch.names[term] if known else np.zeros(len(labels), dtype=np.int64)
             assert len(of_term) == len(labels), (
                 f"streams.{stream}: {len(labels)} labels of {term}, {len(of_term)} names"
             )
@@ -215,17 +217,17 @@ def _starts(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
-def _beside(piece: Piece, longest: int, filler: int) -> tuple[Tokens, Index]:
-    assert piece.beside is not None
-    tokens, (place,) = lay_out([piece.beside.sequences], [piece.types], longest, filler)
-    reads = piece.beside.reads
+def _auxiliary_inputs(stream_batch: StreamBatch, longest: int, filler: int) -> tuple[Tokens, Index]:
+    assert stream_batch.auxiliary is not None
+    tokens, (place,) = lay_out([stream_batch.auxiliary.sequences], [stream_batch.types], longest, filler)
+    reads = stream_batch.auxiliary.reads
     return tokens, gather_index([Reads(place[reads.places], reads.counts)], len(tokens.input_ids))
 
 
-def _work(parts: list[Piece]) -> Work:
+def _work(parts: list[StreamBatch]) -> Work:
     lengths = np.concatenate([p.sequences.lengths for p in parts])
-    beside = [p.beside.sequences.lengths for p in parts if p.beside is not None]
-    beside_lengths = np.concatenate([np.empty(0, dtype=np.int64), *beside])
+    auxiliary = [p.auxiliary.sequences.lengths for p in parts if p.auxiliary is not None]
+    beside_lengths = np.concatenate([np.empty(0, dtype=np.int64), *auxiliary])
     return Work(
         int(lengths.sum()),
         int((lengths**2).sum()),

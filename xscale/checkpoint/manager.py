@@ -6,30 +6,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
-from xscale.run.checkpoint import Checkpoint, Saver
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import Checkpoint, Saver
+from xscale.ranks import HostGroup
 from xscale.run.metrics import LOG, Alarm
 from xscale.run.validation import Validation
 from xscale.run.watch import Watch
 
 
-class Keeper:
+class CheckpointManager:
     """Of one run, on every rank; all ranks call `save` and `settle` together."""
 
     def __init__(
         self,
         engine: Any,
         folder: Path,
-        control: Control,
+        host_group: HostGroup,
         watch: Watch,
         validation: Validation,
         keep: int,
         checkpoint: Checkpoint | None,
     ):
         """keep: how many of the newest stay. checkpoint: that the engine was loaded from."""
-        self.folder, self.control, self.watch, self.validation, self.keep = folder, control, watch, validation, keep
-        self.saver, self.alarm = Saver(engine, folder, control), Alarm(str(folder))
+        self.folder, self.host_group, self.watch, self.validation, self.keep = (
+            folder,
+            host_group,
+            watch,
+            validation,
+            keep,
+        )
+        self.saver, self.alarm = Saver(engine, folder, host_group), Alarm(str(folder))
         self.saved: int | None = checkpoint.step if checkpoint else None
         """The step of the newest checkpoint."""
         self.good: int | None = self.saved
@@ -79,14 +85,14 @@ class Keeper:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
             raise OSError(errno.EIO, text, str(self.folder))
-        if problem and self.control.is_main:
+        if problem and self.host_group.is_main:
             self.alarm.set(
                 f"step {step} is not saved ({problem}); training goes on, older checkpoints are untouched, and the "
                 f"next save tries again"
             )
         if not problem:
             self.saved, self.good = step, step if self.sound else self.good
-            if self.control.is_main:
+            if self.host_group.is_main:
                 self.alarm.clear()
                 self.validation.saved(step, path)
                 needed = self.validation.needed() | ({self.good} if self.good is not None else set())

@@ -26,14 +26,14 @@ from xscale import files
 from xscale.deepspeed_private import KNOWN_TYPES, copy_script
 from xscale.errors import UserError
 from xscale.files import PARTIAL
-from xscale.ranks import Control
+from xscale.ranks import HostGroup
 
 MANIFEST = "manifest.json"
 OWN_HASH = "sha256"
 """Of the manifest but for itself; not in checkpoints from before it was noted."""
 HF = "hf"
 """Folder of a checkpoint that holds the model's Hugging Face config and the tokenizer."""
-COMPANIONS = "companions.pt"
+AUXILIARY_STATES = "companions.pt"
 """Momentum encoders, queues and the like, by stream; the same on every rank, so one file."""
 NAME = re.compile(r"step_\d{8,}")
 SPARE_BYTES = 1 << 28
@@ -68,9 +68,9 @@ class Checkpoint:
         return self.manifest["state"]
 
     @property
-    def condemned(self) -> list[int]:
+    def excluded_steps(self) -> list[int]:
         """Steps that have changed nothing, since the run was not finite with them."""
-        return self.manifest.get("condemned", [])
+        return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
 
     @property
     def calibration(self) -> dict[str, Any] | None:
@@ -107,18 +107,18 @@ def find(path: Path) -> Path:
     return steps[-1]
 
 
-def newest_valid(folder: Path, control: Control, say: Any, upto: float = math.inf) -> Checkpoint | None:
+def newest_valid(folder: Path, host_group: HostGroup, say: Any, upto: float = math.inf) -> Checkpoint | None:
     """The newest checkpoint, of no later step than `upto`, whose files are all there with the right hashes, agreed by
     all ranks."""
     for path in reversed([path for path in complete_steps(folder) if int(path.name[len("step_") :]) <= upto]):
-        problem = verify(path, control)
+        problem = verify(path, host_group)
         if problem is None:
             return read(path)
         say(f"checkpoint {path} is not usable ({problem}); trying the one before")
     return None
 
 
-def verify(path: Path, control: Control) -> str | None:
+def verify(path: Path, host_group: HostGroup) -> str | None:
     """Hash the checkpoint's files, split over the ranks. Returns what is wrong, or None."""
     try:
         checkpoint = read(path)
@@ -128,7 +128,7 @@ def verify(path: Path, control: Control) -> str | None:
     if NAME.fullmatch(path.name) and int(path.name.removeprefix("step_")) != checkpoint.step:
         return f"its {MANIFEST} is of step {checkpoint.step}: a copy under another name"
     problems = []
-    for name in sorted(expected)[control.rank :: control.size]:
+    for name in sorted(expected)[host_group.rank :: host_group.size]:
         if not (path / name).exists():
             problems.append(f"{name} is missing")
         elif (path / name).stat().st_size != expected[name]["bytes"]:
@@ -137,9 +137,9 @@ def verify(path: Path, control: Control) -> str | None:
             problems.append(f"{name} differs from its hash")
         elif name.endswith(".pt") and (foreign := foreign_types(path / name)):
             problems.append(f"{name} holds {', '.join(foreign)}, which no run of xscale writes and which may run code")
-    loose = sorted(file.name for file in path.glob("*.pt") if file.name not in expected) if control.is_main else []
+    loose = sorted(file.name for file in path.glob("*.pt") if file.name not in expected) if host_group.is_main else []
     problems += [f"{name} is not in its manifest" for name in loose]
-    found = [problem for part in control.gather(problems) for problem in part]
+    found = [problem for part in host_group.gather(problems) for problem in part]
     return "; ".join(found) or None
 
 
@@ -190,8 +190,8 @@ class Saver:
     waits for all of them and publishes the checkpoint, if no rank failed.
     """
 
-    def __init__(self, engine: Any, folder: Path, control: Control):
-        self.engine, self.folder, self.control = engine, folder, control
+    def __init__(self, engine: Any, folder: Path, host_group: HostGroup):
+        self.engine, self.folder, self.host_group = engine, folder, host_group
         self.step: int | None = None
         """Of the checkpoint under way."""
         self.kept: dict[str, Any] = {}
@@ -220,31 +220,38 @@ class Saver:
 
         copies: a thread writes a copy in host memory, so that training may go on; else it is all written on return.
         """
-        from xscale.step.host_copy import take  # DeepSpeed, which this module's other readers do without
+        from xscale.checkpoint.snapshot import snapshot  # DeepSpeed, which this module's other readers do without
 
         assert self.step is None
         self.step, self.kept, self.sealed, self.thread, self.seconds = step, kept, {}, None, 0.0
-        self.problem = self._make_room() if self.control.is_main else None
-        if not self.control.agree(self.problem is None):
+        self.problem = self._make_room() if self.host_group.is_main else None
+        if not self.host_group.agree(self.problem is None):
             return
-        taker = take(self.engine, self.partial, copies)
-        companions = self.engine.module.companions
-        if self.control.is_main and companions:
-            taker.save({name: companion.state_dict() for name, companion in companions.items()}, COMPANIONS)
-        if taker.problem:
-            self.problem = OSError(errno.ENOMEM, f"{taker.problem}; checkpoint.background=false takes no copy")
+        snapshot_engine = snapshot(self.engine, self.partial, copies)
+        auxiliary_states = self.engine.module.auxiliary_states
+        if self.host_group.is_main and auxiliary_states:
+            snapshot_engine.save(
+                {name: auxiliary_state.state_dict() for name, auxiliary_state in auxiliary_states.items()},
+                AUXILIARY_STATES,
+            )
+        if snapshot_engine.problem:
+            self.problem = OSError(
+                errno.ENOMEM, f"{snapshot_engine.problem}; checkpoint.background=false takes no copy"
+            )
             return
-        more = [write_more, self._copy_scripts] if self.control.is_main else []
+        more = [write_more, self._copy_scripts] if self.host_group.is_main else []
         if copies:
-            self.thread = threading.Thread(target=self._write, args=(taker.taken, more), name="checkpoint", daemon=True)
+            self.thread = threading.Thread(
+                target=self._write, args=(snapshot_engine.taken, more), name="checkpoint", daemon=True
+            )
             self.thread.start()
         else:
-            self._write(taker.taken, more)
+            self._write(snapshot_engine.taken, more)
 
     def _make_room(self) -> OSError | None:
         """An empty directory, and disk space. Rank 0 only."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
-        needed = 16 * parameters + self.engine.module.companion_bytes() + SPARE_BYTES
+        needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.remove(self.partial)
@@ -285,9 +292,9 @@ class Saver:
             self.thread.join()
         if self.problem and not isinstance(self.problem, OSError | UserError):
             raise self.problem
-        parts = self.control.gather((self.problem, self.sealed, self.seconds))
+        parts = self.host_group.gather((self.problem, self.sealed, self.seconds))
         problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
-        if self.control.is_main:
+        if self.host_group.is_main:
             try:
                 if not problem:
                     self._publish({name: entry for part in parts for name, entry in part[1].items()})
@@ -295,7 +302,7 @@ class Saver:
                 problem = f"rank 0: {error}"
             if problem:
                 files.remove(self.partial)
-        problem = self.control.gather(problem)[0]
+        problem = self.host_group.gather(problem)[0]
         self.step, self.thread = None, None
         if refused := next((part[0] for part in parts if isinstance(part[0], UserError)), None):
             raise refused
@@ -305,7 +312,7 @@ class Saver:
         """The manifest, the rename, `latest`. Rank 0 only."""
         manifest = {
             "step": self.step,
-            "world_size": self.control.size,
+            "world_size": self.host_group.size,
             **self.kept,
             "files": dict(sorted(sealed.items())),
         }
@@ -359,26 +366,26 @@ def clean(folder: Path, keep: int, needed: set[int]) -> None:
 # Loading
 
 
-def load(engine: Any, checkpoint: Checkpoint, control: Control) -> None:
+def load(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
     """Weights, optimizer, loss scale and schedule. The step and the stream's state are in the manifest.
 
-    One of another number of ranks, or another ZeRO stage, is read by parameter (step/rescale.py).
+    One of another number of ranks, or another ZeRO stage, is read by parameter (checkpoint/reshard.py).
     """
-    from xscale.step.rescale import load_rescaled
+    from xscale.checkpoint.reshard import load_rescaled
 
     path, stage = checkpoint.path, engine.zero_optimization_stage()
     before = checkpoint.engine["stage"] if checkpoint.engine else stage
-    if (checkpoint.ranks, before) != (control.size, stage):
+    if (checkpoint.ranks, before) != (host_group.size, stage):
         load_rescaled(engine, path)
     elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
         raise UserError(f"{path}: DeepSpeed found nothing to load there")
     assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
-    for name, state in _companions(checkpoint).items():
-        engine.module.companions[name].load_state_dict(state)
-    control.barrier()
+    for name, state in _saved_auxiliary(checkpoint).items():
+        engine.module.auxiliary_states[name].load_state_dict(state)
+    host_group.barrier()
 
 
-def _companions(checkpoint: Checkpoint) -> dict[str, Any]:
+def _saved_auxiliary(checkpoint: Checkpoint) -> dict[str, Any]:
     """Saved companion states by stream."""
-    path = checkpoint.path / COMPANIONS
+    path = checkpoint.path / AUXILIARY_STATES
     return torch.load(path, map_location="cpu", weights_only=True) if path.exists() else {}

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
+from xscale.checkpoint import store as checkpoints
 from xscale.deepspeed_private import model_file, partition_files, saved_whole
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, load_pretrained, settle_neutral
 from xscale.models.heads import KeptHeads, load_heads
-from xscale.ranks import Control
-from xscale.run import checkpoint as checkpoints
+from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
 """Of the encoder's parameters in the engine's module."""
@@ -44,7 +44,7 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     """The Hugging Face model of a checkpoint or run, and its heads by stream, fp32; dropout: another one than it was
     trained with."""
     path = checkpoints.find(Path(path))
-    problem = checkpoints.verify(path, Control())
+    problem = checkpoints.verify(path, HostGroup())
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
     config = AutoConfig.from_pretrained(path / checkpoints.HF, trust_remote_code=False)

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from xscale import config
+from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data import mixture as mixing
@@ -16,17 +17,17 @@ from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon
 from xscale.data.loader import Plans, StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, initial_state
-from xscale.data.piece import Context
-from xscale.data.row import Shape
+from xscale.data.packed_row import Shape
 from xscale.data.shards import Source, find_sources, take_first
+from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.files import side_by_side
+from xscale.files import parallel_map
 from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Control, Process
+from xscale.ranks import HostGroup, Process
 from xscale.run.checks import (
     check_needs,
     check_tokenizer,
@@ -36,7 +37,6 @@ from xscale.run.checks import (
     own_tokenizer,
     stream_lexicons,
 )
-from xscale.run.weights import load_initial
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -49,7 +49,7 @@ DROPPED = 0.03
 
 
 @dataclass(frozen=True)
-class Job:
+class RunSpec:
     """Everything that is known before any weight exists."""
 
     recipe: Recipe
@@ -72,7 +72,7 @@ class Job:
     calibration: Calibration | None = None
     """Without it nothing can be drawn: `calibrated` adds it."""
 
-    def calibrated(self, found: Calibration | None = None, control: Control | None = None) -> "Job":
+    def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
         """With `found`, or what is measured here, by all ranks of `control`. Streams that say `tokens` get their
         samples. Raises UserError."""
         if found is None:
@@ -84,12 +84,13 @@ class Job:
                 seed=train.seed,
                 alpha=data.alpha,
                 max_length=data.max_length,
-                share=control.share if control else loading.alone,
+                share=host_group.share if host_group else loading.alone,
             )
         specs = []
         for spec in self.specs:
-            stream = self.recipe.streams[spec.name]
-            samples = stream.samples or max(1, round((stream.tokens or 0) / max(found.of(spec.name).tokens, 1.0)))
+            stream, samples = self.recipe.streams[spec.name], spec.samples
+            if stream.tokens:
+                samples = max(1, round(stream.tokens / max(found.of(spec.name).tokens, 1.0)))
             specs.append(replace(spec, samples=samples))
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
@@ -133,6 +134,17 @@ class Job:
                 f"{self.records(counted):,} pairs that stream {counted.name} draws in each"
             )
         return lines
+
+    def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
+        """A run spec with one stream, which reads the data of `stream` in an order of its own."""
+        assert self.calibration is not None
+        return replace(
+            self,
+            recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}),
+            specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
+            dictionaries={name: self.dictionaries.get(stream, ())},
+            calibration=replace(self.calibration, streams={name: self.calibration.of(stream)}),
+        )
 
     def records(self, spec: StreamSpec) -> int:
         """How many it draws from."""
@@ -240,11 +252,11 @@ class Job:
         )
         collates = {}
         for spec in specs:
-            name = spec.name if spec.name in recipe.streams else spec.name.rpartition(".")[0]
-            objective, options = OBJECTIVES[recipe.streams[name].objective], recipe.streams[name].options
-            lexicons = self.dictionaries.get(name, ())
+            stream = recipe.streams[spec.name]
+            objective, options = OBJECTIVES[stream.objective], stream.options
+            lexicons = self.dictionaries.get(spec.name, ())
             names = tuple(sorted({of for s in spec.sources for of in (self.sources[s].pair, *self.sources[s].langs)}))
-            of_objective = recipe.streams[name].objective, frozenset(objective.terms(options))
+            of_objective = stream.objective, frozenset(objective.terms(options))
             words = objective.words(options)
             collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
         return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
@@ -257,16 +269,16 @@ class Job:
         steps: int,
         specs: list[StreamSpec] | None = None,
         fitted: tuple[int, Shape] | None = None,
-        control: Control | None = None,
+        host_group: HostGroup | None = None,
     ) -> Plans:
         """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
         control, by which all ranks call it together, once on each node."""
         for source in self.sources:
             source.close()  # what was looked into so far
-            source.swept = process.local_world / process.world >= SWEPT
+            source.readahead = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
-        node = loading.find_node(control) if control and self.recipe.data.workers != 0 else None
+        node = loading.find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
@@ -279,7 +291,7 @@ class Job:
         fitted: tuple[int, Shape] | None = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
-        """specs: other draws than the recipe's; `tlm.NAME` is made of stream tlm's records, in an order of its own.
+        """specs: some of the recipe's streams, or with other numbers of samples.
         fitted: least number of rows, and the shape that they are filled up to."""
         plans = plans or self.plans(process, device, state, steps, specs, fitted)
         dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
@@ -287,28 +299,27 @@ class Job:
         return loading.batches_of(plans, dataset, workers, process.rank)
 
 
-def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Control | None = None) -> Job:
+def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group: HostGroup | None = None) -> RunSpec:
     """Resolve and validate recipe, data, tokenizer and dictionaries; ranks share out the look at every file. Raises
     UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
     sources = take_first(find_sources(data), recipe.data.first)
-    check_sizes(sources, control)
-    streams = {n: (OBJECTIVES[s.objective].reads, s.languages, s.samples or 0) for n, s in recipe.streams.items()}
-    specs = loading.stream_specs(streams, sources)
+    check_sizes(sources, host_group)
+    specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
     check_tokenizer(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(languages)
-    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], control)
+    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
-    return Job(
+    return RunSpec(
         recipe,
         sources,
         tokenizer,
@@ -323,6 +334,16 @@ def prepare(recipe_name: str, sets: list[str], data: list[Path], control: Contro
     )
 
 
+def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
+    """The sources of each stream, and its samples; 0 samples for a stream with `tokens`, until it is calibrated."""
+    specs = []
+    for name, stream in recipe.streams.items():
+        reads = OBJECTIVES[stream.objective].reads
+        chosen = loading.select_sources(name, reads, stream.languages, sources)
+        specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
+    return specs
+
+
 def check_language_names(languages: list[str]) -> None:
     """Raises UserError for two that differ in case alone."""
     of_lower: dict[str, str] = {}
@@ -335,18 +356,18 @@ def check_language_names(languages: list[str]) -> None:
             )
 
 
-def check_sizes(sources: list[Source], control: Control | None) -> None:
+def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
     """Of every file of the sources, once, whatever the ranks. Raises UserError."""
-    size = control.size if control else 1
+    size = host_group.size if host_group else 1
     owners = [
         source for source in sources for _ in source.shards
     ]  # no pairs: 10^5 of them would be searched for garbage
     shards = [shard for source in sources for shard in source.shards]
 
     def check(number: int) -> None:
-        side_by_side(Source.check_size, owners[number::size], shards[number::size])
+        parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    (control.share if control else loading.alone)([partial(check, number) for number in range(size)])
+    (host_group.share if host_group else loading.alone)([partial(check, number) for number in range(size)])
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:

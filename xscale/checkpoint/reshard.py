@@ -45,7 +45,7 @@ class Group(NamedTuple):
         return cls(flats, {key: value for key, value in state.items() if key not in keys})
 
 
-class Saved:
+class SavedPartitions:
     """A checkpoint, by parameter. The file of a rank is opened where something of it is asked for, and mapped: what is
     not asked for is not read."""
 
@@ -110,7 +110,7 @@ def _load(path: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class Share:
+class PartitionSlice:
     """What this rank has of a parameter: numbers first to last of it, in its flat tensor from `at` on."""
 
     name: str
@@ -119,22 +119,22 @@ class Share:
     at: int
 
 
-def shares(engine: Any) -> Iterator[tuple[Tensor, list[Share]]]:
+def shares(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
     """This rank's flat tensors, whose states the optimizer has, and what is in them."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     if engine.zero_optimization_stage() == 0:
         for parameter, name in names.items():
-            yield parameter, [Share(name, 0, parameter.numel(), 0)]
+            yield parameter, [PartitionSlice(name, 0, parameter.numel(), 0)]
         return
     for flat, fragments in private.partitions(engine):
-        yield flat, [Share(names[parameter], first, last, at) for parameter, first, last, at in fragments]
+        yield flat, [PartitionSlice(names[parameter], first, last, at) for parameter, first, last, at in fragments]
 
 
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
     """Weights, optimizer, loss scale, schedule and counters. All ranks call it together."""
     names = [name for name, _ in engine.module.named_parameters()]
-    saved, base = Saved(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
+    saved, base = SavedPartitions(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
     fused = any(group.get("fused") for group in base.param_groups)
     private.before_flats_change(engine)
     for flat, of_flat in shares(engine):

@@ -21,7 +21,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 
 @dataclass(frozen=True)
-class Share:
+class StreamShare:
     """Which of the equal parts of an optimizer step a row is, over all ranks and rows."""
 
     step: int = 0
@@ -43,7 +43,7 @@ class Context:
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), as id tables, without the words that are withheld."""
     stream: str = ""
-    share: Share = Share()
+    share: StreamShare = StreamShare()
     segments: bool = False
     """Whether the two sentences of a pair have token types of their own."""
     names: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StreamBatch:
     """One stream's part of a row. Made of no sample at all it has the same fields, empty."""
 
     sequences: Sequences
@@ -100,13 +100,13 @@ class Piece:
     """What else the loss gets, on the device."""
     types: Types | None = None
     """What the token types say; None: 0 everywhere."""
-    beside: "Beside | None" = None
+    auxiliary: "AuxiliaryInputs | None" = None
     too_long: int = 0
     pairs: dict[tuple[str, str], int] = field(default_factory=dict)
     """How many of each pair of Context.names were "drawn", and how many of these are "too_long"."""
 
 
-class Beside(NamedTuple):
+class AuxiliaryInputs(NamedTuple):
     """What a companion's encoder reads, without gradient."""
 
     sequences: Sequences
@@ -114,10 +114,10 @@ class Beside(NamedTuple):
     """The states that it gives."""
 
 
-def check_piece(piece: Piece, terms: Set[str]) -> None:
+def check_stream_batch(piece: StreamBatch, terms: Set[str]) -> None:
     """Raises ValueError for what a row could not be made of. terms: of the objective's loss."""
-    if not isinstance(piece, Piece):
-        raise ValueError(f"returned {type(piece).__name__}, not a Piece (xscale/data/piece.py)")
+    if not isinstance(piece, StreamBatch):
+        raise ValueError(f"returned {type(piece).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(piece.sequences.ids)
     if int(piece.sequences.lengths.sum()) != tokens:
         raise ValueError(f"its sequences' lengths add up to {piece.sequences.lengths.sum()}, and have {tokens} ids")
@@ -142,7 +142,7 @@ def masked_lm(
     neutral: float = 0.0,
     samples: int | None = None,
     too_long: int = 0,
-) -> Piece:
+) -> StreamBatch:
     """The piece of MLM and TLM: term and counted targets "mlm", state "masked" [M]. neutral: share of the sequences
     whose language is not shown. samples: default, the sequences."""
     whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
@@ -152,7 +152,7 @@ def masked_lm(
     if types == "languages":
         hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
         languages = np.where(hidden[sequences.numbers], 0, languages)
-    return Piece(
+    return StreamBatch(
         sequences=replace(sequences, ids=ids, languages=languages),
         reads={"masked": Reads(targets)},
         targets={"mlm": len(targets)},

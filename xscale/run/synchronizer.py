@@ -13,13 +13,13 @@ from itertools import islice
 from statistics import median_low
 from typing import Any, NamedTuple
 
+from xscale.checkpoint.manager import CheckpointManager
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
-from xscale.data.row import Work
+from xscale.data.packed_row import Work
 from xscale.errors import UserError
 from xscale.files import Lock
-from xscale.ranks import Control, Process
-from xscale.run.keeper import Keeper
+from xscale.ranks import HostGroup, Process
 from xscale.run.stop import StopRequest
 from xscale.run.watch import Watch
 
@@ -31,7 +31,7 @@ SEEN = 7
 """Of so many messages the median says how many steps they take."""
 
 
-class Agreed(NamedTuple):
+class GlobalCounts(NamedTuple):
     """A step's numbers, summed over ranks."""
 
     targets: dict[tuple[str, str], int]
@@ -45,11 +45,11 @@ class Agreed(NamedTuple):
     """How many ranks have written their part of the checkpoint under way."""
     ahead: int = FEWEST
     """How many steps are announced before this one is made."""
-    beside: Mapping[str, list[int]] = {}
+    auxiliary: Mapping[str, list[int]] = {}
     """By stream whose companion gathers, how many states it reads on each rank."""
 
 
-class Coming(NamedTuple):
+class PendingStep(NamedTuple):
     """A step whose numbers are on their way."""
 
     batch: Any
@@ -58,7 +58,7 @@ class Coming(NamedTuple):
     """Why this rank could not read its records, or may not go on."""
     sums: Callable[[], list[int]]
     """Waits for them."""
-    agreed: Callable[[], Agreed]
+    counts: Callable[[], GlobalCounts]
     """Waits for them. Of a step that has not failed."""
     arrived: Callable[[], bool]
     """Whether nobody has to wait."""
@@ -76,7 +76,7 @@ class Coming(NamedTuple):
         return self.sums()[1] > 0
 
 
-class Announcer:
+class StepSynchronizer:
     """Reads the records of steps, and sends their numbers."""
 
     def __init__(
@@ -85,16 +85,22 @@ class Announcer:
         steps: int,
         gathering: frozenset[str],
         process: Process,
-        control: Control,
+        host_group: HostGroup,
         stop: StopRequest,
         watch: Watch,
-        keeper: Keeper,
+        checkpoint_manager: CheckpointManager,
         locks: list[Lock],
     ):
         """done: steps before the first; steps: the last; gathering: streams whose companion gathers; locks: on the
         run's directory, of rank 0."""
         self.announced, self.steps, self.gathering = done, steps, gathering
-        self.process, self.control, self.stop, self.watch, self.keeper = process, control, stop, watch, keeper
+        self.process, self.host_group, self.stop, self.watch, self.checkpoint_manager = (
+            process,
+            host_group,
+            stop,
+            watch,
+            checkpoint_manager,
+        )
         self.locks = locks
         self.waited = 0.0
         """Seconds that the step under way has waited for records."""
@@ -102,37 +108,37 @@ class Announcer:
         """When metrics were read last, or rank 0 asked for it."""
         self.length = 0
         """Numbers of a message."""
-        self.coming: deque[Coming] = deque()
+        self.pending: deque[PendingStep] = deque()
         """Steps that are announced and not begun."""
-        self.flying: deque[Coming] = deque()
+        self.flying: deque[PendingStep] = deque()
         """Those whose sums were not there when a step began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
         """Steps; how many of them messages took, or more."""
         self.error: Exception | None = None
         """Why this rank can read no more records."""
 
-    def next(self, batches: Iterator[StepBatch]) -> Coming | None:
+    def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
         """The step that begins; None after the last. The iterator is its caller's alone: within a cycle its workers
         would be waited for at some collection of garbage."""
         self.begun += 1
         while self.flying and self.flying[0].arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
-        if not self.coming:
+        if not self.pending:
             self.announce(batches, 1)
-        coming = self.coming.popleft() if self.coming else None
-        if self.flying and self.flying[0] is coming:
+        pending = self.pending.popleft() if self.pending else None
+        if self.flying and self.flying[0] is pending:
             self.took.append(self.begun - self.flying.popleft().sent + 1)
-        return coming
+        return pending
 
     def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
         """Steps that have not been announced, until so many are that have not begun. What a rank cannot read is told:
         the others send on until they come to it."""
-        while len(self.coming) < ahead and self.announced < self.steps:
+        while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
-            self.coming.append(self._failed(self.error) if self.error else self._read(batches))
-            self.flying.append(self.coming[-1])
+            self.pending.append(self._failed(self.error) if self.error else self._read(batches))
+            self.flying.append(self.pending[-1])
 
-    def _read(self, batches: Iterator[StepBatch]) -> Coming:
+    def _read(self, batches: Iterator[StepBatch]) -> PendingStep:
         self.watch.note(f"reading the records of step {self.announced}")
         started = time.monotonic()
         try:
@@ -149,35 +155,35 @@ class Announcer:
 
     def stops_next(self) -> bool:
         """Whether some rank was told to stop before the step that begins next."""
-        return bool(self.coming) and self.coming[0].stopped()
+        return bool(self.pending) and self.pending[0].stopped()
 
-    def _failed(self, error: Exception) -> Coming:
+    def _failed(self, error: Exception) -> PendingStep:
         self.error = error
-        message = self.control.begin_sum([1, *[0] * (self.length - 1)])
+        message = self.host_group.begin_sum([1, *[0] * (self.length - 1)])
 
-        def agreed() -> Agreed:
+        def counts() -> GlobalCounts:
             raise error
 
-        return Coming(None, error, cache(message.wait), agreed, message.arrived, self.begun, None)
+        return PendingStep(None, error, cache(message.wait), counts, message.arrived, self.begun, None)
 
-    def _send(self, batch: StepBatch) -> Coming:
+    def _send(self, batch: StepBatch) -> PendingStep:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
             self.last_flush = time.monotonic()
         ahead = min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0
-        asked = [int(flush), int(self.keeper.saver.written), ahead]
+        asked = [int(flush), int(self.checkpoint_manager.saver.written), ahead]
         rank, world = self.process.rank, self.process.world
-        own = {stream: n for stream, n in batch.beside().items() if stream in self.gathering}
+        own = {stream: n for stream, n in batch.auxiliary().items() if stream in self.gathering}
         of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]
         first = [0, int(bool(self.stop))]
         numbers = [*first, *targets.values(), *work, *long.values(), batch.samples(), *asked, *of_ranks]
-        message, self.length = self.control.begin_sum(numbers), len(numbers)
+        message, self.length = self.host_group.begin_sum(numbers), len(numbers)
         finish = cache(message.wait)
 
-        def agreed() -> Agreed:
+        def counts() -> GlobalCounts:
             sums = iter(finish()[len(first) :])
-            return Agreed(
+            return GlobalCounts(
                 targets={key: next(sums) for key in targets},
                 work=Work(*islice(sums, len(work))),
                 too_long=Counter({stream: next(sums) for stream in long}),
@@ -185,19 +191,19 @@ class Announcer:
                 flush=next(sums),
                 written=next(sums),
                 ahead=next(sums),
-                beside={stream: [*islice(sums, world)] for stream in own},
+                auxiliary={stream: [*islice(sums, world)] for stream in own},
             )
 
-        return Coming(batch, None, finish, agreed, message.arrived, self.begun, self.keeper.under_way)
+        return PendingStep(batch, None, finish, counts, message.arrived, self.begun, self.checkpoint_manager.under_way)
 
 
-def check_targets(agreed: Agreed, step: int, recipe: Recipe) -> None:
+def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
     """Raises UserError, on all ranks, where a step has nothing to learn from."""
-    if any(agreed.targets.values()):
+    if any(counts.targets.values()):
         return
     data = recipe.data
     raise UserError(
-        f"step {step} has no targets: of its pairs {agreed.too_long.total():,} were longer than data.max_length "
+        f"step {step} has no targets: of its pairs {counts.too_long.total():,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
         f"more samples a step"
     )

@@ -29,7 +29,7 @@ def pharaoh(links: list[tuple[int, int]]) -> str:
     return " ".join(f"{i}-{j}" for i, j in links)
 
 
-def carry_over(
+def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
     """The links over words, and how many were dropped since they tied a word to a symbol.

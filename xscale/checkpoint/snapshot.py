@@ -3,7 +3,7 @@
 DeepSpeed's own engines that write behind (`checkpoint.writer`, decoupled) do not serve. They hand live tensors to
 another process and wait for it before the next update, so that they hide no more than one pass of a step; they need a
 compiled aio; and a write that fails ends one rank while the others wait for it. Here DeepSpeed's interface is kept and
-nothing is written: run/checkpoint.py does that.
+nothing is written: checkpoint/store.py does that.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from xscale import deepspeed_private as private
 
 
-class Taker:
+class SnapshotEngine:
     """Takes what it is told to save. No exception of it may come between DeepSpeed's barriers: others wait there."""
 
     def __init__(self, copies: bool):
@@ -38,12 +38,12 @@ class Taker:
             self.problem = error
 
 
-def take(engine: Any, partial: Path, copies: bool) -> Taker:
+def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
     """The content of the files that this rank would write into `partial`. All ranks call it together."""
-    taker = Taker(copies)
+    snapshot_engine = SnapshotEngine(copies)
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
-    private.save_by(engine, taker, partial.parent, partial.name, client_state)
-    return taker
+    private.save_by(engine, snapshot_engine, partial.parent, partial.name, client_state)
+    return snapshot_engine
 
 
 def on_host(state: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Checkpoints: what is written, which stay, and how another run reads them."""

@@ -1,0 +1,198 @@
+"""`train.py --dry_run` checks all that a start would, and prints what the run will draw, compute, send and save."""
+
+import argparse
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xscale import files
+from xscale.checkpoint.store import complete_steps
+from xscale.data.loader import step_batches
+from xscale.data.mixture import FIT_SAMPLES, MAX_STEPS, MIN_STEPS, StreamSpec, initial_state
+from xscale.data.packed_row import Work
+from xscale.data.sample import texts_of
+from xscale.data.tokenizer import unknown_lines
+from xscale.errors import UserError
+from xscale.objectives import HasQueue
+from xscale.ranks import HostGroup, Process
+from xscale.run import folder
+from xscale.run.evals import check_tasks, validate_best
+from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run.start import calibration, check_engine
+from xscale.step import cost
+from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
+from xscale.step.engine import check_module
+from xscale.step.module import StepModule
+from xscale.step.zero import stage_of
+
+ALONE = Process(0, 1, 0, 1)
+UNKNOWN_SAMPLE = 1024
+"""The number of records of each language that are searched for unknown tokens."""
+READ = 512
+"""The number of samples of each stream, at most, that are read to estimate the work of a step."""
+PROBE_BYTES = 16 << 20
+"""The size of the file that measures the speed of a file system."""
+
+
+def dry_run(args: argparse.Namespace, process: Process) -> None:
+    """Print what the run will do. args: train.py's. Raises UserError where a start would."""
+    if args.ranks:
+        process = Process(0, args.ranks, 0, args.ranks)
+    run_spec = resolve_run(args.recipe, args.set, args.data)
+    folder.claim_out(args.out, run_spec.identity(), args.resume)
+    checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), HostGroup())
+    hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
+    config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
+    check_engine(checkpoint, config)
+    check_tasks(run_spec, config.stage)
+    print(*config.notes, *run_spec.notes(), sep="\n")
+    run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
+    module = run_spec.module()
+    check_module(module, config.stage)
+    validate_best(run_spec, module)
+    print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
+    print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
+    print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
+    for line in [*run_spec.dropped().values(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
+        print(line)
+    print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
+    print(checkpoint_line(module, config.resolved, config.precision, process.world, args.out))
+    if not args.ranks:
+        size, _ = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
+        if warning := check_room(size, run_spec.recipe.checkpoint.keep, args.out):
+            print(warning)
+    print(f"out: {args.out}, " + (f"going on from step {checkpoint.step}" if checkpoint else "a new run"))
+
+
+def planned_hardware(ds_config: Path) -> Hardware:
+    """The hardware of another machine: GPUs if the ds_config asks for half precision, else what is here."""
+    here, asked = Hardware.here(), read_ds_config(ds_config)
+    return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
+
+
+def data_lines(run_spec: RunSpec) -> Iterator[str]:
+    for source in run_spec.sources:
+        yield (
+            f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
+            f"{source.bytes / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, {source.directory}"
+        )
+    tokenizer = run_spec.tokenizer
+    yield (
+        f"tokenizer: {tokenizer.vocab_size:,} ids, fingerprint {tokenizer.fingerprint[:12]}, "
+        f"{tokenizer.hf.name_or_path}"
+    )
+
+
+def unknown_tokens(run_spec: RunSpec) -> list[str]:
+    """The share of unknown tokens in each language, and a warning where it is large."""
+    shares = {}
+    for language in run_spec.languages:
+        texts = [text for some in texts_of(language, run_spec.sources, UNKNOWN_SAMPLE) for text in some]
+        shares[language] = run_spec.tokenizer.unknown(run_spec.tokenizer.encode(texts))
+    return unknown_lines(shares, run_spec.tokenizer.hf.name_or_path)
+
+
+def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
+    """The samples, records and epochs that each stream draws from each source, estimated from its first steps."""
+    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
+    steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
+    for _ in range(steps):
+        mixture.next_cut()
+    total = run_spec.recipe.train.steps
+    for spec, weights in zip(run_spec.specs, mixture.weights, strict=True):
+        yield f"stream {spec.name}: {spec.samples:,} samples a step from {run_spec.records(spec):,} records"
+        positions = mixture.state["positions"][spec.name]
+        for number, share, (epoch, position) in zip(spec.sources, weights, positions, strict=True):
+            source = run_spec.sources[number]
+            records = (epoch * source.records + position) / steps
+            yield (
+                f"  {spec.name} draws from {source.pair} {share * spec.samples:,.1f} samples a step, {records:,.1f} "
+                f"records; {records * total / source.records:,.2f} epochs in {total:,} steps"
+            )
+
+
+def cost_lines(
+    run_spec: RunSpec, module: StepModule, config: EngineConfig, process: Process, device: str
+) -> Iterator[str]:
+    """How a step is cut into rows, and the memory, FLOPs and communication of a rank."""
+    rows, shape = run_spec.fit(process, device)
+    world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
+    yield (
+        f"ranks: {world} of {device}; a step is {rows} row(s) of about {shape.tokens:,} tokens on each, "
+        f"train.max_tokens {run_spec.max_tokens(device):,}; precision: {config.precision}"
+    )
+    total = sum(samples.values())
+    if total < world:
+        yield f"warning: a step has {total:,} samples: {world - total:,} ranks have nothing to do"
+    yield f"parameters: {cost.parameter_count(module):,} (vocabulary {run_spec.tokenizer.vocab_size:,})"
+    phases = cost.memory_by_phase(
+        module, run_spec.recipe, config.resolved, config.precision, world, device, shape.tokens
+    )
+    yield f"memory per rank, ZeRO stage {stage_of(config.resolved)}: about {cost.peak_bytes(phases) / 1e9:.2f} GB"
+    for title, parts in phases.items():
+        yield f"  {title}: " + ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts.items())
+    yield from work_lines(run_spec, module, world)
+    found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
+    sizes = {name: cost.bytes_sent(operation, size, world) for name, (operation, size) in found.items()}
+    shown = ", ".join(f"{name} {size / 1e6:,.1f} by {found[name][0]}" for name, size in sizes.items())
+    yield f"communication: each rank sends about {sum(sizes.values()) / 1e6:,.1f} MB a step: {shown}"
+
+
+def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
+    """The FLOPs and tokens of a step, and of the queue warm-up before the first step."""
+    flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
+    parts = flops.flops(Work(*map(sum, zip(*works.values(), strict=True))))
+    total = max(sum(parts.values()), 1.0)
+    shares = ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part)
+    tokens = sum(work.tokens for work in works.values())
+    yield f"a step: {tokens:,} tokens, {total:.3g} FLOPs ({shares}); on each rank {total / world:.3g}"
+    for spec in run_spec.specs:
+        state = module.auxiliary_states.get(spec.name)
+        if not isinstance(state, HasQueue) or not state.prefill_samples:
+            continue
+        steps = -(-state.prefill_samples // spec.samples)
+        spent = steps * flops.flops(works[spec.name]._replace(tokens=0, squares=0, predictions=0))["auxiliary"]
+        yield (
+            f"queue warm-up before step 1: streams.{spec.name} reads {state.prefill_samples:,} samples, the text of "
+            f"{steps:,} steps, and takes {spent:.3g} FLOPs, those of {spent / total:.1f} steps"
+        )
+
+
+def work_of(run_spec: RunSpec, spec: StreamSpec) -> Work:
+    """A stream's work in a step of all ranks, estimated from some samples of the first step."""
+    few = replace(spec, samples=min(spec.samples, READ))
+    mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
+    (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
+    return Work(*(round(number * spec.samples / few.samples) for number in batch.work()))
+
+
+def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int, out: Path) -> str:
+    """The size of a checkpoint, and the time that rank 0 takes to write its part here."""
+    whole, first = cost.checkpoint_bytes(module, ds_config, precision, world)
+    try:
+        place = files.nearest_folder(out)
+        speed = files.write_speed(place, PROBE_BYTES)
+        told = f"about {first / speed:,.1f} s, at the {speed / 1e6:,.0f} MB/s that one process writes to {place} here"
+    except OSError as error:
+        told = f"{out} cannot be written ({error.strerror})"
+    return f"checkpoint: {whole / 1e9:,.2f} GB, of which rank 0 writes {first / 1e9:,.2f}: {told}"
+
+
+def check_room(size: float, keep: int, out: Path) -> str:
+    """A warning where the disk of --out has no room for all checkpoints that stay and the one that is being written.
+    Raises UserError where it has none for a single one. size: the bytes of a checkpoint."""
+    place = files.nearest_folder(out)
+    needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
+    free = shutil.disk_usage(place).free if place.is_dir() else math.inf
+    problem = (
+        f"--out {out} has {free / 1e9:,.2f} GB free, and {needed / 1e9:,.2f} GB of checkpoints are to come; make room, "
+        f"or choose another place"
+    )
+    if size > free:
+        raise UserError(problem)
+    return f"warning: {problem}" if needed > free else ""
