@@ -330,20 +330,9 @@ def attention_as_one_operator() -> None:
             of_kernel = gradient.clone()
             return (of_kernel,) * 3 if ctx.parts == 3 else of_kernel.repeat(1, 3)  # as unbind's gradient is stacked
 
-    try:
-        from xscale.models import varlen
-    except ImportError:
-        from xscale.models import flat
+    from xscale.models import flat
 
-        flat.attention = lambda qkv, *others, **options: OneOperator.apply(qkv)
-        return
-    from xscale.data.stream_batch import real_places
-    from xscale.step import engine
-
-    varlen.runs_flash = lambda *arguments: True
-    varlen.flash = lambda q, k, v, *others: OneOperator.apply(q, k, v)
-    copy = engine.copy_at_once
-    engine.to_device = lambda arrays, device: copy(arrays | real_places(arrays), device)
+    flat.attention = lambda qkv, *others, **options: OneOperator.apply(qkv)
 
 
 def watch_collectives() -> list[tuple[str, int, bool]]:

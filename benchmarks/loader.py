@@ -186,11 +186,11 @@ def memory(max_tokens: int) -> None:
         tracemalloc.start()
         seconds, order = timed(lambda source=source: EpochOrder(source.counts, np.uint64(1), 0))
         alone = tracemalloc.get_traced_memory()[0]
-        order.locate(0, SAMPLES)
+        order.take(0, SAMPLES)
         kept, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         draws = Mixture(
-            SPECS, [source], Calibration([0.25], {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
+            SPECS, [source], Calibration([(0.25, 0.0)], {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
             max_tokens=max_tokens, rank=0, world=1,
         )  # fmt: skip
         first, _ = timed(draws.next_step)
@@ -238,7 +238,7 @@ def opens(run_spec: RunSpec) -> None:
     spans = [np.ptp(np.flatnonzero(shards == shard)) + 1 for shard in range(len(main.shards))]
     full = np.random.default_rng(0).permutation(np.repeat(np.arange(len(main.shards)), main.counts))
     small = np.full(main.records // SMALL_SHARD, SMALL_SHARD)
-    of_small, _ = EpochOrder(small, np.uint64(1), 0).locate(0, int(small.sum()))
+    _, of_small, _, _ = EpochOrder(small, np.uint64(1), 0).take(0, int(small.sum()))
     order = EpochOrder(main.counts, np.uint64(1), 0)
     rows = [
         ["windows of the order", f"{len(order.window_ends)}"],

@@ -107,7 +107,7 @@ class Bench:
     def filled(self, run_spec: RunSpec, max_tokens: int) -> RunSpec:
         """With as many times its samples as --rows_per_step rows hold."""
         assert run_spec.calibration is not None
-        tokens = sum(spec.samples * run_spec.calibration.of(spec.name).tokens for spec in run_spec.specs)
+        tokens = sum(spec.samples * run_spec.calibration.estimate_for(spec.name).tokens for spec in run_spec.specs)
         times = self.args.rows_per_step * max_tokens * FILL / tokens
         return replace(
             run_spec, specs=[replace(spec, samples=max(1, round(times * spec.samples))) for spec in run_spec.specs]

@@ -81,7 +81,7 @@ def sources_of(kind: str, sources: int, records: int, shards: int) -> list[Any]:
 def mixture_of(kind: str, sources: list[Any], batch: int, ranks: int) -> Mixture:
     spec = StreamSpec("stream", tuple(range(len(sources))), batch, packed=kind == "mono")
     return Mixture(
-        [spec], sources, Calibration([0.25] * len(sources), {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
+        [spec], sources, Calibration([(0.25, 0.0)] * len(sources), {}), seed=0, alpha=0.7, max_length=MAX_LENGTH,
         max_tokens=MAX_TOKENS, rank=0, world=ranks,
     )  # fmt: skip
 
@@ -98,7 +98,7 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     mixture = mixture_of(kind, sources, batch, args.ranks)
     times = [started]
     for _ in range(args.steps + 1):
-        for plan in mixture.plans_of(mixture.next_cut(), [*range(min(NODE, args.ranks))]):
+        for plan in mixture.next_batch().plans([*range(min(NODE, args.ranks))]):
             pickle.dumps(plan)  # as it is sent
         times.append(time.process_time())
     first, *steps = np.diff(times).tolist()

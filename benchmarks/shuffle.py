@@ -27,7 +27,7 @@ from data_tools import write_shards
 from data_tools.ranks import Ranks
 from data_tools.write_shards import SHARD_LINES
 from xscale import rng
-from xscale.data.order import WINDOW_RECORDS, EpochOrder, Text, runs
+from xscale.data.order import WINDOW_RECORDS, EpochOrder, TextPacking, runs
 from xscale.data.shards import Source
 
 BATCHES = (64, 256)
@@ -61,8 +61,12 @@ def epoch_order(records: int, seed: int, window: int) -> tuple[np.ndarray, Epoch
     """Record numbers in the order of an epoch [records]."""
     starts = np.arange(0, records, SHARD_LINES)
     order = EpochOrder(np.diff(np.append(starts, records)), rng.key(seed, "benchmark"), 0, window)
-    shard, record = order.locate(0, records)
-    return starts[shard] + record, order
+    found, at = [], 0
+    while at < records:
+        ends, shard, record, _ = order.take(at, records)
+        found.append(starts[shard] + record)
+        at = int(ends[-1])
+    return np.concatenate(found), order
 
 
 class Running(NamedTuple):
@@ -119,15 +123,15 @@ def samples_of(corpus: Running, seed: int, window: int, sources: int) -> tuple[n
     def look_at_both(*places: Any) -> tuple[np.ndarray, np.ndarray]:
         return look(corpus.tokens, *places), look(corpus.follows, *places)
 
-    text = Text(look_at_both, lambda tokens: tokens, ROOM)
-    order = EpochOrder(corpus.counts, rng.key(seed, "benchmark"), 0, window, text=text, sources=sources)
-    starts, at = [], 0
+    text = TextPacking(lambda tokens: tokens, ROOM)
+    order = EpochOrder(corpus.counts, rng.key(seed, "benchmark"), 0, window, look_at_both, text, sources)
+    starts, records, at = [], [], 0
     while at < order.size:
-        ends = order.samples(at, order.size)
+        ends, shard, record, _ = order.take(at, order.size)
         starts.append(np.concatenate([[at], ends[:-1]]))
+        records.append(first[shard] + record)
         at = int(ends[-1])
-    shard, record = order.locate(0, order.size)
-    return first[shard] + record, np.concatenate(starts)
+    return np.concatenate(records), np.concatenate(starts)
 
 
 def permuted(corpus: Running, seed: int, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

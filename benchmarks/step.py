@@ -51,7 +51,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers.utils import logging as transformers_logging
 
 from xscale import config, ranks
-from xscale.data.mixture import Draw, Mixture, initial_state
+from xscale.data.mixture import Mixture, SampledRecords, initial_state
 from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.errors import UserError
@@ -294,7 +294,7 @@ class StockLoop(Loop):
         return float(sum(self.losses))
 
 
-def global_batches(run_spec: RunSpec) -> Iterator[dict[str, Draw]]:
+def global_batches(run_spec: RunSpec) -> Iterator[dict[str, SampledRecords]]:
     """The samples of each optimizer step, by stream, in the order in which they were drawn."""
     assert run_spec.calibration is not None
     options: dict[str, Any] = {
@@ -313,7 +313,7 @@ def global_batches(run_spec: RunSpec) -> Iterator[dict[str, Draw]]:
         yield row
 
 
-def samples_of(run_spec: RunSpec, part: Mlm, draw: Draw) -> list[list[Example]]:
+def samples_of(run_spec: RunSpec, part: Mlm, draw: SampledRecords) -> list[list[Example]]:
     """The stock loop's examples of each sample, in the draw's order."""
     columns = (draw.sample.tolist(), draw.source.tolist(), draw.shard.tolist(), draw.record.tolist())
     places = groupby(zip(*columns, strict=True), key=lambda place: place[0])
@@ -490,7 +490,7 @@ def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     mixture.max_tokens = 1 << 40
     plan, dataset = mixture.next_step(), run_spec.dataset(run_spec.specs)
-    stream_batches = {name: dataset.stream_batches(name, plan)[0][0] for name in plan.rows[0]}
+    stream_batches = {name: dataset.stream_batches(name, plan)[0] for name in plan.rows[0]}
     return stream_batches, pack_row(stream_batches, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
 
 

@@ -39,7 +39,7 @@ class Sentence:
     """A word -> the empty nodes behind it; -1 for those before the first."""
 
     def units(self) -> list[tuple[str, range]]:
-        """What is moved as a whole, words and multiword tokens, as they are written, and the numbers of their words."""
+        """The words and multiword tokens, each of which moves as a whole: the written form and its words' numbers."""
         found, number = [], 0
         while number < len(self.words):
             row, size = self.ranges.get(number, (self.words[number], 1))

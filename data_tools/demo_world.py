@@ -19,7 +19,7 @@ from random import Random
 from typing import NamedTuple
 
 LANGUAGES = ("en", "xx")
-"""What a sentence is built in."""
+"""The languages in which a sentence is built."""
 WRITTEN = (*LANGUAGES, "yy")
 
 # In the tables: word/irregular-form, word~ for a mass noun, word+particle for a phrasal verb, and capital
@@ -95,7 +95,7 @@ SUFFIXES = {"noun": NOUN_SUFFIXES, "verb": VERB_SUFFIXES, "copula": VERB_SUFFIXE
 ONSETS = ("k", "t", "p", "m", "n", "l", "r", "z", "v", "g", "b", "d", "sh", "j")
 VOWELS, CODAS = ("a", "i", "o", "u", "ei"), "vzjh"  # hardly a word comes out as an English one
 CHARACTERS = [chr(0x4E00 + 29 * i) for i in range(300)]
-"""Of yy; a stem has two, a suffix one."""
+"""The characters of yy. A stem has two of them, a suffix has one."""
 _ALL_SUFFIXES = sorted({*NOUN_SUFFIXES.values(), *VERB_SUFFIXES.values(), *CASES.values()})
 SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerate(_ALL_SUFFIXES)}
 PARTICLE_CHARACTERS = "的了吗吧"
@@ -103,7 +103,7 @@ OF_YY = {".": "。", ",": "，", "?": "？"}
 GLUED = re.compile(r" (?=[.,?])| ?’ ?")
 """Spaces that are not written, beside punctuation."""
 RETURN = 0.35
-"""How often a document's next word of a kind is its last one."""
+"""The probability that a document repeats its last word of a kind."""
 
 TENSES_DRAWN = ("past",) * 3 + ("pres",) * 3 + ("fut",) * 2
 SIMPLE_VERBS = ("transitive",) * 10 + ("intransitive",) * 3 + ("motion", "be") * 2 + ("giving",)
@@ -162,7 +162,7 @@ def order(en: Sequence[Part], xx: Sequence[Part]) -> Part:
 
 
 def text(tokens: Sequence[Token]) -> str:
-    """As it is written. Each token is a word or a symbol of it (xscale/data/words.py)."""
+    """The written text. Each token is a word or a symbol of it (xscale/data/words.py)."""
     spaced = re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
     written = GLUED.sub(lambda match: match[0].strip(), spaced)
     return written[0].upper() + written[1:]
@@ -249,7 +249,7 @@ class World:
         taken = {form for word in self.words for form in word.en.values()} | OTHER_ENGLISH
         coined: dict[object, dict[str, str]] = {}
         self.yy = {**OF_YY, "’": ""}
-        """What an xx token is in yy."""
+        """The yy form of each xx token."""
         stems: set[str] = set()
         for word in self.words:  # "he", "she" and "it" are one word in xx; some words are in two tables
             name = (word.pos, word.person if word.pos == "pronoun" else word.en.get("", word))
@@ -358,7 +358,7 @@ class Composer:
         return known
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
-        """With a probability, an invariable word from a pool."""
+        """An invariable word from a pool, or nothing: the word has this probability."""
         return self.voice(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
     def mark(self, sign: str) -> Part:
@@ -433,7 +433,7 @@ class Composer:
         return self.voice(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
 
     def complements(self, verb: Word, subject: Part, depth: int, gap: str) -> Part:
-        """What follows the verb in English, and mostly precedes it in xx."""
+        """The complements of a verb. They follow it in English, and mostly precede it in xx."""
         if verb.kind == "be":
             return self.adjective(subject.head)
         if verb.kind == "wanting":

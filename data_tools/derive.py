@@ -36,11 +36,11 @@ from .word_order import as_french, invert_text, inverted
 HOW = ("inv", "trans", "syn", "trans.inv", "trans.syn")
 _BATCH = 1000
 _SENTENCES = ("sentence1", "premise", "sentence2", "hypothesis", "hypo")
-"""What a header calls the two sentences of a pair."""
+"""The names that a header may give to the two sentences of a pair."""
 
 
 class Derivation:
-    """What is done to each sentence."""
+    """The derivation applies the changes of --how to one sentence after the other."""
 
     def __init__(self, args: argparse.Namespace):
         self.order: str = args.how.removeprefix("trans").strip(".")

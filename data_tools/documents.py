@@ -10,7 +10,7 @@ from xscale.errors import UserError, can_be_encoded
 from .formats import check_text, object_of
 
 HEAD_LINES = 1000
-"""By so many lines of a file its form is told."""
+"""The number of a file's first lines that decide which form it has."""
 BLOCK_LINES = 50
 """Blank lines are taken for borders where at most so many lines, on average, stand between two."""
 

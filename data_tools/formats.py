@@ -1,4 +1,4 @@
-"""What a text file looks like where it holds no plain text: told by its first lines, and refused with a command."""
+"""Text files that hold another format than plain text are refused, with a command that converts them."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from typing import Any
 from xscale.errors import UserError
 
 HEAD_LINES = 500
-"""Of each side of pairs."""
+"""The number of first lines that are looked at on each side of pairs."""
 SHARE = 0.8
 """A file has another format where so many of its first lines have it; of real text at most 6 % were seen."""
 SAME_SHARE, FEWEST = 0.9, 20
@@ -71,7 +71,7 @@ def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
 
 
 def _place(fields: Any, side: int, lang: str) -> str:
-    """For jq: where a text of this language, or else of this side, stands in an object."""
+    """The path, in jq's notation, of an object's text in this language, or else of this side."""
     place = ""
     while isinstance(fields, dict) and fields:
         texts = [name for name, value in fields.items() if isinstance(value, str)] or [*fields]
@@ -82,7 +82,7 @@ def _place(fields: Any, side: int, lang: str) -> str:
 
 
 def _is_tag(line: str) -> bool:
-    """But for those of WikiExtractor, between which plain text stands."""
+    """Whether the line is a tag. WikiExtractor's tags do not count, since plain text stands between them."""
     return (
         line[0] == "<"
         and (line[1:2].isalpha() or line[1:2] in ("/", "!", "?"))

@@ -1,4 +1,4 @@
-"""What a shard directory, or each shard directory one level below, holds.
+"""Describe a shard directory, or each shard directory one level below.
 
     python -m data_tools.inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
 
@@ -80,7 +80,7 @@ def describe(
 
 
 def frequent_words(texts: list[str]) -> str:
-    """By which a reader tells languages of one script apart."""
+    """The most frequent words, by which a reader tells languages of one script apart."""
     counts: Counter[str] = Counter()
     for words, is_word in split([text.lower() for text in texts[:: max(len(texts) // 1000, 1)]]):
         counts.update(compress(words, is_word))
@@ -88,7 +88,7 @@ def frequent_words(texts: list[str]) -> str:
 
 
 def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
-    """What the index says of all texts; of one from before it did, what the sample says."""
+    """Statistics of the texts: of all of them by the index, or of the sample where an older index has none."""
     if "text" in source.index:
         return source.index["text"]
     survey = Survey(len(source.langs))
@@ -107,7 +107,7 @@ def sample(source: Source) -> list[Record]:
 
 
 def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
-    """Of records with links over words: --json's "links"; None where none has any."""
+    """Statistics of word links, which --json calls "links"; None if no record has links."""
     records = [record for record in records if record.links is not None]
     if not records:
         return None
@@ -147,7 +147,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
 
 
 def documents(source: Source) -> str:
-    """How many sentences a document has."""
+    """A line about the number of sentences in a document."""
     starts = np.concatenate([~source.follows(shard, slice(None)) for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])

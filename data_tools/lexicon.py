@@ -38,8 +38,7 @@ def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
 
 
 def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> tuple[Counter, Counter, Counter]:
-    """How often words are linked, and how often either word occurs, over all records with links. Shards are split
-    over the ranks."""
+    """Counts of linked word pairs, and of either side's words, over all records with links. Ranks share the shards."""
     flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
     for source in sources:
         if source.langs not in flips:
@@ -111,7 +110,7 @@ def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
 def filtered(
     entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str], forms: dict[str, Forms]
 ) -> tuple[list[Entry], list[str]]:
-    """What the options leave, without repeats, and a report of each option. forms: --truecase's."""
+    """The entries that the options leave, without repeats, and one line about each option. forms: --truecase's."""
     report = [f"{len(entries):,} entries"]
 
     def keep(what: str, kept: list[Entry]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
-"""Of ranks that wait while one works alone."""
+"""How long ranks wait while one of them works alone."""
 
 
 class Ranks:
@@ -40,7 +40,7 @@ class Ranks:
         self._gather = MPI.COMM_WORLD.allgather
 
     def _join_slurm(self) -> None:
-        """By torch's sockets, as training does: srun and an MPI library need not know each other."""
+        """Ranks of SLURM talk by torch's sockets, as in training: srun and an MPI library need not know each other."""
         import torch.distributed as dist
 
         from xscale.ranks import find_process
@@ -55,7 +55,7 @@ class Ranks:
         return self._gather(value)
 
     def close(self) -> None:
-        """At the end: threads of an open process group abort an interpreter that ends."""
+        """Close the process group. Its threads would abort an interpreter that ends."""
         if self._gather is _gather_objects:
             import torch.distributed as dist
 

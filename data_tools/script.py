@@ -74,7 +74,7 @@ class Script:
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
     def _kind(self, char: str) -> tuple[Any, ...] | None:
-        """How words and the tokenizer take a character; None where the tokenizer changes it."""
+        """The class that word rules and tokenizer give to a character; None if the tokenizer changes the character."""
         inside = f"a{char}a"
         there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
         if there.replace(" ", "") != inside:

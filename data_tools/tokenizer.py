@@ -116,7 +116,7 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
 
     def is_inside(char: str) -> bool:
-        """Whether it can be inside a word; the normalizer puts spaces around a Chinese one."""
+        """Whether the character can be inside a word. The normalizer puts spaces around Chinese ones."""
         return " " not in normalizer.normalize_str("a" + char)
 
     with _spooled(texts, normalizer) as (lines, seen):
@@ -201,7 +201,7 @@ def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
 
 
 class Sample:
-    """Of each language some of the texts that pass, spread evenly over all of them."""
+    """A sample of each language's texts, spread evenly over all of them."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = defaultdict(list)

@@ -12,7 +12,7 @@ import numpy as np
 from xscale import rng
 
 _END = re.compile(r"[.!?][.!?\"'”’»)\]]*$")
-"""What ends a sentence, alone or behind its last word."""
+"""Punctuation that ends a sentence, alone or behind its last word."""
 _END_WORD = re.compile(r"[.!?]+")
 MOST_DEPENDENTS = 6
 """A head with more dependents keeps their order (Wang and Eisner 2016)."""

@@ -53,7 +53,7 @@ class Line(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Where the word links of pairs come from."""
+    """The source of the word links of pairs."""
 
     path: Path
     tokenised: tuple[Path, Path] | None = None
@@ -195,8 +195,8 @@ def stem(path: Path) -> str:
 
 
 def key_names(paths: list[Path]) -> list[str]:
-    """What each file's record keys start with: its stem, or its path below the files' common directory where files
-    share a stem (WikiExtractor's AA/wiki_00 and AB/wiki_00)."""
+    """The beginning of each file's record keys: its stem, or, if files share a stem (WikiExtractor's AA/wiki_00 and
+    AB/wiki_00), its path below the files' common directory."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     common = os.path.commonpath([path.parent for path in absolute])
     times = Counter(map(stem, paths))

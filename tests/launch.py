@@ -118,7 +118,7 @@ def pieces_of(run_spec: RunSpec, steps: int) -> Iterator[dict[str, StreamBatch]]
     dataset = run_spec.dataset(run_spec.specs)
     for _ in range(steps):
         plan = mixture.next_step()
-        yield {stream: dataset.stream_batches(stream, plan)[0][0] for stream in plan.rows[0]}
+        yield {stream: dataset.stream_batches(stream, plan)[0] for stream in plan.rows[0]}
 
 
 def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]:
@@ -131,7 +131,7 @@ def sent(arguments: list[str], world: int) -> Iterator[tuple[str, float, float]]
     module, steps = run_spec.module(), json.loads((args.out / f"sent.{world}.json").read_text())
     samples = {spec.name: spec.samples for spec in run_spec.specs}
     for step, given in enumerate(steps):
-        rows = mixture.next_cut().rows
+        rows = mixture.next_batch().rows
         found = cost.communication(module, run_spec.recipe, samples, config.resolved, config.precision, rows)
         for kind in ("all_reduce", "all_gather", "reduce_scatter") if step else ():
             foretold = sum(size for name, (of, size) in found.items() if of == kind and name != "gradient norms")

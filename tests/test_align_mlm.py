@@ -16,9 +16,10 @@ from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noq
 from tests.test_dict_mlm import plain_loss, random_samples
 from xscale.config import load_recipe
 from xscale.data import lexicon as lexicons
+from xscale.data.calibrate import tokens_per_byte
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, load_lexicon
-from xscale.data.loader import StepDataset, StreamCollate, source_statistics
+from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -200,7 +201,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
     lexicon = load_lexicon(demo / "lexicon" / "en-xx.txt", tokenizer)
     sources = find_sources([demo])
     specs = [StreamSpec(name, (0, 1), samples, packed=True) for name, samples in (("a", 5), ("b", 7))]
-    calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
+    calibration = Calibration([(tokens_per_byte(source, tokenizer), 0.0) for source in sources], {})
     options = align_mlm.AlignMlmOptions(pairs_per_step=wanted)
     streams = {spec.name: StreamCollate(align_mlm.collate, options) for spec in specs}
     context = Context(tokenizer, 64, "drop", {"en": 0, "xx": 1}, 3, (lexicon,))
@@ -215,7 +216,7 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
             for rank in ranks:
                 plan = rank.next_step()
                 for stream in found:
-                    for stream_batch, _ in dataset.stream_batches(stream, plan):
+                    for stream_batch in dataset.stream_batches(stream, plan):
                         found[stream] += dictionary_of(stream_batch)
             steps.append({name: sorted(entries) for name, entries in found.items()})
         return steps

@@ -26,7 +26,7 @@ from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
 from xscale.data.shards import Source
-from xscale.data.stream_batch import Context, Reads, StreamBatch
+from xscale.data.stream_batch import Context, StateIndices, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import split
 from xscale.errors import UserError
@@ -216,7 +216,7 @@ def test_the_first_prediction_is_the_pretrained_heads(kind: str) -> None:
     zeros = np.zeros(14, dtype=int)
     sequences = Sequences(ids.flatten().numpy(), lengths, offsets(lengths), zeros, zeros, None, identities, zeros[:2])
     named = {"mono": labels.numpy(), "bi": labels.numpy()[linked]}
-    reads = {"masked": Reads(places), "linked": partners}
+    reads = {"masked": StateIndices(places), "linked": partners}
     stream_batch = StreamBatch(sequences, reads, {"mono": 3, "bi": 2}, 2, named)
     found = sums("alignlm", Parts(Encoder(lm), heads), stream_batch, alignlm.AlignLMOptions())
     logits = lm(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.flatten(0, 1)
@@ -367,10 +367,11 @@ def test_gold_links_of_the_demo_corpus(demo: Path, tokenizer: Tokenizer) -> None
     dataset = StepDataset([source], {"alignlm": stream}, context(tokenizer), 5)
     specs = [StreamSpec("alignlm", (0,), 40, packed=False)]
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 512, "world": 1, "rank": 0}
-    plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
+    plan = Mixture(specs, [source], Calibration([(0.3, 0.0)], {}), **arguments).next_step()
     records = {record.key: record for record in (source.read(0, i) for i in range(source.shards[0].records))}
     seen, found = 0, dataset.stream_batches("alignlm", plan)
-    for stream_batch, keys in found:
+    for stream_batch in found:
+        keys = stream_batch.keys
         original = stream_batch.sequences.ids.copy()
         masked, partners, of_token = (
             stream_batch.reads["masked"].places,
@@ -414,6 +415,6 @@ def test_a_pair_that_is_far_too_long_is_not_tokenised_whole(
     dataset = StepDataset([source], {"alignlm": stream}, replace(context(tokenizer), overlong="drop"), 5)
     arguments: Any = {"seed": 5, "alpha": 0.7, "max_length": 128, "max_tokens": 1 << 20, "world": 1, "rank": 0}
     specs = [StreamSpec("alignlm", (0,), 4, packed=False)]
-    plan = Mixture(specs, [source], Calibration([0.3], {}), **arguments).next_step()
-    stream_batches = [stream_batch for stream_batch, _ in dataset.stream_batches("alignlm", plan)]
+    plan = Mixture(specs, [source], Calibration([(0.3, 0.0)], {}), **arguments).next_step()
+    stream_batches = dataset.stream_batches("alignlm", plan)
     assert sum(stream_batch.too_long for stream_batch in stream_batches) == 4 and max(seen) <= 64 * 128

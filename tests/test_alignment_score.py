@@ -12,7 +12,7 @@ import torch
 from tests import launch
 from xscale.data import sample
 from xscale.data.lexicon import Lexicon, load_lexicon, withheld
-from xscale.data.sample import spread
+from xscale.data.sample import sample_records
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
@@ -66,7 +66,7 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
 ) -> None:
     """Runs of records, evenly; no record twice, first and last among them."""
     for total in (1, 99_999, 100_000, 100_001, 1_000_003, 50_000_000):
-        found = spread(total)
+        found = sample_records(total, sample.SAMPLE)
         assert len(found) == len(set(found.tolist())) and found[0] == 0 and found[-1] < total
         assert min(total, 99_000) <= len(found) <= 100_000
         assert np.diff(found).max(initial=1) <= 1 + total / len(found) * 64 * 1.01 and total - found[-1] <= 128
@@ -83,7 +83,8 @@ def test_of_much_text_a_sample_over_all_shards_is_counted(
     monkeypatch.setattr(Source, "read", recorded)
     tokens_of("xx", sources, tokenizer)
     numbers = [n + (600 if name == "en-xx" else 0) for name, n in read]
-    assert numbers == spread(1200).tolist() and len(numbers) == 128 and 50 < sum(n < 600 for n in numbers) < 78
+    assert numbers == sample_records(1200, 128).tolist() and len(numbers) == 128
+    assert 50 < sum(n < 600 for n in numbers) < 78
 
 
 # Withheld words

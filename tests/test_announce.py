@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.ranks import Process
 from xscale.run.synchronizer import FEWEST, MOST, StepSynchronizer
 
@@ -41,7 +41,7 @@ def batch(step: int) -> Any:
     return SimpleNamespace(
         step=step,
         targets=lambda: {("tlm", "mlm"): step},
-        work=lambda: Work(*[0] * len(Work._fields)),
+        work=lambda: RowCost(*[0] * len(RowCost._fields)),
         too_long=lambda: empty,
         auxiliary=lambda: empty,
         samples=lambda: 1,

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from xscale.checkpoint.store import Checkpoint
 from xscale.data import mixture as mixing
-from xscale.data.calibration import Calibration, Estimate, estimate, line
-from xscale.data.loader import like_samples, tokens_of_lengths
-from xscale.data.mixture import Mixture, StreamSpec, expected, fit, initial_state
+from xscale.data.calibrate import bytes_to_tokens, estimate, fit_line, similar_samples
+from xscale.data.calibration import Calibration, Estimate
+from xscale.data.mixture import Mixture, StreamSpec, expected_bins, fit_row_shape, initial_state
 from xscale.errors import UserError
 from xscale.ranks import Process
 from xscale.run.run_spec import RunSpec, resolve_run
@@ -54,16 +54,16 @@ def test_a_line_goes_through_its_points(lengths: list[int], tenths: int, base: i
     """Where tokens are a line of the bytes it is found; always are they right on average."""
     x = np.array(lengths, dtype=float)
     for y in (tenths / 10 * x + base + 200, np.random.default_rng(len(lengths)).uniform(1, 50, len(x))):
-        a, b = line(x, y)
+        a, b = fit_line(x, y)
         assert a >= 0 and (a * x + b).mean() == pytest.approx(y.mean(), abs=0.01)
     if len(set(lengths)) > 1:
-        assert line(x, tenths / 10 * x + base + 200) == pytest.approx((tenths / 10, base + 200), abs=0.02)
+        assert fit_line(x, tenths / 10 * x + base + 200) == pytest.approx((tenths / 10, base + 200), abs=0.02)
 
 
 def test_records_of_one_length_and_records_of_no_sense() -> None:
-    assert line(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
-    assert line(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), "a shorter record has not more tokens"
-    found = Calibration([0.5], {}, [(0.5, -30.0)])
+    assert fit_line(np.full(9, 50.0), np.full(9, 10.0)) == (0.2, 0.0)
+    assert fit_line(np.array([10.0, 20.0]), np.array([9.0, 3.0])) == (0.4, 0.0), "a shorter record has not more tokens"
+    found = Calibration([(0.5, -30.0)], {})
     assert found.estimated_tokens(0, np.array([10.0, 100.0])).tolist() == [1.0, 20.0], "nor less than one"
 
 
@@ -83,7 +83,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
             return np.array([60 + 2 * self.words(shard, record) for record in records.tolist()])
 
     source: Any = Source()
-    assert tokens_of_lengths(source, tokenizer) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
+    assert bytes_to_tokens(source, tokenizer) == pytest.approx((0.5, 0.5 * -60 + 3), abs=0.01)
 
 
 # 2. Streams
@@ -91,7 +91,7 @@ def test_records_of_all_shards_tell_a_source_s_line(tokenizer) -> None:
 
 def read(estimated_tokens: np.ndarray, true: np.ndarray, max_length: int = MAX_LENGTH) -> Estimate:
     """What `calibrate` makes of samples that have `true` tokens, in one sequence each unless they have none."""
-    groups = like_samples(estimated_tokens, max_length)
+    groups = similar_samples(estimated_tokens, max_length)
     lengths = [true[group][true[group] > 0] for group in groups]
     return estimate(estimated_tokens, groups, lengths, max_length)
 
@@ -109,7 +109,7 @@ def test_an_estimate_of_known_samples() -> None:
         assert found.beyond == pytest.approx(beyond, abs=0.1)
         assert found.noise == pytest.approx(noise, rel=0.4, abs=0.01)
         assert found.tokens == pytest.approx(true.mean(), rel=0.02)
-        estimated = found.of(estimated_tokens, MAX_LENGTH)
+        estimated = found.row_tokens(estimated_tokens, MAX_LENGTH)
         assert estimated.dtype == np.int64 and estimated.sum() == pytest.approx(true.sum(), rel=0.02)
         assert (np.abs(estimated[over] - beyond) <= 0.5).all()
         # The variance of rows is that of their samples, and of the ratio, which is the same error in all of them.
@@ -124,7 +124,7 @@ def test_an_estimate_of_known_samples() -> None:
 def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
     estimated_tokens = np.linspace(5, 100, 2048)
     assert read(estimated_tokens, estimated_tokens).beyond is None
-    assert read(estimated_tokens, estimated_tokens).of(np.array([300.0]), MAX_LENGTH).tolist() == [300]
+    assert read(estimated_tokens, estimated_tokens).row_tokens(np.array([300.0]), MAX_LENGTH).tolist() == [300]
     dropped = read(estimated_tokens + 200, np.zeros(2048))
     assert (dropped.ratio, dropped.beyond, dropped.tokens, dropped.noise) == (1.0, 0.0, 0.0, 0.0)
     cut = read(estimated_tokens + 200, np.full(2048, 128.0))
@@ -132,9 +132,11 @@ def test_streams_of_which_nothing_or_all_is_over_the_length() -> None:
 
 
 def test_streams_without_an_estimate_of_their_own() -> None:
-    found = Calibration([0.2], {"ppa": Estimate(1.5)})
-    assert found.of("ppa") == found.of("ppa.prefill") == Estimate(1.5)
-    assert found.of("tlm") == Estimate() and found.of("tlm").of(np.array([10.0, 999.0]), 50).tolist() == [10, 999]
+    found = Calibration([(0.2, 0.0)], {"ppa": Estimate(1.5)})
+    assert found.estimate_for("ppa") == Estimate(1.5)
+    assert found.estimate_for("tlm") == Estimate() and found.estimate_for("tlm").row_tokens(
+        np.array([10.0, 999.0]), 50
+    ).tolist() == [10, 999]
 
 
 def test_it_is_kept_as_json(run_spec) -> None:
@@ -160,7 +162,7 @@ def test_rows_have_as_many_tokens_as_estimated(run_spec, recipe: str) -> None:
     errors, totals, sequences = [], np.zeros(2), np.zeros(2)
     for _ in range(8):
         start = mixture.state
-        tokens, variance, counts = expected(mixture, mixture.next_cut(), rows=1)
+        tokens, variance, counts = expected_bins(mixture, mixture.next_batch(), rows=1)
         mixture.state = start
         rows = dataset[mixture.next_step()].rows
         found = np.array([row.work.tokens for row in rows])
@@ -177,12 +179,12 @@ def test_long_pairs_are_estimated_as_what_becomes_of_them(run_spec) -> None:
     for overlong in ("drop", "truncate"):
         made = run_spec("tlm", "data.max_length=28", f"data.overlong={overlong}")
         mixture, dataset = mixture_of(made), made.dataset(made.specs)
-        beyond = made.calibration.of("tlm").beyond
+        beyond = made.calibration.estimate_for("tlm").beyond
         assert beyond is not None and (beyond < 5 if overlong == "drop" else 25 < beyond <= 28)
         found = []
         for _ in range(4):
             start = mixture.state
-            estimated = sum(int(tokens.sum()) for tokens in mixture.next_cut().tokens.values())
+            estimated = sum(int(tokens.sum()) for tokens in mixture.next_batch().tokens.values())
             mixture.state = start
             batch = dataset[mixture.next_step()]
             found.append([batch.too_long()["tlm"] / 128, batch.work().tokens / estimated])
@@ -211,7 +213,7 @@ def test_tokens_instead_of_samples(run_spec) -> None:
 
 def test_tokens_meet_the_checks_of_samples(run_spec) -> None:
     sets = ["streams.ppa.samples=null", "streams.ppa.tokens=50_000", "streams.ppa.queue_size=100"]
-    with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 100 keys cannot hold the 1,?\d+ of one step"):
+    with pytest.raises(UserError, match=r"streams\.ppa\.queue_size: 100 .*raise queue_size to 1,?\d+"):
         run_spec("ppa", *sets)
 
 
@@ -222,9 +224,9 @@ def test_the_fit_is_a_pure_function(run_spec) -> None:
     """Of data, recipe, seed, world and max_tokens: the same on every rank, whatever was drawn before."""
     made = run_spec("mixed", "train.max_tokens=1024")
     mixture = mixture_of(made, rank=0, world=3)
-    first, start = fit(mixture, MAX_LENGTH), json.dumps(mixture.state)
+    first, start = fit_row_shape(mixture, MAX_LENGTH), json.dumps(mixture.state)
     assert json.dumps(mixture.state) == start == json.dumps(initial_state(made.specs)) and mixture.rows == 1
-    assert fit(mixture_of(made, rank=2, world=3), MAX_LENGTH) == first == made.fit(place(1, 3), "cpu")
+    assert fit_row_shape(mixture_of(made, rank=2, world=3), MAX_LENGTH) == first == made.fit(place(1, 3), "cpu")
     assert made.fit(place(1, 2), "cpu") != first
 
 
@@ -261,11 +263,11 @@ def fake(sizes: np.ndarray, noise: float, samples: int, world: int, max_tokens: 
         name, pair, fingerprint, records = "en-de", "de-en", "x", len(sizes)
         counts = np.array([len(sizes)])
 
-        def lengths(self, shard: int, records: np.ndarray) -> np.ndarray:
-            return sizes[records]
+        def look(self, shard: int, records: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return sizes[records], np.zeros(len(sizes[records]), dtype=bool)
 
     source: Any = Source()
-    found = Calibration([1.0], {"s": Estimate(1.0, noise=noise, counted=10**9)})
+    found = Calibration([(1.0, 0.0)], {"s": Estimate(1.0, noise=noise, counted=10**9)})
     specs = [StreamSpec("s", (0,), samples, packed=False)]
     return Mixture(
         specs, [source], found, seed=0, alpha=0.7, max_length=MAX_LENGTH, max_tokens=max_tokens, rank=0, world=world
@@ -280,13 +282,13 @@ def about_50(spread: float) -> np.ndarray:
 def test_room_is_left_for_what_differs(spread: float, noise: float) -> None:
     """Steps by the spread of lengths, rows by the noise of estimates; 2.6 standard deviations over the mean."""
     mixture = fake(about_50(spread), noise, samples=256, world=4, max_tokens=1 << 20)
-    rows, shape = fit(mixture, MAX_LENGTH)
+    rows, shape = fit_row_shape(mixture, MAX_LENGTH)
     mean = 64 * 50
     sigma = np.sqrt((64 * 50 * spread) ** 2 / 256 + noise * mean)
     assert rows == 1 and mean + 1.8 * sigma - 20 <= shape.tokens <= mean + 3.5 * sigma + 30
     rng, fits = np.random.default_rng(1), []
     for _ in range(200):
-        tokens, _, sequences = expected(mixture, mixture.next_cut(), rows)
+        tokens, _, sequences = expected_bins(mixture, mixture.next_batch(), rows)
         true = tokens + rng.normal(0, 1, len(tokens)) * np.sqrt(noise * tokens)
         fits += list(true <= shape.tokens)
         fillers = np.ceil((shape.tokens - true) / MAX_LENGTH)
@@ -297,20 +299,20 @@ def test_room_is_left_for_what_differs(spread: float, noise: float) -> None:
 def test_there_is_room_for_the_row_with_the_most_sequences() -> None:
     """A row that has no long sample has twice as many short ones."""
     mixture = fake(np.where(np.arange(100_000) % 121 == 0, 400, 10), 0.1, samples=16 * 61, world=16, max_tokens=1 << 20)
-    rows, shape = fit(mixture, MAX_LENGTH)
-    found = np.hstack([expected(mixture, mixture.next_cut(), rows)[2] for _ in range(20)])
+    rows, shape = fit_row_shape(mixture, MAX_LENGTH)
+    found = np.hstack([expected_bins(mixture, mixture.next_batch(), rows)[2] for _ in range(20)])
     assert found.mean() + 16 < found.max() <= shape.sequences
 
 
 def test_a_shape_is_within_the_budget() -> None:
     """Rows are cut to have room for their noise too: one more row where there is none."""
     mixture = fake(about_50(0.3), 20.0, samples=256, world=1, max_tokens=4600)
-    assert mixture.next_cut().rows == 3
+    assert mixture.next_batch().rows == 3
     mixture.state = initial_state(mixture.streams)
-    rows, shape = fit(mixture, MAX_LENGTH)
+    rows, shape = fit_row_shape(mixture, MAX_LENGTH)
     assert rows == 4 and shape.tokens <= 4600
     alone = fake(about_50(0.0), 0.0, samples=4, world=1, max_tokens=40)
-    rows, shape = fit(alone, MAX_LENGTH)
+    rows, shape = fit_row_shape(alone, MAX_LENGTH)
     assert rows == 4 and shape.tokens >= 50, "one sample is over the budget"
 
 
@@ -318,9 +320,9 @@ def test_large_steps_are_fitted_by_few() -> None:
     """Planning a step of a thousand ranks takes tens of milliseconds."""
     for samples, steps in ((8, mixing.MAX_STEPS), (2048, 16), (65_536, mixing.MIN_STEPS)):
         mixture = fake(about_50(0.3), 0.1, samples, world=1, max_tokens=1 << 30)
-        drawn, next_cut = [], mixture.next_cut
-        mixture.next_cut = lambda: drawn.append(1) or next_cut()  # type: ignore[method-assign]  # noqa: B023
-        fit(mixture, MAX_LENGTH)
+        drawn, next_batch = [], mixture.next_batch
+        mixture.next_batch = lambda: drawn.append(1) or next_batch()  # type: ignore[method-assign]  # noqa: B023
+        fit_row_shape(mixture, MAX_LENGTH)
         assert len(drawn) == steps
 
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from xscale.config import RECIPES, ModelConfig, Recipe, load_recipe, shipped_recipes
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.models.build import PRESETS
 from xscale.objectives import OBJECTIVES
@@ -390,7 +390,7 @@ def test_identity_covers_what_decides_the_result() -> None:
 
 def test_a_step_without_targets_is_an_error() -> None:
     """Documents of 2,600 words a line gave steps with a loss of 0 and exit code 0."""
-    recipe, work = load("mlm", "data.max_length=16"), Work(0, 0, 0, 0, 0)
+    recipe, work = load("mlm", "data.max_length=16"), RowCost(0, 0, 0, 0, 0)
     nothing = GlobalCounts({("mlm", "mlm"): 0}, work, samples=0, too_long=Counter(mlm=64), flush=0)
     with pytest.raises(
         UserError, match=r"step 7 has no targets: of its pairs 64 were longer than data.max_length 16.*truncate"

@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 
 from xscale.config import Recipe, load_recipe
 from xscale.data.mixture import initial_state
-from xscale.data.packed_row import PackedRow, Tokens, Work
+from xscale.data.packed_row import PackedRow, RowCost, Tokens
 from xscale.models.attention import attention_blocks, attention_blocks_backward
 from xscale.models.build import preset_config
 from xscale.models.encoder import Encoder
@@ -200,7 +200,7 @@ def first_row(demo: Path, recipe: str, *sets: str) -> tuple[StepModule, PackedRo
 def test_flops_by_term(preset: str) -> None:
     """Against torch's own count of each part, forward and backward: exact where sequences are equally long."""
     encoder = Encoder(AutoModelForMaskedLM.from_config(preset_config(preset, 900, 0, 64, 0.0)).train())
-    work = Work(tokens=512, squares=8 * 64**2, predictions=30, auxiliary_tokens=128, auxiliary_squares=2 * 64**2)
+    work = RowCost(tokens=512, squares=8 * 64**2, predictions=30, auxiliary_tokens=128, auxiliary_squares=2 * 64**2)
     found = cost.StepFlops(encoder).flops(work)
     with counter() as counted:
         encoder(row_of(8, 64)).sum().backward()

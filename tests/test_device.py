@@ -62,7 +62,7 @@ def test_the_host_does_not_wait_for_the_device(run_spec: RunSpec, row: PackedRow
     weights = step_weights(run_spec.recipe, totals_of([row]), 0)
     row_pass = RowPass(module, row, CPU, (0,))
     with Waits() as waits:
-        row_pass.auxiliary = module.read_auxiliary(row_pass.inputs)
+        row_pass.more = module.read_auxiliary(row_pass.inputs)
         loss, _ = row_pass(module, weights)
     assert waits.found == Counter(lift_fresh=1)
     with Waits() as waits:

@@ -44,7 +44,7 @@ def test_the_share_is_known_before_step_1(demo: Path, tokenizer: Tokenizer, max_
     """As all pairs have it, to a few standard errors of the 512 and more that are read of 2,048."""
     share = share_over(max_length, tokenizer, demo / "pairs")
     run_spec = run_spec_of(demo, "tlm", f"data.max_length={max_length}", "streams.tlm.languages=[en-xx]")
-    found = run_spec.calibration.of("tlm").too_long
+    found = run_spec.calibration.estimate_for("tlm").too_long
     assert found == pytest.approx(share, abs=0.01 + 0.06 * (share * (1 - share)) ** 0.5)
     assert bool(run_spec.dropped()) == (found > 0.03)
     assert max_length != 20 or share > 0.5
@@ -63,8 +63,8 @@ def test_on_real_text(real: Path, tmp_path: Path, write_pairs: Callable[..., Non
     for max_length in (64, 100, 160):
         share = share_over(max_length, Tokenizer(tmp_path / "data" / "tokenizer"), tmp_path / "data")
         run_spec = run_spec_of(tmp_path / "data", "tlm", f"data.max_length={max_length}")
-        assert run_spec.calibration.of("tlm").too_long == pytest.approx(share, abs=0.03), max_length
-        assert bool(run_spec.dropped()) == (run_spec.calibration.of("tlm").too_long > 0.03)
+        assert run_spec.calibration.estimate_for("tlm").too_long == pytest.approx(share, abs=0.03), max_length
+        assert bool(run_spec.dropped()) == (run_spec.calibration.estimate_for("tlm").too_long > 0.03)
 
 
 def test_the_warning_names_stream_share_and_remedy(demo: Path) -> None:
@@ -84,10 +84,10 @@ def test_calibrations_of_earlier_versions_load(demo: Path) -> None:
     run_spec = run_spec_of(demo, "tlm", "data.max_length=28")
     tree = json.loads(json.dumps(run_spec.calibration.to_dict()))
     same = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
-    assert asdict(same) == asdict(run_spec.calibration) and same.of("tlm").too_long > 0.1
+    assert asdict(same) == asdict(run_spec.calibration) and same.estimate_for("tlm").too_long > 0.1
     del tree["streams"]["tlm"]["too_long"]
     old = Calibration.from_dict(tree, len(run_spec.sources), ["tlm"])
-    assert old.of("tlm").too_long == 0 and old.of("tlm").ratio == same.of("tlm").ratio
+    assert old.estimate_for("tlm").too_long == 0 and old.estimate_for("tlm").ratio == same.estimate_for("tlm").ratio
     assert run_spec.calibrated(old).dropped() == {}
 
 

@@ -11,7 +11,7 @@ from data_tools.ranks import Ranks
 from tests import launch
 from xscale import dry_run as planning
 from xscale.data.mixture import FIT_SAMPLES, initial_state
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.data.shards import Source
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
@@ -65,7 +65,7 @@ def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "READ", 16)
     (spec,) = run_spec.specs
     assert planning.work_of(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)
-    assert isinstance(planning.work_of(run_spec, spec), Work)
+    assert isinstance(planning.work_of(run_spec, spec), RowCost)
 
 
 @pytest.mark.parametrize(("ds_config", "device"), [("zero3_fp16_nodes", "cuda"), ("zero2_cpu", "")])

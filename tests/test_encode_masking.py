@@ -19,8 +19,9 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from tests.plain import originals, sequences_of
 from xscale.data import masking
+from xscale.data.calibrate import tokens_per_byte
 from xscale.data.calibration import Calibration
-from xscale.data.loader import StepDataset, StreamCollate, source_statistics
+from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences, fit_pairs, join_segments, pack_sentences
@@ -392,7 +393,7 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
     """Everything that the steps hold, over all ranks: {stream: sorted sequences} for each step."""
     sources = find_sources([demo])
     specs = [StreamSpec("mlm", (0, 1), 9, packed=True), StreamSpec("tlm", (3,), 25, packed=False)]
-    calibration = Calibration([source_statistics(source, tokenizer) for source in sources], {})
+    calibration = Calibration([(tokens_per_byte(source, tokenizer), 0.0) for source in sources], {})
     collates = {
         "mlm": StreamCollate(mlm.collate, mlm.MaskedOptions()),
         "tlm": StreamCollate(tlm.collate, tlm.TlmOptions(whole_word=True, shuffle_sides=True), words=True),
@@ -407,20 +408,20 @@ def step_rows(demo: Path, tokenizer: Tokenizer, world: int, max_tokens: int, ste
             plan = rank.next_step()
             stream_batches = {stream: dataset.stream_batches(stream, plan) for stream in collates}
             for stream, of_rows in stream_batches.items():
-                for stream_batch, keys in of_rows:
+                for stream_batch in of_rows:
                     rows = found_in(stream_batch)
                     found[stream] += [(row["original"], row["ids"], sorted(row["targets"])) for row in rows]
-                    found["keys"] += keys
+                    found["keys"] += stream_batch.keys
                     assert stream_batch.targets == {"mlm": sum(len(row["targets"]) for row in rows)}
             batch = dataset[plan]
             for number, row in enumerate(batch.rows):  # what a step gets is these pieces
                 expected = sorted(
-                    seq["ids"] for of_rows in stream_batches.values() for seq in found_in(of_rows[number][0])
+                    seq["ids"] for of_rows in stream_batches.values() for seq in found_in(of_rows[number])
                 )
                 starts = row.inputs.tokens.starts.tolist()
                 ids = [row.inputs.tokens.input_ids[a:b].tolist() for a, b in itertools.pairwise(starts)]
                 assert sorted(ids) == expected or not expected
-                assert row.keys == {stream: of_rows[number][1] for stream, of_rows in stream_batches.items()}
+                assert row.keys == {stream: of_rows[number].keys for stream, of_rows in stream_batches.items()}
                 assert row.work.tokens == sum(map(len, expected)) and row.samples >= 0
         result.append({name: sorted(values) for name, values in found.items()})
     return result

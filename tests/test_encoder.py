@@ -169,7 +169,7 @@ def test_other_ropes_are_padded() -> None:
     both = {"full_attention": rope, "sliding_attention": dict(rope)}
     encoder = make("modernbert", rope_parameters=both)
     same_states_and_gradients(encoder, row_of(LENGTHS[0]))
-    with pytest.raises(UserError, match="modernbert model has no flat forward pass"):
+    with pytest.raises(UserError, match=r"modernbert.*train\.compile=false"):
         encoder.compile_forward()
 
 
@@ -206,7 +206,7 @@ def test_a_narrow_table_has_a_head_of_its_width() -> None:
 def test_unknown_models_are_refused() -> None:
     assert CONFIGS.keys() == HEADS.keys()
     funnel = FunnelConfig(vocab_size=97, block_sizes=[1], d_model=32, n_head=2, d_head=16, d_inner=48)
-    with pytest.raises(UserError, match="'funnel' is not supported; supported are bert, roberta"):
+    with pytest.raises(UserError, match=r"'funnel'.*use one of bert, roberta"):
         Encoder(AutoModelForMaskedLM.from_config(funnel))
     with pytest.raises(UserError, match="bert model is a decoder"):
         Encoder(AutoModelForMaskedLM.from_config(BertConfig(**SHAPE, is_decoder=True)))

@@ -80,7 +80,7 @@ def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tok
     AutoModelForMaskedLM.from_config(config).save_pretrained(short)
     tokenizer.hf.save_pretrained(short)
     assert measure("--task", "heldout", "--model", short)[0] == 2
-    assert "no pair has a token to predict in the model's 6 positions" in capsys.readouterr().err
+    assert "6 positions" in capsys.readouterr().err
 
 
 def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
@@ -92,7 +92,11 @@ def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Pat
     weights = load_file(hf / "model.safetensors")
     weights[name].fill_(torch.nan)
     save_file(weights, nan / "model.safetensors", {"format": "pt"})
-    for path, told in {torn: "cannot be loaded", other: "cannot be loaded", nan: f"weights of {name}"}.items():
+    for path, told in {
+        torn: "cannot be loaded",
+        other: "cannot be loaded",
+        nan: f"{name} .*earlier checkpoint",
+    }.items():
         assert measure("--task", "retrieval", "--model", path) == (2, {})
         assert re.search(f"^error: --model {path}:? .*{told}", capsys.readouterr().err, re.M), path
 
@@ -169,7 +173,7 @@ def test_a_disk_that_fills_is_the_machines(measure: Measure, monkeypatch: pytest
 
     monkeypatch.setattr(run, "write_json", fail)
     assert measure("--task", "retrieval")[0] == 4
-    assert "scores.json: No space left on device; mend that" in capsys.readouterr().err
+    assert "scores.json: No space left on device" in capsys.readouterr().err
 
 
 def test_folders_that_others_saved(
@@ -180,7 +184,7 @@ def test_folders_that_others_saved(
     bert = AutoModel.from_pretrained(hf)
     bert.save_pretrained(tmp_path / "hf")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
-    assert "has no tokenizer; save the model's own there" in capsys.readouterr().err
+    assert "tokenizer.save_pretrained" in capsys.readouterr().err
     tokenizer.hf.save_pretrained(tmp_path / "hf")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 0
     code, found = measure("--task", "heldout", "perplexity", "retrieval", "--model", tmp_path / "hf")
@@ -190,14 +194,14 @@ def test_folders_that_others_saved(
     (tmp_path / "hf" / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": 4}))
     capsys.readouterr()
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
-    assert "has no weights for 16 of its encoder's parameters, such as bert.encoder.layer.3." in capsys.readouterr().err
+    assert "bert.encoder.layer.3." in capsys.readouterr().err
     bert.resize_token_embeddings(100)
     bert.save_pretrained(tmp_path / "hf")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
-    assert "ids, its embeddings are of 100; save the tokenizer there" in capsys.readouterr().err
+    assert "embeddings are of 100; save" in capsys.readouterr().err
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"none")
     assert measure("--task", "retrieval", "--model", tmp_path / "hf")[0] == 2
-    assert "hf cannot be loaded (" in capsys.readouterr().err
+    assert "hf cannot be loaded" in capsys.readouterr().err
 
 
 # Retrieval
@@ -277,7 +281,7 @@ def test_retrieval_is_that_of_sentence_transformers(measure: Measure, hf: Path, 
 
 def test_layers_that_are_not_there(measure: Measure, capsys: Any) -> None:
     assert measure("--task", "retrieval", "--layer", "2", "-5", "4")[0] == 2
-    assert "--layer -5 4: the model has layers 1 to 3, 0 is what" in capsys.readouterr().err
+    assert "--layer -5 4: the model has layers 1 to 3" in capsys.readouterr().err
 
 
 def test_csls_takes_from_a_hub_what_makes_it_near_to_all() -> None:

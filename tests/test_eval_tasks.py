@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from xscale.data.lexicon import load_lexicon, withheld
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import aer, induction, mining, neighbours, perplexity, run
+from xscale.eval import aer, heldout, induction, mining, neighbours, run
 from xscale.eval.model import Exported
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -229,10 +230,10 @@ def test_mining_task(command: Command, demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extension", "text", "said"),
     [
-        ("de", "de-0\tja\nde-1 nein\n", "x/de-en.test.de: line 2: 'de-1 nein' is not `ID<TAB>sentence`"),
-        ("en", "en-0\tyes\nen-0\tno\n", "x/de-en.test.en: line 2: 'en-0' stands twice"),
-        ("gold", "de-0\ten-7\n", "x/de-en.test.gold: line 1: 'de-0\\ten-7' is not an ID of de-en.test.de, a tab and"),
-        ("gold", "", "x/de-en.test.gold holds no pair"),
+        ("de", "de-0\tja\nde-1 nein\n", r"test\.de: line 2: 'de-1 nein'.*ID<TAB>sentence"),
+        ("en", "en-0\tyes\nen-0\tno\n", r"test\.en: line 2: 'en-0'.*twice"),
+        ("gold", "de-0\ten-7\n", r"test\.gold: line 1: .*en-7.*test\.de"),
+        ("gold", "", r"test\.gold .*no pair"),
     ],
 )
 def test_malformed_bitext(tmp_path: Path, extension: str, text: str, said: str) -> None:
@@ -240,9 +241,8 @@ def test_malformed_bitext(tmp_path: Path, extension: str, text: str, said: str) 
     prefix = tmp_path / "x" / "de-en.test"
     write_bitext(prefix, ["ja"], ["yes"], [(0, 0)])
     prefix.with_name(f"{prefix.name}.{extension}").write_text(text)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=said):
         mining.load_bitext(prefix)
-    assert said in str(error.value)
 
 
 # Induction
@@ -328,7 +328,7 @@ def test_error_rates_by_hand() -> None:
     """Two pairs: |A| = 5, |S| = 4, |A & S| = 3, |A & P| = 4."""
     sure = [{(0, 0), (1, 1)}, {(0, 1), (2, 2)}]
     possible = [{(0, 0), (1, 1), (1, 2)}, {(0, 1), (2, 2)}]
-    gold = aer.GoldLinks(("en", "fr"), [], sure, possible)
+    gold = aer.HandLinks(("en", "fr"), [], sure, possible)
     found = aer.error_rates([{(0, 0), (1, 2), (5, 5)}, {(0, 1), (2, 2)}], gold)
     assert found == pytest.approx({"AER": 1 - 7 / 9, "precision": 4 / 5, "recall": 3 / 4, "F1": 1.2 / 1.55})
     assert aer.error_rates(sure, gold)["AER"] == 0 and aer.error_rates([set(), set()], gold)["AER"] == 1
@@ -395,31 +395,30 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
 @pytest.mark.parametrize(
     ("text", "gold", "said"),
     [
-        ("a b\tc d\t0-0 1-2\n", None, "line 1: link 1-2 does not fit sentences of 2 and 2 words, counted from 0"),
-        ("a b\tc d\t0-0\na b\tc d\t0-0 1x1\n", None, "line 2: '1x1' is no link; needs i-j, or ipj"),
-        ("a b\tc d\n", None, "line 1: 'a b\\tc d' is not `sentence<TAB>sentence<TAB>links`"),
-        ("a b ||| c d\n", "1-1\n2-2\n", "gold has 2 lines, "),
-        ("a b ||| c d\n", "1-1\n", "so it does not say from where words are counted"),
-        ("a b ||| c d\na ||| c\n", "1-1\n1-2\n", "line 2: link 1-2 does not fit sentences of 1 and 1 words, counted"),
-        ("a b | c d\n", "1-1\n", "line 1: 'a b | c d' is not `sentence ||| sentence`"),
+        ("a b\tc d\t0-0 1-2\n", None, "line 1.*1-2.*from 0"),
+        ("a b\tc d\t0-0\na b\tc d\t0-0 1x1\n", None, "line 2.*'1x1'.*ipj"),
+        ("a b\tc d\n", None, "line 1.*sentence<TAB>sentence<TAB>links"),
+        ("a b ||| c d\n", "1-1\n2-2\n", "gold has 2 lines"),
+        ("a b ||| c d\n", "1-1\n", "from where words are counted"),
+        ("a b ||| c d\na ||| c\n", "1-1\n1-2\n", "line 2.*1-2"),
+        ("a b | c d\n", "1-1\n", r"line 1.*sentence \|\|\| sentence"),
     ],
 )
 def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) -> None:
     paths = [tmp_path / "text", tmp_path / "gold"][: 1 if gold is None else 2]
     for path, content in zip(paths, (text, gold), strict=False):
         path.write_text(content or "")
-    with pytest.raises(UserError) as error:
-        aer.load_gold(("en", "fr"), *paths)
-    assert said in str(error.value) and str(tmp_path) in str(error.value)
+    with pytest.raises(UserError, match=f"{tmp_path}.*{said}"):
+        aer.load_hand_links(("en", "fr"), *paths)
 
 
 def test_real_gold(real: Path) -> None:
     """XL-WA's and WPT's files: counts by plain splitting."""
     folder = real / "eval" / "wordalign"
-    found = aer.load_gold(("en", "fr"), folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
+    found = aer.load_hand_links(("en", "fr"), folder / "enfr.src-tgt.xz", folder / "enfr.gold.xz")
     assert len(found.words) == 447 and sum(map(len, found.possible)) == 17438 and sum(map(len, found.sure)) == 4038
     assert found.sure[2] == {(0, 0), (1, 1), (2, 2), (3, 3)}
-    spanish = aer.load_gold(("en", "es"), folder / "xlwa-en-es.dev.tsv.xz")
+    spanish = aer.load_hand_links(("en", "es"), folder / "xlwa-en-es.dev.tsv.xz")
     assert len(spanish.words) == 105 and (5, 3) in spanish.sure[0] and spanish.sure == spanish.possible
 
 
@@ -457,7 +456,7 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
             log_p = lm(torch.tensor([shown])).logits[0].double().log_softmax(-1)
         losses += [-float(log_p[place, ids[place]]) for place in targets]
         right += sum(int(log_p[place].argmax()) == ids[place] for place in targets)
-    found = perplexity.evaluate(Exported(path), source, "xx", 40)
+    found = heldout.evaluate_perplexity(Exported(path), source, "xx", 40)
     assert found["targets"] == len(losses) > 20
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
@@ -489,17 +488,17 @@ def test_perplexity_task(command: Command, demo: Path, tmp_path: Path, tokenizer
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("aer",), "task aer needs --aer en-es FILE.tsv, or --aer en-fr TEXT LINKS"),
-        (("aer", "--aer", "en-es"), "--aer en-es: needs `en-es FILE.tsv`"),
-        (("mining",), "task mining needs --mining PREFIX"),
-        (("mining", "--mining", "x/bucc.test"), "--mining x/bucc.test: the name says no languages"),
+        (("aer",), "--aer en-es FILE.tsv"),
+        (("aer", "--aer", "en-es"), "--aer en-es: .*FILE.tsv"),
+        (("mining",), "--mining PREFIX"),
+        (("mining", "--mining", "x/bucc.test"), "--mining x/bucc.test: .*languages"),
         (
             ("mining", "--mining", "en-de.test", "--mining_dev", "fr-en.dev"),
-            "--mining_dev fr-en.dev has no --mining of",
+            "--mining_dev fr-en.dev .*--mining",
         ),
-        (("induction",), "task induction needs a dictionary: --lexicons"),
-        (("perplexity",), "task perplexity needs --data"),
-        (("retrieval",), "--data is missing; tasks alignment, heldout and retrieval need sentence pairs"),
+        (("induction",), "--lexicons"),
+        (("perplexity",), "--data"),
+        (("retrieval",), "--data is missing"),
     ],
 )
 def test_a_task_without_what_it_measures_on_is_refused_before_the_work(
@@ -508,7 +507,7 @@ def test_a_task_without_what_it_measures_on_is_refused_before_the_work(
     monkeypatch.setattr(run, "Exported", lambda path: pytest.fail("the model was loaded"))
     assert command("--task", *flags)[0] == 2
     error = capsys.readouterr().err
-    assert said in error and len(error.splitlines()) == 1
+    assert re.search(said, error) and len(error.splitlines()) == 1
 
 
 def test_a_pair_of_languages_has_one_name_whichever_way_round(

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import signal
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.test_training import wait_for
 from xscale.checkpoint import store as checkpoints
 from xscale.config import load_recipe
 from xscale.data.mixture import initial_state
-from xscale.data.shards import IDX_DTYPE, Source
+from xscale.data.shards import FOLLOWS, IDX_DTYPE, Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import Lock
@@ -86,69 +87,42 @@ def test_a_lone_surrogate_is_found_by_the_index(tmp_path: Path, corpus_files, wr
         index.main(Ranks(), [str(tmp_path)])
 
 
-def without_crc32(directory: Path) -> None:
-    """index.json as earlier versions wrote it."""
-    index = json.loads((directory / "index.json").read_text())
-    for shard in index["shards"]:
-        del shard["idx_crc32"]
-    (directory / "index.json").write_text(json.dumps(index))
+def zeroed(entries: np.ndarray) -> bytes:
+    return bytes(entries.nbytes)
 
 
-def test_a_zeroed_index_is_no_record(tmp_path: Path, demo: Path) -> None:
-    shutil.copytree(demo / "pairs", tmp_path / "pairs")
-    idx = next((tmp_path / "pairs").glob("*.idx"))
-    idx.write_bytes(bytes(idx.stat().st_size))
-    with pytest.raises(UserError, match=r"pairs-000000\.idx is damaged, or another shard's: .*data_tools\.index"):
-        Source(tmp_path / "pairs").read(0, 3)
-    without_crc32(tmp_path / "pairs")
-    with pytest.raises(UserError, match=r"pairs-000000\.idx is damaged: record 3 has no bytes.*data_tools\.index"):
-        Source(tmp_path / "pairs").read(0, 3)
-    assert idx.stat().st_size % IDX_DTYPE.itemsize == 0
+def cut_off(entries: np.ndarray) -> bytes:
+    return entries.tobytes()[: 5 * IDX_DTYPE.itemsize + 3]
 
 
-def test_a_flipped_border_of_documents_is_seen(tmp_path: Path, demo: Path) -> None:
+def wrong_entry(field: str, value: int) -> Callable[[np.ndarray], bytes]:
+    def damaged(entries: np.ndarray) -> bytes:
+        entries[field][5] = value
+        return entries.tobytes()
+
+    return damaged
+
+
+def flipped_border(entries: np.ndarray) -> bytes:
     """No record's own checksum covers it."""
+    entries["length"][7] ^= FOLLOWS
+    return entries.tobytes()
+
+
+WRONG_ENTRIES = [wrong_entry(field, value) for field in ("offset", "length", "crc32") for value in (0xFFFFFFFF, 77)]
+
+
+@pytest.mark.parametrize("damaged", [zeroed, cut_off, flipped_border, *WRONG_ENTRIES])
+def test_a_damaged_idx_is_seen_before_any_record_is_read(
+    tmp_path: Path, demo: Path, damaged: Callable[[np.ndarray], bytes]
+) -> None:
     shutil.copytree(demo / "mono_en", tmp_path / "mono")
-    idx = next((tmp_path / "mono").glob("*.idx"))
-    data = bytearray(idx.read_bytes())
-    data[7 * IDX_DTYPE.itemsize + 11] ^= 0x80
-    idx.write_bytes(data)
     (tmp_path / "mono" / "entries").unlink()
-    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
-        Source(tmp_path / "mono").follows(0, slice(None))
-    without_crc32(tmp_path / "mono")
-    assert Source(tmp_path / "mono").follows(0, slice(None)).any()
-
-
-@pytest.mark.parametrize("field", ["offset", "length", "crc32"])
-@pytest.mark.parametrize("value", [0xFFFFFFFF, 77])
-def test_a_wrong_entry_of_an_index_is_no_record(tmp_path: Path, demo: Path, field: str, value: int) -> None:
-    """The whole .idx is verified before any record is read; in an index without its checksum, entry by entry."""
-    shutil.copytree(demo / "pairs", tmp_path / "pairs")
-    idx = next((tmp_path / "pairs").glob("*.idx"))
-    entries = np.fromfile(idx, dtype=IDX_DTYPE)
-    entries[field][5] = value
-    entries.tofile(idx)
-    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
-        Source(tmp_path / "pairs").read(0, 4)
-    without_crc32(tmp_path / "pairs")
-    source = Source(tmp_path / "pairs")
-    assert source.read(0, 4).key and source.read(0, 6).key
-    with pytest.raises(UserError, match=r"pairs-000000\.tar: record 5 .* is damaged"):
-        Source(tmp_path / "pairs").read(0, 5)
-
-
-def test_an_index_that_was_cut_off_is_told(tmp_path: Path, demo: Path) -> None:
-    shutil.copytree(demo / "pairs", tmp_path / "pairs")
-    idx = next((tmp_path / "pairs").glob("*.idx"))
-    os.truncate(idx, 5 * IDX_DTYPE.itemsize + 3)
-    with pytest.raises(UserError, match=rf"{idx.name} is damaged, or another shard's"):
-        Source(tmp_path / "pairs").read(0, 5)
-    without_crc32(tmp_path / "pairs")
-    for size in (5 * IDX_DTYPE.itemsize + 3, 5 * IDX_DTYPE.itemsize):
-        os.truncate(idx, size)
-        with pytest.raises(UserError, match=rf"{idx.name} (is damaged|ends before record 5)"):
-            Source(tmp_path / "pairs").read(0, 5)
+    idx = next((tmp_path / "mono").glob("*.idx"))
+    idx.write_bytes(damaged(np.fromfile(idx, dtype=IDX_DTYPE)))
+    for look in (lambda source: source.read(0, 4), lambda source: source.follows(0, slice(None))):
+        with pytest.raises(UserError, match=rf"{idx.name} is damaged, .*data_tools\.index"):
+            look(Source(tmp_path / "mono"))
 
 
 # A run's folder

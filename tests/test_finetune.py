@@ -4,7 +4,6 @@ import errno
 import json
 import lzma
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,22 +12,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMaskedLM, AutoModelForTokenClassification, AutoTokenizer, BertConfig
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    BertConfig,
+)
 
 from tests import launch
 from tests.rows import one_thread  # noqa: F401
-from xscale import files
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
 from xscale.eval.finetune import pairs, qa, squad, tags
-from xscale.eval.finetune.runs import Runs, Scores, trainings, write_predictions
-from xscale.eval.finetune.task import Data, Encoding, Example, Task
-from xscale.eval.finetune.tuning import Padded, Settings, Tuner
+from xscale.eval.finetune.task import Encoding, LabelledExample, Task, TaskData
+from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
+from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes, write_predictions
 from xscale.eval.model import Exported
-from xscale.ranks import HostGroup
 
-SETTINGS = Settings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
+SETTINGS = FineTuneSettings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 
 
@@ -171,21 +174,21 @@ def test_questions_of_squad(tmp_path: Path) -> None:
 
 GOOD = "1\tThe\t_\tDET\t_\t_\t_\t_\t_\t_\n"
 BAD = {
-    "columns": (tags.read_pos, GOOD + "2\tend\tNOUN\n", r"line 2 has 3 columns; CoNLL-U has 10"),
-    "number": (tags.read_pos, GOOD + GOOD, r"line 2: '1' 'The' is not word 2"),
-    "spaces": (tags.read_pos, GOOD.replace("\t", "  "), r"line 1: the tag '_' is not one of UD's"),
-    "tag": (tags.read_pos, "The\tDT\n", r"line 1: the tag 'DT' is not one of UD's"),
-    "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1: 'DT' in column 4 is no part of speech"),
+    "columns": (tags.read_pos, GOOD + "2\tend\tNOUN\n", r"line 2 .*3 columns.*10"),
+    "number": (tags.read_pos, GOOD + GOOD, r"line 2: '1' 'The'"),
+    "spaces": (tags.read_pos, GOOD.replace("\t", "  "), r"line 1.*'_'.*NOUN"),
+    "tag": (tags.read_pos, "The\tDT\n", r"line 1.*'DT'.*NOUN"),
+    "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1.*'DT'.*NOUN"),
     "no sentence": (tags.read_pos, "# nothing\n", r"has no sentence"),
-    "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2: the tag 'LOC' is not O, B-TYPE or I-TYPE"),
-    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"from line 1 has words with a tag and words without"),
-    "no word": (tags.read_ner, "\tO\n", r"line 1 begins with no word"),
-    "two columns": (pairs.read, "a\tb\tneutral\nc\td\n", r"line 2 has 2 columns instead of 3"),
-    "one column": (pairs.read, "a\n", r"line 1 has 1 columns instead of 3"),
-    "empty sentence": (pairs.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2: a sentence is empty"),
+    "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2.*'LOC'.*B-TYPE"),
+    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"line 1 .*mend"),
+    "no word": (tags.read_ner, "\tO\n", r"line 1 .*`word<TAB>tag`"),
+    "two columns": (pairs.read, "a\tb\tneutral\nc\td\n", r"line 2 .*2 columns.*3"),
+    "one column": (pairs.read, "a\n", r"line 1 .*1 columns.*label"),
+    "empty sentence": (pairs.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2.*empty"),
     "not json": (qa.read, '{"data": [\n{,}]}', r"is not JSON.*line 2"),
-    "no context": (qa.read, '{"data": [{"paragraphs": [{"qas": []}]}]}', r"data\[0\].paragraphs\[0\] has no 'context'"),
-    "a list": (qa.read, '{"data": [[]]}', r"data is not as SQuAD's"),
+    "no context": (qa.read, '{"data": [{"paragraphs": [{"qas": []}]}]}', r"paragraphs\[0\].*'context'"),
+    "a list": (qa.read, '{"data": [[]]}', r"data .*SQuAD 1.1"),
 }
 
 
@@ -199,12 +202,11 @@ def test_bad_files_are_named_by_file_and_line(tmp_path: Path, what: str) -> None
     assert str(path) in str(raised.value)
 
 
-def test_an_answer_that_stands_elsewhere_is_named_by_line(tmp_path: Path) -> None:
+def test_an_answer_that_stands_elsewhere_is_named(tmp_path: Path) -> None:
     path = squad_file(tmp_path / "a.json", question("q1", "Who?", ("Ada", 0)), question("q2", "When?", ("1843", 15)))
-    number = path.read_text().splitlines().index('       "id": "q2",') + 1
-    with pytest.raises(UserError, match=rf"line {number}: question 'q2': the answer '1843' does not stand at .* 15"):
+    with pytest.raises(UserError, match=r"a\.json.*'q2'.*'1843'.*answer_start 15"):
         qa.read(path, "en")
-    with pytest.raises(UserError, match="question 'q3' has no answer"):
+    with pytest.raises(UserError, match=r"b\.json.*'q3' has no answer"):
         qa.read(squad_file(tmp_path / "b.json", question("q3", "Who?")), "en")
 
 
@@ -244,8 +246,8 @@ def test_answers_are_compared_as_mlqas_script_does() -> None:
 
 def test_the_best_of_several_gold_answers_counts() -> None:
     examples = [
-        Example("a", ("de", "de"), ("?", "..."), (("der Hund", 0), ("ein großer Hund", 0))),
-        Example("b", ("de", "de"), ("?", "..."), (("1843", 0),)),
+        LabelledExample("a", ("de", "de"), ("?", "..."), (("der Hund", 0), ("ein großer Hund", 0))),
+        LabelledExample("b", ("de", "de"), ("?", "..."), (("1843", 0),)),
     ]
     found = qa.score(examples, ["großer Hund", "1842"], "de", mlqa=True)
     assert found == {"f1": pytest.approx(0.5), "exact_match": pytest.approx(0.5)}
@@ -271,7 +273,7 @@ def test_entities_are_counted_as_brute_force_does() -> None:
     names = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
     draw = np.random.default_rng(0)
     gold, said = ([[names[i] for i in draw.integers(0, 5, 12)] for _ in range(50)] for _ in range(2))
-    examples = [Example(str(i), ("en",), ("w",) * 12, tuple(of)) for i, of in enumerate(gold)]
+    examples = [LabelledExample(str(i), ("en",), ("w",) * 12, tuple(of)) for i, of in enumerate(gold)]
     right = sum(len(entities(a) & entities(b)) for a, b in zip(gold, said, strict=True))
     wanted, given = (sum(len(entities(of)) for of in side) for side in (gold, said))
     found = tags.score_ner(examples, said, "en")
@@ -281,14 +283,17 @@ def test_entities_are_counted_as_brute_force_does() -> None:
 
 
 def test_accuracy_and_f1_of_words_and_pairs() -> None:
-    words = [Example("1", ("en",), ("a", "b"), ("NOUN", "VERB")), Example("2", ("en",), ("c",), ("NOUN",))]
+    words = [
+        LabelledExample("1", ("en",), ("a", "b"), ("NOUN", "VERB")),
+        LabelledExample("2", ("en",), ("c",), ("NOUN",)),
+    ]
     found = tags.score_pos(words, [["NOUN", "NOUN"], ["NOUN"]], "en")
     assert found == {
         "accuracy": pytest.approx(2 / 3),
         "macro_f1": pytest.approx((4 / 5 + 0) / 2),
         "xtreme_f1": pytest.approx(2 / 5),  # two nouns in a row are one: 1 right of 2 said and of 3 that are there
     }
-    couples = [Example(str(i), ("en", "en"), ("a", "b"), (label,)) for i, label in enumerate("xxy")]
+    couples = [LabelledExample(str(i), ("en", "en"), ("a", "b"), (label,)) for i, label in enumerate("xxy")]
     found = pairs.score(couples, ["x", "y", "y"], "en")
     assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx((2 / 3 + 2 / 3) / 2)}
 
@@ -296,24 +301,24 @@ def test_accuracy_and_f1_of_words_and_pairs() -> None:
 # From text to what the head says
 
 
-def said(model: Exported, hf: Path, task: Task, features: list[Any], labels: list[str]) -> tuple[list[np.ndarray], Any]:
+def said(model: Exported, task: Task, features: list[Any], labels: list[str]) -> tuple[list[np.ndarray], Any]:
     """What the head says of each feature, and transformers' model; its head is drawn with seed 5."""
-    batches = Padded(model, model.numbers_of(["en", "de"]), task.answers)
+    collator = Collator(model, ["en", "de"], task.head_labels)
     torch.manual_seed(5)
-    whole = Tuner(hf, Path(), task, SETTINGS, None, batches, HostGroup(), print).load_model(labels).eval()
+    whole = FineTuner(task, SETTINGS, collator, Path()).load_model(labels).eval()
     torch.nn.init.normal_(whole.classifier.weight)
     with torch.no_grad():
-        outputs = whole(**batches([[feature] for feature in features], labelled=False)).logits.numpy()
+        outputs = whole(**collator([[feature] for feature in features], labelled=False)).logits.numpy()
     return [task.read_logits(outputs, number, feature) for number, feature in enumerate(features)], whole
 
 
-def test_a_words_tag_is_read_from_its_first_token(model: Exported, hf: Path, tokenizer: Tokenizer) -> None:
+def test_a_words_tag_is_read_from_its_first_token(model: Exported, tokenizer: Tokenizer) -> None:
     """The same as transformers, of one padded sentence at a time, whose tokens are found word by word."""
     words = words_of(tokenizer)
     sentences = [[words[(7 * i + 11 * n) % 60] for n in range(3 + i)] for i in range(4)]
-    examples = [Example(str(i), ("en",), tuple(s), None) for i, s in enumerate(sentences)]
+    examples = [LabelledExample(str(i), ("en",), tuple(s), None) for i, s in enumerate(sentences)]
     features = tags.POS.encode(examples, Encoding(model.tokenizer, 40, tags.UPOS))
-    found, whole = said(model, hf, tags.POS, features, tags.UPOS)
+    found, whole = said(model, tags.POS, features, tags.UPOS)
     cut = 0
     for sentence, logits in zip(sentences, found, strict=True):
         ids, firsts = [tokenizer.cls_id], []
@@ -328,14 +333,14 @@ def test_a_words_tag_is_read_from_its_first_token(model: Exported, hf: Path, tok
 
 
 def test_a_pair_is_read_with_its_token_types(
-    model: Exported, hf: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    model: Exported, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairs, "AT_ONCE", 2)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
-    examples = [Example(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
+    examples = [LabelledExample(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
     features = pairs.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
-    found, whole = said(model, hf, command.TASKS["xnli"], features, ["a", "b"])
+    found, whole = said(model, command.TASKS["xnli"], features, ["a", "b"])
     for pair, logits in zip(texts, found, strict=True):
         a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in pair)
         ids = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
@@ -349,11 +354,15 @@ def test_a_pair_is_read_with_its_token_types(
 def test_every_word_of_a_long_sentence_has_one_tag(model: Exported, tokenizer: Tokenizer) -> None:
     words = (words_of(tokenizer) * 3)[:100]
     gold = tuple(tags.UPOS[len(word) % 17] for word in words)
-    features = tags.POS.encode([Example("1", ("en",), tuple(words), gold)], Encoding(model.tokenizer, 20, tags.UPOS))
+    features = tags.POS.encode(
+        [LabelledExample("1", ("en",), tuple(words), gold)], Encoding(model.tokenizer, 20, tags.UPOS)
+    )
     assert len(features) > 5
     assert all(feature.tokens <= 18 and len(feature.places) == len(feature.labels) for feature in features)
     logits = [np.eye(17)[feature.labels] for feature in features]
-    assert tags.predict([Example("1", ("en",), tuple(words), gold)], features, logits, tags.UPOS) == [list(gold)]
+    assert tags.predict([LabelledExample("1", ("en",), tuple(words), gold)], features, logits, tags.UPOS) == [
+        list(gold)
+    ]
 
 
 def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokenizer) -> None:
@@ -362,7 +371,7 @@ def test_an_answer_is_found_in_a_long_context(model: Exported, tokenizer: Tokeni
     context = " ".join(f"{word}," for word in words)
     answers = [words[0], f"{words[20]}, {words[21]}", words[-1]]
     examples = [
-        Example(str(i), ("en", "en"), (f"{words[i]} ?", context), ((text, context.index(text)),))
+        LabelledExample(str(i), ("en", "en"), (f"{words[i]} ?", context), ((text, context.index(text)),))
         for i, text in enumerate(answers)
     ]
     features = qa.encode(examples, Encoding(model.tokenizer, 40, qa.labels([])))
@@ -392,10 +401,11 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
     """At each word's first token and nowhere else; an answer at its first and last token, or at [CLS]."""
     words = words_of(tokenizer)[36:44]
     sentences = [
-        Example(str(n), ("en",), tuple(words[: n + 3]), ("NOUN", "VERB", "X", "ADJ", "ADV")[: n + 3]) for n in (0, 2)
+        LabelledExample(str(n), ("en",), tuple(words[: n + 3]), ("NOUN", "VERB", "X", "ADJ", "ADV")[: n + 3])
+        for n in (0, 2)
     ]
     features = tags.encode(sentences, Encoding(model.tokenizer, 40, tags.UPOS))
-    batch = Padded(model, model.numbers_of(["en"]), tags.answers)([[feature] for feature in features])
+    batch = Collator(model, ["en"], tags.head_labels)([[feature] for feature in features])
     for row, sentence in enumerate(sentences):
         expected = [-100]
         for word, tag in zip(sentence.texts, sentence.gold or (), strict=True):
@@ -405,11 +415,11 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
         assert batch["attention_mask"][row].sum() == len(expected) + 1
     context = " ".join(words)
     asked = [
-        Example(key, ("en", "en"), (words[0], context), ((words[at], context.index(words[at])),))
+        LabelledExample(key, ("en", "en"), (words[0], context), ((words[at], context.index(words[at])),))
         for key, at in (("a", 1), ("b", 7))
     ]
     features = qa.encode(asked, Encoding(model.tokenizer, 14, []))
-    batch = Padded(model, model.numbers_of(["en"]), qa.answers)([[feature] for feature in features])
+    batch = Collator(model, ["en"], qa.head_labels)([[feature] for feature in features])
     found = {"a": set[str](), "b": set[str]()}
     for ids, start, end, feature in zip(
         batch["input_ids"], batch["start_positions"], batch["end_positions"], features, strict=True
@@ -421,27 +431,39 @@ def test_labels_stand_where_the_heads_look(model: Exported, tokenizer: Tokenizer
     assert found == {"a": {words[1]}, "b": {words[7]}}
 
 
-def test_what_is_not_finite_has_no_score(model: Exported, hf: Path) -> None:
-    features = tags.encode([Example("1", ("en",), ("word",), None)], Encoding(model.tokenizer, 40, tags.UPOS))
-    batches = Padded(model, model.numbers_of(["en"]), tags.answers)
-    tuner = Tuner(hf, Path(), tags.POS, SETTINGS, None, batches, HostGroup(), print)
+def test_what_is_not_finite_has_no_score(model: Exported) -> None:
+    features = tags.encode([LabelledExample("1", ("en",), ("word",), None)], Encoding(model.tokenizer, 40, tags.UPOS))
+    collator = Collator(model, ["en"], tags.head_labels)
+    tuner = FineTuner(tags.POS, SETTINGS, collator, Path())
     said = np.full((1, 3, 17), np.nan)
     trainer: Any = SimpleNamespace(predict=lambda features: SimpleNamespace(predictions=said))
     with pytest.raises(NotFinite, match="--lr"):
-        tuner.predict(trainer, features)
+        tuner.predict_logits(trainer, features)
+
+
+def test_settings_and_seed_decide_a_run(model: Exported, tmp_path: Path) -> None:
+    examples = [LabelledExample(str(n), ("en", "en"), (f"word {n}", "end"), ("ab"[n % 2],)) for n in range(4)]
+    features = pairs.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    collator = Collator(model, ["en"], pairs.head_labels)
+    tuner = FineTuner(pairs.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
+    given = tuner.arguments([features[:2], features[2:]], 5)
+    assert (given.warmup_steps, given.learning_rate, given.num_train_epochs, given.seed) == (7, 5e-5, 3, 5)
+    assert given.per_device_train_batch_size == 16, "32 sequences are 16 groups of 2"
+    heads = [tuner.train([[f] for f in features], ["a", "b"], seed).model.classifier.weight for seed in (0, 0, 1)]
+    assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2], atol=0.01)
 
 
 # Runs
 
 
-def data(language: str, labels: str = "xy", shift: int = 0) -> Data:
+def data(language: str, labels: str = "xy", shift: int = 0) -> TaskData:
     examples = [
-        Example(
+        LabelledExample(
             str(i), (language, language), (f"{language} a{i + shift}", f"{language} b{i}"), (labels[i % len(labels)],)
         )
         for i in range(6)
     ]
-    return Data(Path(f"{language}.tsv"), language, examples)
+    return TaskData(Path(f"{language}.tsv"), language, examples)
 
 
 def test_which_runs_the_texts_allow() -> None:
@@ -449,7 +471,7 @@ def test_which_runs_the_texts_allow() -> None:
     task = command.TASKS["xnli"]
     tests = {language: data(language) for language in ("en", "de", "fr")}
     train = {"en": data("en"), "de": data("de")}
-    found = trainings(task, train, {"fr": data("fr")}, tests, "en", code_switch=False)
+    found = plan_training(task, train, {"fr": data("fr")}, tests, "en", code_switch=False)
     assert [(training.name, training.tests) for training in found] == [
         ("en", {"en": "supervised", "de": "zero-shot", "fr": "zero-shot"}),
         ("de", {"de": "supervised"}),
@@ -459,41 +481,41 @@ def test_which_runs_the_texts_allow() -> None:
 
 def test_both_halves_of_a_switched_pair_stand_together() -> None:
     task, tests = command.TASKS["pawsx"], {"de": data("de")}
-    found = trainings(task, {"en": data("en")}, {"de": data("de")}, tests, "en", code_switch=True)[1]
+    found = plan_training(task, {"en": data("en")}, {"de": data("de")}, tests, "en", code_switch=True)[1]
     assert [(e.langs, e.texts) for e in found.groups[2]] == [
         (("de", "en"), ("de a2", "en b2")),
         (("en", "de"), ("en a2", "de b2")),
     ]
     other = data("de", labels="yx")
-    with pytest.raises(UserError, match=r"de.tsv does not translate en.tsv: line 0: its label is"):
-        trainings(task, {"en": data("en")}, {"de": other}, tests, "en", code_switch=True)
+    with pytest.raises(UserError, match=r"de.tsv.*en.tsv: line 0"):
+        plan_training(task, {"en": data("en")}, {"de": other}, tests, "en", code_switch=True)
 
 
 def test_questions_are_switched_with_the_contexts_answers() -> None:
-    a = Example("q", ("en", "en"), ("who", "Ada wrote"), (("Ada", 0),))
-    b = Example("q", ("de", "de"), ("wer", "Es war Ada"), (("Ada", 7),))
-    assert [(e.texts, e.gold) for e in qa.switch(a, b)] == [
-        (("wer", "Ada wrote"), (("Ada", 0),)),
-        (("who", "Es war Ada"), (("Ada", 7),)),
-    ]
+    a = LabelledExample("q", ("en", "en"), ("who", "Ada wrote"), (("Ada", 0),))
+    b = LabelledExample("q", ("de", "de"), ("wer", "Es war Ada"), (("Ada", 7),))
+    source, translated = TaskData(Path("en.json"), "en", [a]), TaskData(Path("de.json"), "de", [b])
+    ((first, second),) = switch_codes(qa.XQUAD, source, translated)
+    assert first == LabelledExample("q", ("de", "en"), ("wer", "Ada wrote"), (("Ada", 0),))
+    assert second == LabelledExample("q", ("en", "de"), ("who", "Es war Ada"), (("Ada", 7),))
 
 
 def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
     task, tests = command.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
-    with pytest.raises(UserError, match=r"de.tsv: line 2: the label 'z' is nowhere in en.tsv, which has x, y"):
-        trainings(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
+    with pytest.raises(UserError, match=r"de.tsv: line 2.*'z'.*en.tsv.*x, y"):
+        plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
 
 
 def test_one_part_of_speech_is_nothing_to_learn_from() -> None:
-    one = Data(Path("en.conllu"), "en", [Example("1", ("en",), ("a", "b"), ("NOUN", "NOUN"))])
-    with pytest.raises(UserError, match=r"en.conllu has one label alone, NOUN"):
-        trainings(tags.POS, {"en": one}, {}, {"en": one}, "en", code_switch=False)
+    one = TaskData(Path("en.conllu"), "en", [LabelledExample("1", ("en",), ("a", "b"), ("NOUN", "NOUN"))])
+    with pytest.raises(UserError, match=r"en\.conllu.*NOUN"):
+        plan_training(tags.POS, {"en": one}, {}, {"en": one}, "en", code_switch=False)
 
 
 def test_means_deviations_delta_and_the_majority() -> None:
     task, tests = command.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
-    plan = trainings(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
-    scores = Scores(task, tests)
+    plan = plan_training(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
+    scores = TransferTable(task, tests)
     right = [e.gold[0] for e in tests["de"].examples if e.gold]
     scores.add(plan[0], {"en": [right, right], "de": [["x"] * 6, right]})
     scores.add(plan[1], {"de": [right, [*right[:5], "x"]]})
@@ -508,96 +530,44 @@ def test_means_deviations_delta_and_the_majority() -> None:
         "delta_std": pytest.approx(np.std([1 / 3, -1 / 6], ddof=1)),  # of each seed, supervised less zero-shot
     }
     assert scores.summary["en"]["sup"] == 1.0
-    alone = Scores(task, tests)
+    alone = TransferTable(task, tests)
     alone.add(plan[1], {"de": [right]})
     assert alone.summary["de"] == {"sup": 1.0, "majority": pytest.approx(2 / 3)}, "one seed has no deviation"
     assert not any(name.endswith("_std") for name in alone.rows["de supervised"])
-
-
-def test_text_is_tokenised_once_for_all_seeds_and_languages(tmp_path: Path, model: Exported, hf: Path) -> None:
-    """What was predicted before is neither trained nor predicted again."""
-    calls, fits = [], []
-    tests = {language: data(language) for language in ("en", "de", "fr", "es")}
-
-    def encode(examples: list[Example], encoding: Encoding) -> list[Any]:
-        calls.append(len(examples))
-        return pairs.encode(examples, encoding)
-
-    class Fake:
-        """Says for every pair that it is of the first label; the order of its seeds is the file's."""
-
-        path, work, ds_config, settings, task = (
-            hf,
-            tmp_path,
-            None,
-            SETTINGS,
-            replace(command.TASKS["xnli"], encode=encode),
-        )
-        control = HostGroup()
-
-        def fit(self, units: list[list[Any]], labels: list[str], seed: int, name: str) -> int:
-            fits.append((name, len(units), labels))
-            return seed
-
-        def tell(self, line: str) -> None:
-            pass
-
-        def predict(self, trainer: int, features: list[Any]) -> list[np.ndarray]:
-            return [np.array([[1.0 - trainer, 0.5]]) for _ in features]
-
-    fake: Any = Fake()
-    encoding = Encoding(model.tokenizer, 40, [])
-    (training,) = trainings(fake.task, {"en": data("en")}, {}, tests, "en", code_switch=False)
-    for seeds in ([0, 1], [0, 1, 2]):
-        found = Runs(fake, tests, encoding, None).predictions(training, seeds)
-        assert {language: [of_seed[0] for of_seed in seeds] for language, seeds in found.items()} == dict.fromkeys(
-            tests, ["x", "y", "y"][: len(seeds)]
-        )
-    assert calls == [6] * 5 * 2  # four tests and the training text, by each of both commands
-    assert fits == [(f"en, seed {seed}", 6, ["x", "y"]) for seed in (0, 1, 2)]
-    fake.settings = replace(SETTINGS, lr=1.0)
-    Runs(fake, tests, encoding, None).predictions(training, [0])
-    assert len(fits) == 4, "another learning rate is another run"
-    edited = next(path for path in tmp_path.iterdir() if ".seed_2." in path.name)
-    edited.write_text(edited.read_text().replace('"y"', '"x"'))
-    fake.settings = SETTINGS
-    assert Runs(fake, tests, encoding, None).predictions(training, [2])["en"] == [["y"] * 6]
-    assert len(fits) == 5, "predictions that somebody has edited are made again"
 
 
 def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     """Its readers: a label a line; a tag a line with a blank line behind each sentence; an object of answers by id."""
     tests = {"en": data("en"), "de": data("de")}
     task = command.TASKS["xnli"]
-    (training,) = trainings(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
+    (training,) = plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
     write_predictions(tmp_path, task, training, tests, {"en": [["x"] * 6], "de": [["y", *"xxxxx"]]}, [7])
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*sv"))
     modes = ("supervised.seed_7/xnli/test-en", "zero-shot.seed_7/xnli/test-de", "zero-shot.seed_7/xnli/test-en")
     assert written == [f"{name}.tsv" for name in modes]
     assert (tmp_path / written[1]).read_text().splitlines() == ["y", *"xxxxx"]
     assert tags.write([], [["B-LOC", "I-LOC"], ["O"]]) == "B-LOC\nI-LOC\n\nO\n\n"
-    questions = [Example(key, ("zh", "zh"), ("?", "香港"), None) for key in "ab"]
+    questions = [LabelledExample(key, ("zh", "zh"), ("?", "香港"), None) for key in "ab"]
     assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--train en=absent.tsv", "absent.tsv does not exist"),
-        ("--train de.tsv", "--train de.tsv: needs the form LANG=FILE"),
+        ("--train en=absent.tsv", "absent.tsv"),
+        ("--train de.tsv", "--train de.tsv: .*LANG=FILE"),
         ("--train en=de.tsv en=de.tsv", "each language once"),
-        ("--train fr=de.tsv --source en", "--source en is none of --train's languages: fr"),
-        ("--train en=de.tsv de=de.tsv fr=de.tsv", "--train fr=.*de.tsv serves no test: give --test fr=FILE"),
-        ("--train en=bare.tsv", "bare.tsv: line 1 has no label; training text needs one"),
-        ("--train en=de.tsv --test de=bare.tsv", "bare.tsv has examples without labels; --predictions DIR"),
-        ("--train en=one.tsv", "one.tsv has one label alone, neutral"),
+        ("--train fr=de.tsv --source en", "--source en .*--train.*fr"),
+        ("--train en=de.tsv de=de.tsv fr=de.tsv", "--train fr=.*--test fr=FILE"),
+        ("--train en=bare.tsv", "bare.tsv: line 1 .*label"),
+        ("--train en=de.tsv --test de=bare.tsv", "bare.tsv .*--predictions DIR"),
+        ("--train en=one.tsv", "one.tsv .*neutral"),
         ("--train en=de.tsv --code_switch", "--code_switch needs --translated"),
-        ("--translated de=de.tsv --code_switch", "--code_switch needs --train of the source language"),
-        ("--train en=one.tsv --translated de=de.tsv --code_switch", "line or question 2 is not in .*one.tsv"),
-        ("--train en=de.tsv --lr nan", "--lr nan must be positive"),
-        ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json cannot be written"),
-        ("--train en=de.tsv --work de.tsv", "de.tsv/predictions.json cannot be written"),
-        ("--train en=de.tsv --seeds 1 1", "--seeds 1 1: seeds are different numbers"),
+        ("--translated de=de.tsv --code_switch", "--code_switch needs --train"),
+        ("--train en=one.tsv --translated de=de.tsv --code_switch", "2 is not in .*one.tsv"),
+        ("--train en=de.tsv --lr nan", "--lr nan"),
+        ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json"),
+        ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
     ],
 )
 def test_what_a_user_does_wrong_is_said_before_any_work(
@@ -625,18 +595,9 @@ def test_exit_codes(
     def fail(*given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(command, "measure", fail)
+    monkeypatch.setattr(command, "measure_transfer", fail)
     assert command.main(f"--model hf --task xnli --train en=a --test en=a --out {tmp_path}/out".split()) == code
     assert said in capsys.readouterr().err
-
-
-def test_two_commands_do_not_share_a_work_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LOCK_SECONDS", 1)
-    first = command.take_work(tmp_path / "pos.runs")
-    with pytest.raises(UserError, match=r"pos.runs is being trained by another process \(host .*, process \d+\)"):
-        command.take_work(tmp_path / "pos.runs")
-    first.close()
-    command.take_work(tmp_path / "pos.runs")
 
 
 # Whole runs
@@ -662,6 +623,43 @@ def exported(folder: Path, tokenizer: Tokenizer, dropout: float) -> Path:
     return folder
 
 
+def test_a_command_trains_scores_and_keeps_models(
+    tmp_path: Path, hf: Path, model: Exported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From what is kept, transformers predicts what the command has predicted."""
+    monkeypatch.setattr(command.ranks, "start", lambda process: None)
+    monkeypatch.chdir(tmp_path)
+    words = words_of(model.tokenizer)
+    for language in ("en", "de"):
+        pairs_of = [(" ".join(words[n : n + 1 + 5 * (n % 3)]), words[3 * n]) for n in range(9)]
+        lines = [f"{a}\t{b}\t{'ab'[n % 3 > 1]}\n" for n, (a, b) in enumerate(pairs_of)]
+        Path(f"{language}.tsv").write_text("".join(lines))
+    given = f"--model {hf} --task xnli --train en=en.tsv de=de.tsv --test en=en.tsv de=de.tsv --translated de=de.tsv"
+    given += (
+        " --code_switch --seeds 0 1 --epochs 1 --batch 4 --test_limit 5 --out out.json --keep kept --predictions said"
+    )
+    assert command.main(given.split()) == 0
+    found = json.loads(Path("out.json").read_text())
+    summary = found["results"]["xnli"]["de"]
+    assert set(summary) == {f"{name}{s}" for name in ("zs", "sup", "tt", "delta") for s in ("", "_std")} | {"majority"}
+    assert summary["majority"] == 0.8 and found["results"]["xnli"]["de zero-shot"]["examples"] == 5
+    assert all(len(values) == 2 for row in found["seeds"]["xnli"].values() for values in row.values())
+    assert (found["settings"]["seeds"], found["settings"]["lr"], found["settings"]["epochs"]) == ([0, 1], 5e-5, 1)
+    names = [f"{name}.seed_{seed}" for name in ("de", "de_translate-train_code-switched", "en") for seed in (0, 1)]
+    assert sorted(path.name for path in Path("kept").iterdir()) == names
+    tuned = AutoModelForSequenceClassification.from_pretrained("kept/en.seed_1").eval()
+    reader = AutoTokenizer.from_pretrained("kept/en.seed_1")
+    texts = [line.split("\t")[:2] for line in Path("de.tsv").read_text().splitlines()[:5]]
+    with torch.no_grad():
+        said = [
+            int(tuned(**reader(*pair, return_tensors="pt", return_token_type_ids=True)).logits.argmax())
+            for pair in texts
+        ]
+    predicted = Path("said/zero-shot.seed_1/xnli/test-de.tsv").read_text().split()
+    assert [tuned.config.id2label[label] for label in said] == predicted and set(predicted) == {"a", "b"}
+    assert "supervised - zero-shot" in capsys.readouterr().out
+
+
 def arguments(model: Path, tagged: Path, out: Path, *more: object) -> list[str]:
     texts = f"--train en={tagged}/en.conllu --test en={tagged}/en.conllu de={tagged}/de.conllu"
     given = f"xscale.eval.finetune --model {model} --task pos {texts} --epochs 4 --batch 4 --lr 3e-3 --out {out}"
@@ -669,34 +667,19 @@ def arguments(model: Path, tagged: Path, out: Path, *more: object) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_tuned_model_is_kept_and_loads_by_name(tmp_path: Path, tagged: Path, tokenizer: Tokenizer) -> None:
-    """On 2 ranks under DeepSpeed, killed between two runs and started again; and alone, without DeepSpeed. From what is
-    kept, transformers predicts what the command has predicted."""
+def test_several_ranks_learn_and_keep_a_model(tmp_path: Path, tagged: Path, tokenizer: Tokenizer) -> None:
+    """By DeepSpeed, and by DistributedDataParallel, which warns of nothing."""
     model, out, keep = exported(tmp_path / "hf", tokenizer, 0.0), tmp_path / "out.json", tmp_path / "kept"
     config = launch.ROOT / "ds_configs/zero2_cpu.json"
     words = arguments(model, tagged, out, "--seeds", 3, 4, "--ds_config", config, "--keep", keep)
-    words += ["--predictions", str(tmp_path / "predictions")]
-    process = launch.start(2, words, "torchrun", "-m")
-    while process.poll() is None and not list(tmp_path.glob("out.runs/*.seed_3.*.json")):
-        time.sleep(0.01)
-    launch.kill(process)
-    again = launch.run(2, words, "deepspeed", "--module")
-    assert "en, seed 3: is done" in again and "en, seed 4: epoch 4/4" in again
+    launch.run(2, words, "deepspeed", "--module")
     found = json.loads(out.read_text())["results"]["pos"]["en"]
     assert found["sup"] > 0.5 > found["majority"]
     kept = {file.name: file.stat().st_mode & 0o777 for file in (keep / "en.seed_4").iterdir()}
     (tmp_path / "new").touch()
     mode = (tmp_path / "new").stat().st_mode & 0o777
     assert kept == dict.fromkeys(["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], mode)
-    tuned = AutoModelForTokenClassification.from_pretrained(keep / "en.seed_4").eval()
-    ours = (tmp_path / "predictions/zero-shot.seed_4/udpos/test-de.tsv").read_text().split("\n\n")
-    reader = AutoTokenizer.from_pretrained(keep / "en.seed_4")
-    for example, predicted in zip(tags.read_pos(tagged / "de.conllu", "de"), ours, strict=False):
-        inputs = reader([list(example.texts)], is_split_into_words=True, return_tensors="pt")
-        with torch.no_grad():
-            labels = tuned(**inputs).logits[0].argmax(-1).tolist()
-        firsts = [inputs.word_ids(0).index(word) for word in range(len(example.texts))]
-        assert [tuned.config.id2label[labels[place]] for place in firsts] == predicted.split()
-    words = arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3)
-    assert "en, seed 3: epoch 4/4" in launch.run(1, words, "torchrun", "-m")
+    assert AutoModelForTokenClassification.from_pretrained(keep / "en.seed_4").config.id2label[0] == tags.UPOS[0]
+    printed = launch.run(2, arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3), "torchrun", "-m")
     assert json.loads((tmp_path / "plain.json").read_text())["results"]["pos"]["en"]["sup"] > 0.5
+    assert "find_unused_parameters" not in printed and "Warning" not in printed

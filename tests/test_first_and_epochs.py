@@ -55,7 +55,7 @@ def consumed(run_spec: RunSpec, steps: int) -> dict[str, list[str]]:
         plan = mixture.next_step()
         for stream in plan.rows[0]:
             keys.setdefault(stream, []).extend(
-                key for _, of_row in dataset.stream_batches(stream, plan) for key in of_row
+                key for stream_batch in dataset.stream_batches(stream, plan) for key in stream_batch.keys
             )
     return keys
 

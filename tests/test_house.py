@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "record", "rng", "files", "deepspeed_private"},
+    {"errors", "record", "rng", "files", "metric_keys", "deepspeed_private"},
     {"config", "ranks"},
     {"data"},
     {"ops"},

@@ -11,7 +11,7 @@ from data_tools import lexicon as lexicons
 from data_tools import write_shards
 from data_tools.ranks import Ranks
 from xscale.data.lexicon import cut_pair, pair_of
-from xscale.data.mixture import source_weights
+from xscale.data.mixture import initial_state, source_weights
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.eval import mining
@@ -58,7 +58,7 @@ def test_what_is_drawn_is_counted_by_pair(data: Path) -> None:
     assert {run_spec.sources[s].langs: p for s, p in weights.items()} == pytest.approx(
         {langs: n**0.7 / total for langs, n in PAIRS.items()}
     )
-    state = {"step": 0, "positions": {spec.name: [[0, 0]] * len(spec.sources) for spec in run_spec.specs}}
+    state = initial_state(run_spec.specs)
     drawn = Counter[str]()
     for batch in islice(run_spec.batches(Process(0, 1, 0, 1), "cpu", state, 5), 5):
         for (_, what, name), number in batch.counts().items():
@@ -123,3 +123,14 @@ def test_a_name_that_is_none_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("a b\n")
     with pytest.raises(UserError, match=rf"language '{name}'.*zh-Hant"):
         write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "text"), f"--lang={name}", "--out", "x"])
+
+
+@pytest.mark.parametrize("other", ["ZH-CN", "zh_CN", "zh_cn"])
+def test_names_that_differ_only_in_case_or_underscore_are_refused(data: Path, tmp_path: Path, other: str) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    resolve_run("tlm", [], [tmp_path / "data"])
+    renamed = tmp_path / "data" / "en+zh-CN"
+    (renamed / "index.json").write_text((renamed / "index.json").read_text().replace("zh-CN", other))
+    with pytest.raises(UserError, match=r"--langs") as raised:
+        resolve_run("tlm", [], [tmp_path / "data"])
+    assert all(name in str(raised.value) for name in (f"{other} ({renamed})", f"zh-CN ({tmp_path}/data/zh-CN)"))

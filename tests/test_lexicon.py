@@ -193,12 +193,6 @@ def test_a_bad_dictionary_that_nobody_reads(demo: Path, tmp_path: Path) -> None:
             jobs.resolve_run(recipe, sets, [shards])
 
 
-def test_languages_that_differ_in_case() -> None:
-    jobs.check_language_names(["de", "en", "xx"])
-    with pytest.raises(UserError, match="text in EN and in en, which would be two languages"):
-        jobs.check_language_names(["EN", "de", "en"])
-
-
 def test_a_missing_dictionary_is_an_error(demo: Path, tmp_path: Path) -> None:
     for name in ("mono_en", "mono_xx", "tokenizer"):
         (tmp_path / name).symlink_to(demo / name)

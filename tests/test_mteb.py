@@ -147,12 +147,12 @@ def test_the_command_of_the_page(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "task mteb needs --mteb NAME FOLDER"),
-        (("--mteb", "Tatoeba"), "task mteb needs --mteb NAME FOLDER"),
-        (("--mteb", "Tatoeba", "absent"), "--mteb Tatoeba absent: no folder; download the data set"),
+        ((), "--mteb NAME FOLDER"),
+        (("--mteb", "Tatoeba"), "--mteb NAME FOLDER"),
+        (("--mteb", "Tatoeba", "absent"), "--mteb Tatoeba absent"),
         (("--mteb", "Tatooba", "."), "--mteb Tatooba .: "),
-        (("--mteb", "Tatoeba", ".", "deu-eng", "xx-yy"), "mteb's Tatoeba has no subset xx-yy"),
-        (("--mteb", "Tatoeba", "tests"), "tests is not the data of mteb's Tatoeba: "),
+        (("--mteb", "Tatoeba", ".", "deu-eng", "xx-yy"), "xx-yy"),
+        (("--mteb", "Tatoeba", "tests"), "tests is not the data"),
     ],
 )
 def test_what_is_refused(
@@ -165,4 +165,4 @@ def test_what_is_refused(
 def test_without_mteb(command: Command, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "mteb", None)
     assert command("--mteb", "Tatoeba", ".") == 2
-    assert "mteb is not installed; `pip install 'xscale[mteb]'` brings it" in capsys.readouterr().err
+    assert "pip install 'xscale[mteb]'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """One epoch is every record once, in an order that is a function of (shard sizes, seed, epoch) and nothing else."""
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from unittest import mock
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from xscale import rng
 from xscale.data import order as order_module
-from xscale.data.order import EpochOrder, Look, Text, arrange, fill, runs
+from xscale.data.order import EpochOrder, TextPacking, arrange, fill, runs
 from xscale.data.shards import OPEN_FILES
 
 SEED = np.uint64(1234567)
@@ -19,10 +20,21 @@ counts_of_shards = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 windows = st.integers(1, 120)
 
 
+def locate(order: EpochOrder, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    """Shard and number of the records of positions start..stop-1, at which samples begin and end."""
+    found = []
+    while start < stop:
+        ends, *records, _ = order.take(start, stop - start)
+        found.append(records)
+        start = int(ends[-1])
+    shard, record = zip(*found, strict=True)
+    return np.concatenate(shard), np.concatenate(record)
+
+
 def places(counts: list[int], seed: np.uint64 = SEED, epoch: int = 0, window: int = 100) -> list[tuple[int, int]]:
     """The whole epoch, read at once."""
     order = EpochOrder(np.array(counts), seed, epoch, window)
-    return list(zip(*(array.tolist() for array in order.locate(0, sum(counts))), strict=True))
+    return list(zip(*(array.tolist() for array in locate(order, 0, sum(counts))), strict=True))
 
 
 @settings(max_examples=60, deadline=None)
@@ -96,14 +108,14 @@ def test_any_splitting_gives_the_same_order(counts: list[int], window: int, data
     one = EpochOrder(np.array(counts), SEED, 0, window)
     for start, stop in data.draw(st.permutations(pieces)):
         for order in (one, EpochOrder(np.array(counts), SEED, 0, window)):
-            shard, record = order.locate(start, stop)
+            shard, record = locate(order, start, stop)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[start:stop]
 
 
 def test_one_by_one_equals_at_once() -> None:
     counts = [17, 5, 30, 9, 22]
     order = EpochOrder(np.array(counts), SEED, 3, 25)
-    singles = [tuple(int(array[0]) for array in order.locate(i, i + 1)) for i in range(sum(counts))]
+    singles = [tuple(int(array[0]) for array in locate(order, i, i + 1)) for i in range(sum(counts))]
     assert singles == places(counts, epoch=3, window=25)
 
 
@@ -128,7 +140,7 @@ def test_a_shard_lies_in_one_window(counts: list[int], window: int, epoch: int) 
 def test_a_window_has_no_more_shards_than_stay_open() -> None:
     """Many tiny shards: windows shrink rather than open a shard twice."""
     order = EpochOrder(np.full(5000, 10), SEED, 0)
-    shards, _ = order.locate(0, 50_000)
+    shards, _ = locate(order, 0, 50_000)
     for window in range(5000 // 256 + 1):
         _, first, end = order.bounds(window * 50_000 // 20 + 1)
         assert len(set(shards[first:end].tolist())) <= 256 <= OPEN_FILES / 4
@@ -137,7 +149,7 @@ def test_a_window_has_no_more_shards_than_stay_open() -> None:
 def test_every_window_is_a_cross_section() -> None:
     """A source sorted by topic: each window holds its share of each tenth of the source."""
     order = EpochOrder(np.full(200, 50), SEED, 0, window=1000)
-    shards, _ = order.locate(0, 10_000)
+    shards, _ = locate(order, 0, 10_000)
     for start in range(0, 10_000, 1000):
         tenths = Counter((shards[start : start + 1000] // 20).tolist())
         assert sorted(tenths.values()) == [100] * 10
@@ -203,11 +215,12 @@ def documents(counts: list[int], together: float = 0.7, room: int = 50, seed: in
     tokens = [draw.integers(1, 30, count) for count in counts]
     on = [(draw.random(count) < together) & (np.arange(count) > 0) for count in counts]
 
-    def looks(of_shards: list[np.ndarray]) -> Look:
-        return lambda shards, records: np.concatenate([of_shards[s][r] for s, r in zip(shards, records, strict=True)])
+    def look(shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        both = [(tokens[s][r], on[s][r]) for s, r in zip(shards, records, strict=True)]
+        lengths, follows = zip(*both, strict=True)
+        return np.concatenate(lengths), np.concatenate(follows)
 
-    text = Text(lambda *places: (looks(tokens)(*places), looks(on)(*places)), lambda lengths: lengths, room)
-    return tokens, on, {"lengths": looks(tokens), "text": text}
+    return tokens, on, {"look": look, "text": TextPacking(lambda lengths: lengths, room)}
 
 
 @settings(max_examples=60, deadline=None)
@@ -217,7 +230,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     pieces that fit, the same from any sample's start on, however many are asked for."""
     tokens, on, sizes = documents(counts, together, room)
     order = EpochOrder(np.array(counts), SEED, epoch, window, **sizes)
-    whole = list(zip(*(array.tolist() for array in order.locate(0, order.size)), strict=True))
+    whole = list(zip(*(array.tolist() for array in locate(order, 0, order.size)), strict=True))
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     pieces = {
         (shard, start): [(shard, record) for record in range(start, end)]
@@ -232,7 +245,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
     ]
     ends = [0]
     while ends[-1] < order.size:
-        ends += order.samples(ends[-1], order.size).tolist()
+        ends += order.take(ends[-1], order.size)[0].tolist()
     size = {piece[0]: sum(int(tokens[s][r]) for s, r in piece) for piece in pieces.values()}
     light = Counter[int]()
     for start, end in pairwise(ends):
@@ -242,7 +255,7 @@ def test_an_epoch_of_documents(counts: list[int], window: int, room: int, togeth
         light[order.bounds(start)[0]] += 2 * sum(of_sample) <= room
     assert max(light.values()) <= 1, "two samples of a window would fit into one"
     for i, start in enumerate(ends[:-1]):
-        got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).samples(start, 3).tolist()
+        got = EpochOrder(np.array(counts), SEED, epoch, window, **sizes).take(start, 3)[0].tolist()
         assert got == ends[i + 1 : i + 1 + len(got)] and 1 <= len(got) <= 3
 
 
@@ -277,7 +290,7 @@ def test_a_long_document_comes_in_many_pieces() -> None:
     """All over its window, and no two in their old order more often than chance says."""
     _, _, sizes = documents([5000], together=1.0, room=100)
     order = EpochOrder(np.array([5000]), SEED, 0, **sizes)
-    _, record = order.locate(0, 5000)
+    _, record = locate(order, 0, 5000)
     breaks = np.flatnonzero(np.diff(record) != 1)
     assert 5000 / 8 < len(breaks) < 5000 / 4 and (np.diff(record)[breaks] < 0).mean() == pytest.approx(0.5, abs=0.1)
 
@@ -312,18 +325,15 @@ def test_pairs_come_in_the_same_order_in_parts(small_parts: None, counts: list[i
     """Also their lengths, and however the epoch is read."""
     bytes_of, _, looks = documents(counts)
     whole = places(counts, epoch=epoch)
-    one = EpochOrder(np.array(counts), SEED, epoch, 100, lengths=looks["lengths"], sources=sources)
+    one = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
     at = 0
     while at < len(whole):
-        end = int(one.samples(at, 7)[-1])
-        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, lengths=looks["lengths"], sources=sources)
+        end = int(one.take(at, 7)[0][-1])
+        fresh = EpochOrder(np.array(counts), SEED, epoch, 100, look=looks["look"], sources=sources)
         for order in (one, fresh):
-            shard, record = order.locate(at, end)
+            shard, record = locate(order, at, end)
             assert list(zip(shard.tolist(), record.tolist(), strict=True)) == whole[at:end]
-            part = order.part(at)
-            assert part.lengths[at - part.first : end - part.first].tolist() == [
-                bytes_of[s][r] for s, r in whole[at:end]
-            ]
+            assert order.take(at, 7)[3].tolist() == [bytes_of[s][r] for s, r in whole[at:end]]
         at = end
 
 
@@ -334,7 +344,7 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
     resume at any of them goes on."""
     tokens, _, looks = documents(counts, together)
     order = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
-    whole = list(zip(*(array.tolist() for array in order.locate(0, order.size)), strict=True))
+    whole = list(zip(*(array.tolist() for array in locate(order, 0, order.size)), strict=True))
     assert sorted(whole) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
     at = 0
     while at < order.size:
@@ -347,11 +357,11 @@ def test_running_text_in_parts(small_parts: None, counts: list[int], sources: in
             assert records == list(range(records[0], records[-1] + 1))
         assert order.parts(at) == 1 or n <= (of_window[2] - of_window[1]) / order.parts(at) + len(counts)
         start = at
-        for end in order.samples(at, n).tolist():
+        for end in order.take(at, n)[0].tolist():
             sizes = [int(tokens[s][r]) for s, r in whole[start:end]]
             assert sum(sizes) <= 50 or all(b == (a[0], a[1] + 1) for a, b in pairwise(whole[start:end]))
             fresh = EpochOrder(np.array(counts), SEED, epoch, 100, **looks, sources=sources)
-            assert fresh.samples(start, 1).tolist() == [end]
+            assert fresh.take(start, 1)[0].tolist() == [end]
             start = end
         at += n
         assert start == at, "a sample lies in two parts"
@@ -365,7 +375,7 @@ def test_a_part_is_a_cross_section_of_its_window(small_parts: None) -> None:
     at = 0
     while at < 800:
         part = order.part(at)
-        held = Counter(part.locate(slice(None))[0].tolist())
+        held = Counter(order.take(at, 800)[1].tolist())
         assert len(held) == 20 and set(held.values()) <= {1, 2}
         at += len(part.ordinals)
     assert EpochOrder(np.full(20, 40), SEED, 0, 10_000, **looks, sources=1).parts(0) == 12

@@ -18,9 +18,10 @@ import pytest
 from torch.utils.data import Dataset
 
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
-from xscale.data import forks, loader, shards
-from xscale.data.loader import Failure, Node, planned, step_batches, worker_count
+from xscale.data import forks, shards
+from xscale.data.loader import step_batches, worker_count
 from xscale.data.mixture import StepPlan, StreamSpec, initial_state
+from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
@@ -71,7 +72,7 @@ def of_node(steps: int, **how: Any) -> list[Iterator[Any]]:
     ranks, name = [0, 1, 3], listener.getsockname()
     places = [Node(ranks, name, listener), Node(ranks, name, None), Node(ranks, name, None)]
     runs = [mixture(rank, 4, 100, **how) for rank in ranks]
-    return [planned(run, steps, node) for run, node in zip(runs, places, strict=True)]
+    return [start_planner(run, steps, node) for run, node in zip(runs, places, strict=True)]
 
 
 def test_one_process_plans_for_all_ranks_of_a_node() -> None:
@@ -155,10 +156,10 @@ def test_an_error_of_the_plan_is_the_run_s() -> None:
     """After the steps before it."""
 
     class Damaged(FakeSource):
-        def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
+        def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
             if shard == 1:
                 raise UserError("xx-000001.idx is damaged")
-            return super().lengths(shard, records)
+            return super().look(shard, records)
 
     source: Any = Damaged("en-xx", [300] * 3)
     run = mixture(sources=[source], streams=[StreamSpec("tlm", (0,), 30, packed=False)])
@@ -208,8 +209,7 @@ def test_a_worker_that_is_killed_is_the_machine_s() -> None:
     assert "memory" in said and "data.workers" in said
 
 
-def test_a_planner_that_is_killed_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "PLANS_BYTES", 1 << 12)
+def test_a_planner_that_is_killed_is_missed() -> None:
     batches = through_workers(mixture(sources=SOURCES, streams=STREAMS), 1, 100_000)
     next(batches)
     (planner,) = [child for child in multiprocessing.active_children() if child.name == "planner"]

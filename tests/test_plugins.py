@@ -98,7 +98,12 @@ WRONG = [
     ),
     ("return StreamBatch(", "return (lambda *_, **fields: fields)(", "collate", "returned dict"),
     ("return StreamBatch(", "return 1 / 0 and StreamBatch(", "collate", "division by zero"),
-    ("Reads(first.starts)", "Reads(first.starts + 10**6)", "collate", "reads.'source'. has places from 1000000 "),
+    (
+        "StateIndices(first.starts)",
+        "StateIndices(first.starts + 10**6)",
+        "collate",
+        "reads.'source'. has places from 1000000 ",
+    ),
     ('targets={"rank": len(pairs)}', 'targets={"rnak": len(pairs)}', "collate", "targets have rnak, and not rank"),
     ("samples=len(pairs), ", 'samples=len(pairs), labels={"odd": first.ids}, ', "collate", "labels has odd, none of"),
     ("    scores = ", "    import sys; sys.exit(0)\n    scores = ", "loss", r"called sys.exit\(0\)"),

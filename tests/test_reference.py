@@ -139,9 +139,9 @@ def plain_model(module: StepModule, run_spec: RunSpec) -> plain.Model:
 def samples_of(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], dict[str, list[Example]]]:
     """The first step as one piece of each stream, and its records."""
     (stream_batches,) = launch.pieces_of(run_spec, 1)
-    draws, _ = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).draw()
-    dataset = run_spec.dataset(run_spec.specs)
-    return stream_batches, {stream: list(dataset._examples(stream, [draw.all()])) for stream, draw in draws.items()}
+    mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
+    dataset, records = run_spec.dataset(run_spec.specs), mixture.next_batch().records
+    return stream_batches, {stream: list(dataset._examples(stream, [read])) for stream, read in records.items()}
 
 
 @pytest.fixture(scope="module")

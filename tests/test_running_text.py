@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import documents, index, inspect, write_shards
 from data_tools.ranks import Ranks
 from tests.plain import originals
-from xscale.data.loader import StepDataset, StreamCollate, calibrate
+from xscale.data.calibrate import calibrate
+from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec
-from xscale.data.shards import FOLLOWS, PART_BYTES, Source
+from xscale.data.shards import PART_BYTES, Source
 from xscale.data.stream_batch import Context
 from xscale.data.text import split_sentences, stretch
 from xscale.data.tokenizer import Tokenizer
@@ -129,7 +130,7 @@ class Run:
         """Of each sequence its words, and which of its tokens are masked."""
         found = []
         for mixture in self.ranks:
-            for stream_batch, _ in self.dataset.stream_batches("mlm", mixture.next_step()):
+            for stream_batch in self.dataset.stream_batches("mlm", mixture.next_step()):
                 targets = set(stream_batch.reads["masked"].places.tolist())
                 for ids, start in zip(originals(stream_batch), stream_batch.sequences.starts.tolist(), strict=True):
                     assert len(ids) <= LENGTH and (ids[0], ids[-1]) == (1, 2)
@@ -299,27 +300,17 @@ def test_a_foreign_tar_s_texts_are_documents(tmp_path: Path, words: Tokenizer) -
         )
 
 
-def test_an_index_of_version_1_is_read(tmp_path: Path, words: Tokenizer) -> None:
-    """Of old shards, whose records name no document: each is one of its own, and a long one is not in parts."""
-    made = [[sentence] for document in corpus() for sentence in document]
-    out = write(tmp_path / "x", (text for document in made for text in sentences(document)))
+def test_an_index_of_version_1_is_refused_and_can_be_made_again(tmp_path: Path) -> None:
+    out = write(tmp_path / "x", (text for document in corpus() for text in sentences(document)))
     new = Source(out)
-    rows = np.fromfile(out / "mono-000000.idx", dtype="<u8,<u4,<u4")
-    first = np.unique(rows["f0"], return_index=True)[1]
-    assert len(first) < len(rows)
-    old = rows[first]
-    old["f1"] &= FOLLOWS - 1
-    old.tofile(out / "mono-000000.idx")
     stated = json.loads((out / "index.json").read_text())
-    stated |= {"version": 1, "records": len(old)}
-    del stated["documents"]
-    stated["shards"][0]["records"] = len(old)
-    del stated["shards"][0]["idx_crc32"]
-    (out / "index.json").write_text(json.dumps(stated))
-    source = Source(out)
-    source.check_sizes()
-    assert indexed(source) == made and source.fingerprint != new.fingerprint
-    assert sorted(itertools.chain(*Run(source, words, samples=1).epoch())) == list(range(sum(map(len, flat(made)))))
+    del stated["documents"], stated["shards"][0]["idx_crc32"]
+    for old in ({"version": 1}, {}):
+        (out / "index.json").write_text(json.dumps(stated | old))
+        with pytest.raises(UserError, match=r"index\.json .*data_tools\.index"):
+            Source(out)
+    index.main(Ranks(), [str(out)])
+    assert indexed(Source(out)) == indexed(new)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +403,7 @@ def test_a_sample_is_estimated_as_it_is(shards, words: Tokenizer) -> None:
     for _ in range(20):
         mixture = run.ranks[0]
         state = mixture.state
-        estimated += int(mixture.next_cut().tokens["mlm"].sum())
+        estimated += int(mixture.next_batch().tokens["mlm"].sum())
         mixture.state = state
         found += sum(len(sequence) + 2 for sequence, _ in run.step())
     assert found == pytest.approx(estimated, rel=0.03)
@@ -426,7 +417,7 @@ def test_long_sentences_are_cut_between_words(tmp_path: Path, tokenizer: Tokeniz
     run = Run(source, tokenizer, samples=1)
     found = []
     while run.position[0] == 0:
-        ((stream_batch, _),) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
+        (stream_batch,) = run.dataset.stream_batches("mlm", run.ranks[0].next_step())
         found += originals(stream_batch)
     stream_batches = [tokenizer.hf.convert_ids_to_tokens(ids[1:-1]) for ids in found]
     assert len(found) > 100 and not any(tokens[0].startswith("##") for tokens in stream_batches)

@@ -17,7 +17,7 @@ import pytest
 
 from tests.launch import ROOT
 from xscale import files, train
-from xscale.data import loader, shards
+from xscale.data import calibrate, shards
 from xscale.data.mixture import initial_state
 from xscale.data.shards import Source
 from xscale.errors import UserError
@@ -139,17 +139,19 @@ def test_ranks_measure_together_what_one_would(demo: Path, monkeypatch: pytest.M
 
 def test_few_shards_of_many_are_measured(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every source some at least, from all over it; a run draws from all records all the same."""
-    monkeypatch.setattr(loader, "CALIBRATION_SHARDS", 4)
-    monkeypatch.setattr(loader, "LINE_SHARDS", 1)
-    run_spec, opened, plain = resolve_run("tlm", SETS, [demo]), list[tuple[str, str]](), shards.Files
+    monkeypatch.setattr(calibrate, "SHARDS", 4)
+    monkeypatch.setattr(calibrate, "LINE_SHARDS", 1)
+    run_spec, opened, plain = resolve_run("tlm", SETS, [demo]), list[tuple[str, str]](), shards.OpenFile
     run_spec.sources[0].shards *= 50
     run_spec.sources[0].counts = np.tile(run_spec.sources[0].counts, 50)
+    run_spec.sources[0].starts = np.tile(run_spec.sources[0].starts, 50)
 
-    def open_files(tar: str, *others: Any) -> shards.Files:
-        opened.append((Path(tar).parent.name, tar))
-        return plain(tar, *others)
+    def open_file(path: str) -> shards.OpenFile:
+        if path.endswith(".tar"):
+            opened.append((Path(path).parent.name, path))
+        return plain(path)
 
-    monkeypatch.setattr(shards, "Files", open_files)
+    monkeypatch.setattr(shards, "OpenFile", open_file)
     before = [source.counts.tolist() for source in run_spec.sources]
     found = run_spec.calibrated().calibration
     assert len(opened) <= 2 * len(run_spec.sources)

@@ -89,7 +89,6 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     optimizer = torch.optim.AdamW(groups, lr=LR, eps=EPS)
     for step, stream_batches in enumerate(launch.pieces_of(run_spec, STEPS)):
         optimizer.zero_grad()
-        before = [torch.zeros_like(p) for p in module.parameters()]
         for name, stream_batch in stream_batches.items():
             row = pack_row({name: stream_batch}, run_spec.recipe.data.max_length, run_spec.tokenizer.sep_id)
             objective = OBJECTIVES[run_spec.recipe.streams[name].objective]
@@ -102,16 +101,13 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
                 for term, factor in terms.items()
             }
             loss, _ = RowPass(module, row, torch.device("cpu"), (name, step))(module, weights)
+            # In fp64: torch adds up an fp32 norm of a million numbers to 1.3e-4 only.
+            found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True, retain_graph=True)
+            norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in found]), dtype=torch.float64).item()
             loss.backward()
-            now = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in module.parameters()]
-            norm = torch.cat([(b - a).flatten() for a, b in zip(before, now, strict=True)]).norm().item()
-            before = now
             key = f"grad_norm/{name}"
             if step in (0, 4, 9):
-                assert measured[step][key] == pytest.approx(norm, rel=4e-4), (
-                    step,
-                    key,
-                )  # weights drift
+                assert measured[step][key] == pytest.approx(norm, rel=1e-5), (step, key)
             else:
                 assert key not in measured[step]
         torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP)

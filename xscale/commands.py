@@ -1,5 +1,5 @@
-"""The programs that pip installs. xscale-train is `python -m xscale.train`; xscale-eval, xscale-report and
-xscale-export are alike. `xscale-data TOOL ...` runs a tool that makes or reads shards."""
+"""The programs that pip installs. xscale-train is `python -m xscale.train`; xscale-eval, xscale-finetune,
+xscale-report and xscale-export are alike. `xscale-data TOOL ...` runs a tool that makes or reads shards."""
 
 import runpy
 import sys
@@ -14,6 +14,10 @@ def train() -> None:
 
 def evaluate() -> None:
     _run("xscale.eval.run")
+
+
+def finetune() -> None:
+    _run("xscale.eval.finetune")
 
 
 def report() -> None:

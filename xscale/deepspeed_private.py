@@ -235,14 +235,14 @@ def partition_files(path: Path) -> list[Path]:
 
 
 def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """For each group of weights at stages 1 to 3: the shapes in order, and whether each weight is partitioned by itself
-    (stage 3) or the whole flat group is. model, rank: the contents of model_file and of one of partition_files."""
+    """Yields, for each group of weights at stages 1 to 3, the shapes in order, and whether each weight is partitioned
+    by itself (stage 3) or the whole flat group is. model, rank: the contents of model_file and of a partition_file."""
     for shapes in model["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank["optimizer_state_dict"]
 
 
 def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """For each group: a rank's fp32 weights and their optimizer state."""
+    """Yields, for each group, a rank's fp32 weights and their optimizer state."""
     state = rank["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
     weights = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]

@@ -14,7 +14,7 @@ from xscale import files
 from xscale.checkpoint.store import complete_steps
 from xscale.data.loader import step_batches
 from xscale.data.mixture import FIT_SAMPLES, MAX_STEPS, MIN_STEPS, StreamSpec, initial_state
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
@@ -102,7 +102,7 @@ def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
     for _ in range(steps):
-        mixture.next_cut()
+        mixture.next_batch()
     total = run_spec.recipe.train.steps
     for spec, weights in zip(run_spec.specs, mixture.weights, strict=True):
         yield f"stream {spec.name}: {spec.samples:,} samples a step from {run_spec.records(spec):,} records"
@@ -146,7 +146,7 @@ def cost_lines(
 def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
     """The FLOPs and tokens of a step, and of the queue warm-up before the first step."""
     flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
-    parts = flops.flops(Work(*map(sum, zip(*works.values(), strict=True))))
+    parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
     total = max(sum(parts.values()), 1.0)
     shares = ", ".join(f"{name} {part / total:.0%}" for name, part in parts.items() if part)
     tokens = sum(work.tokens for work in works.values())
@@ -163,12 +163,12 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
         )
 
 
-def work_of(run_spec: RunSpec, spec: StreamSpec) -> Work:
+def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     """A stream's work in a step of all ranks, estimated from some samples of the first step."""
     few = replace(spec, samples=min(spec.samples, READ))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
     (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
-    return Work(*(round(number * spec.samples / few.samples) for number in batch.work()))
+    return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 
 def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int, out: Path) -> str:

@@ -1,9 +1,8 @@
 """A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
-Writes weights, config and tokenizer that `AutoModelForMaskedLM.from_pretrained` loads, what makes of them a
-`SentenceTransformer` (eval/sentence_files.py), and the objectives' own trained heads beside them (models/heads.py); of
-a run, its newest checkpoint, or its best. What was written is loaded again and compared with what was trained, before
-it takes its place.
+The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
+`SentenceTransformer` (eval/sentence_files.py), and the objectives' own heads (models/heads.py). For a run it is the
+newest checkpoint, or the best. Before the directory takes its place, it is loaded and compared with the trained model.
 """
 
 import argparse
@@ -31,12 +30,11 @@ from xscale.run.validation import BEST
 CHECKED = 16
 """Tokens of the sequence whose logits are compared."""
 CLOSE = 1e-3
-"""How far logits may be apart, as a share of the largest: two ways to compute them in fp32 round differently."""
+"""The allowed difference of logits, as a share of the largest: two ways to compute them in fp32 round differently."""
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None) -> Path:
-    """Returns the checkpoint that was exported. pooling: of sentences' vectors; None: as it was trained. Raises
-    UserError."""
+    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. Raises UserError."""
     path = find_best(source) if best else checkpoints.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
@@ -44,7 +42,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
     lm, heads = load_run(path)
     tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF, trust_remote_code=False)
     tokenizer.model_max_length = positions(lm.config)
-    # It returns token types where they were trained as a pair's two sentences; languages it could not tell.
+    # The tokenizer returns token types where training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, str(path)).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
@@ -72,8 +70,8 @@ def find_best(run: Path) -> Path:
 
 
 def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
-    """What differs between the trained model, in our forward pass, and what transformers loads from `folder`, in its
-    own; None where nothing does."""
+    """How our forward pass of the trained model differs from transformers' pass of what it loads from `folder`; None if
+    they agree."""
     kept = load_heads(folder)
     for name, trained in heads.items():
         if name not in kept or _differing(trained.weights, kept[name].weights):
@@ -98,7 +96,7 @@ def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[s
 
 
 def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Ids [N] from all over the vocabulary, without padding, and their languages where the model has embeddings."""
+    """Ids [N] from the whole vocabulary, without padding, and their languages where the model has embeddings."""
     ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}
@@ -106,7 +104,7 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
-    """[N, V], in our forward pass."""
+    """Logits [N, V] of our forward pass."""
     n = len(ids)
     row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
     out = encoder.lm.get_output_embeddings()
@@ -119,7 +117,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, metavar="HF_DIR")
     parser.add_argument("--best", action="store_true", help="the run's best checkpoint instead of its newest")
     parser.add_argument(
-        "--pooling", choices=POOLINGS, help="of sentences' vectors (default: as PPA trained it, or mean)"
+        "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
     )
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()

@@ -21,11 +21,11 @@ from xscale.deepspeed_private import leave_out_shared_memory_op
 from xscale.errors import UserError, number_of
 
 TIMEOUT = timedelta(minutes=30)
-"""Of a collective; generous, since one rank may hash a large checkpoint while others wait."""
+"""The time limit of a collective. It is generous, since one rank may hash a large checkpoint while others wait."""
 SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
-"""Networks that ranks listen on, and that of a lone one."""
+"""The variables that name the networks on which ranks listen, and the network of a run of one rank."""
 NAME_SECONDS = 30
-"""How long MASTER_ADDR may be a name that no host knows yet."""
+"""How long ranks wait for a host to know the name in MASTER_ADDR."""
 
 _LAUNCHERS = {
     # name: (rank, world, local rank, local world)
@@ -41,7 +41,7 @@ _LAUNCHERS = {
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 PORTS = range(20000, 32768)
-"""Where ranks of SLURM meet: below the ports that systems give to outgoing connections."""
+"""Ports at which ranks of SLURM meet. They lie below those that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def find_process() -> Process:
 
 
 def name_process(name: str) -> None:
-    """What ps, top and /proc/PID/comm call it: the first 15 characters. No spaces: SLURM's proctrack/linuxproc splits
-    /proc/PID/stat at them, and would not find the process to send it a signal."""
+    """Name this process for ps, top and /proc/PID/comm, which show 15 characters. The name has no spaces: SLURM's
+    proctrack/linuxproc splits /proc/PID/stat at spaces, and would not find the process to send it a signal."""
     assert name.split() == [name]
     with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
         set_name = 15
@@ -108,7 +108,7 @@ def check_launch() -> None:
 
 
 def _port(process: Process) -> int:
-    """Of several ranks one that all of them come to; of a lone one any that is free, so that two runs do not meet."""
+    """The port at which the ranks meet. A run of one rank takes any free port, so that two runs do not meet."""
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]
@@ -130,7 +130,7 @@ def _launcher() -> tuple[str, str, str, str] | None:
 
 
 def without_launcher(env: dict[str, str]) -> dict[str, str]:
-    """For a process that is no rank of this run: what a launcher has said is left out."""
+    """The environment of a process that is no rank of this run, without the variables that a launcher sets."""
     said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
     said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
@@ -306,7 +306,7 @@ class HostGroup:
         return values
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on every rank. Its UserError is raised on all."""
+        """Returns on every rank what rank 0 makes. A UserError of rank 0 is raised on all ranks."""
         made: tuple[Any, str] = (None, "")
         if self.is_main:
             try:
@@ -319,7 +319,8 @@ class HostGroup:
         return value
 
     def share(self, works: list[Callable[[], Any]]) -> list[Any]:
-        """What each of them makes, made by one rank and known to all. A UserError of any is raised on all."""
+        """Returns on every rank what each of the functions makes. Each is called on one rank; its UserError is raised
+        on all ranks."""
         made: tuple[list[Any], str] = ([], "")
         try:
             made = [work() for work in works[self.rank :: self.size]], ""

@@ -17,7 +17,7 @@ import numpy as np
 
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Example, Sequences
-from xscale.data.stream_batch import Reads
+from xscale.data.stream_batch import StateIndices
 from xscale.errors import UserError
 
 Layout = list[list[int]]
@@ -134,7 +134,7 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
     return np.stack(np.divmod(np.unique(np.repeat(ours, n_theirs) * width + theirs), width), axis=1)
 
 
-def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, Reads]:
+def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
     """Which of the masked tokens [M] have a link [R], and the sum of the states that each is linked with: A^T H there.
 
     A[i, j] = 1 where (i, j) or (j, i) is a link [tokens, tokens]; a state's places are in ascending order.
@@ -145,4 +145,4 @@ def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[n
     cells = np.sort((row_of[i] * tokens + j)[row_of[i] >= 0])
     counts = np.bincount(cells // max(tokens, 1), minlength=len(masked))
     linked = np.flatnonzero(counts)
-    return linked, Reads(cells % max(tokens, 1), counts[linked])
+    return linked, StateIndices(cells % max(tokens, 1), counts[linked])

@@ -1,10 +1,10 @@
-"""What an optimizer step consumes: the global batch, drawn before it is cut for ranks.
+"""The samples that each optimizer step consumes, and the plan of each rank.
 
-A stream draws `samples` samples a step from its sources. Languages (or language pairs) are chosen with
-p_i proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow; each source is read in its
-epoch order. A sample is one record, or, in a packed stream, running text that fills about one sequence: as many
-sentences of a document as fit, or several short documents (order.py). The state is a position per source; it and the
-step number determine all that follows. Samples of all streams are then dealt out to ranks and rows (cut.py).
+A stream draws `samples` samples a step from its sources. Languages (or language pairs) are chosen with p_i proportional
+to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its epoch order. A
+sample is one record. In a packed stream it is running text that fills about one sequence (order.py). The state is one
+position per source; the state and the step number determine everything that follows. The step's global batch is drawn
+first and then assigned to ranks and rows (balance.py).
 """
 
 import math
@@ -12,29 +12,29 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from xscale import rng
-from xscale.data.balance import cut
+from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
-from xscale.data.order import EpochOrder, Part, Text
-from xscale.data.packed_row import Shape
+from xscale.data.order import EpochOrder, TextPacking
+from xscale.data.packed_row import RowShape
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
 
 PACK_FILL = 0.94
-"""Share of `max_length` that a packed sample aims at; token counts are estimated from bytes, so some room is left."""
+"""Share of `max_length` that a packed sample aims at. The rest is room for errors of the estimated token counts."""
 
 ORDER = 3
-"""Version of the order of running text. Before 3, a sample was pieces that follow one another in a permutation."""
+"""Version of the order of running text. Before version 3, a sample was consecutive pieces of a permutation."""
 
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """A stream of the recipe, as far as drawing is concerned."""
+    """The part of a recipe's stream that drawing needs."""
 
     name: str
     sources: tuple[int, ...]
@@ -43,68 +43,21 @@ class StreamSpec:
 
 
 @dataclass(frozen=True)
-class Draw:
-    """Records of some samples of one stream, in order of samples. Arrays are [n_records]."""
+class SampledRecords:
+    """Records of some samples of one stream, in the order of the samples. All arrays are [n_records]."""
 
     sample: np.ndarray
-    """Which sample of the step's global batch the record belongs to; a sample's number is its global rank."""
+    """Number of the record's sample within the stream's global batch."""
     source: np.ndarray
     epoch: np.ndarray
     shard: np.ndarray
     record: np.ndarray
     tokens: np.ndarray
-    """As many as its bytes promise, float."""
+    """Tokens estimated from the record's bytes, float."""
 
-    def at(self, places: np.ndarray) -> "Draw":
+    def select(self, places: np.ndarray) -> "SampledRecords":
         """The records at these places of the arrays."""
-        return Draw(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
-
-
-class Stretch(NamedTuple):
-    """Records that follow one another in the order of a source."""
-
-    source: int
-    epoch: int
-    part: Part
-    start: int
-    """Its first place of the part."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A stream's global batch, stretch by stretch. Where its records lie is looked up for those that a rank reads."""
-
-    stretches: list[Stretch]
-    starts: np.ndarray
-    """First record of each stretch."""
-    sample: np.ndarray
-    """Of each record, as in Draw [n_records]."""
-    tokens: np.ndarray
-
-    def all(self) -> Draw:
-        return self.of(np.ones(int(self.sample.max()) + 1, dtype=bool))
-
-    def of(self, wanted: np.ndarray) -> Draw:
-        """The records of the samples that are wanted [samples], in order of samples."""
-        places = np.flatnonzero(wanted[self.sample])
-        borders = np.searchsorted(places, self.starts[1:])
-        several = [
-            (stretch, of + stretch.start - start)
-            for stretch, of, start in zip(self.stretches, np.split(places, borders), self.starts.tolist(), strict=True)
-            if len(of)
-        ]
-        located = [stretch.part.locate(of) for stretch, of in several]
-        records = [len(of) for _, of in several]
-        nothing = np.empty(0, dtype=np.int64)
-        draw = Draw(
-            self.sample[places],
-            source=np.repeat(np.array([stretch.source for stretch, _ in several], dtype=np.int64), records),
-            epoch=np.repeat(np.array([stretch.epoch for stretch, _ in several], dtype=np.int64), records),
-            shard=np.concatenate([nothing, *(shard for shard, _ in located)]),
-            record=np.concatenate([nothing, *(record for _, record in located)]),
-            tokens=self.tokens[places],
-        )
-        return draw.at(np.argsort(draw.sample, kind="stable"))
+        return SampledRecords(*(getattr(self, name)[places] for name in self.__dataclass_fields__))
 
 
 @dataclass(frozen=True)
@@ -112,8 +65,8 @@ class StepPlan:
     """What one rank does in one optimizer step."""
 
     step: int
-    rows: list[dict[str, Draw]]
-    """Of each row what it holds of each stream; every rank has equally many rows, some of which may be empty."""
+    rows: list[dict[str, SampledRecords]]
+    """Each row's records by stream. Every rank has the same number of rows; some may be empty."""
     state: dict[str, Any]
     """State of the mixture after this step."""
     rank: int
@@ -121,20 +74,38 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class StepCut:
-    """A step's global batch and how it is dealt out, by stream."""
+class GlobalBatch:
+    """The samples of one optimizer step over all ranks, by stream, and the bin that each is assigned to."""
 
-    draws: dict[str, Drawn]
+    records: dict[str, SampledRecords]
     tokens: dict[str, np.ndarray]
-    """Estimated tokens in a row of each sample [samples]."""
+    """Estimated tokens of each sample in a row [samples]."""
     bins: dict[str, np.ndarray]
-    """Bin of each sample [samples]; bin row * world + rank is a rank's row."""
+    """Bin of each sample; bin row * world + rank is one row of one rank [samples]."""
     rows: int
-    """Of each rank."""
+    """Number of rows of each rank."""
+    world: int
+    state: dict[str, Any]
+    """State of the mixture after this step."""
+
+    def plans(self, ranks: list[int]) -> list[StepPlan]:
+        """The plan of each of these ranks."""
+        rows: dict[int, list[dict[str, SampledRecords]]] = {rank: [{} for _ in range(self.rows)] for rank in ranks}
+        bins = self.rows * self.world
+        for name, records in self.records.items():
+            bin_of = self.bins[name].astype(np.min_scalar_type(bins))[records.sample]  # 16 bits: sorted in linear time
+            by_bin = np.argsort(bin_of, kind="stable")
+            ends = np.cumsum(np.bincount(bin_of, minlength=bins))
+            for rank in ranks:
+                for row, of_row in enumerate(rows[rank]):
+                    here = row * self.world + rank
+                    of_row[name] = records.select(by_bin[ends[here - 1] if here else 0 : ends[here]])
+        step = self.state["step"] - 1
+        return [StepPlan(step, rows[rank], self.state, rank, self.world) for rank in ranks]
 
 
 class Mixture:
-    """Iterates over the StepPlans of one rank from `state` on."""
+    """Draws global batches from `state` on; iterates over the plans of one rank."""
 
     def __init__(
         self,
@@ -151,111 +122,72 @@ class Mixture:
         rows: int = 1,
         state: dict[str, Any] | None = None,
     ):
-        """rows: of a step, at least."""
+        """rows: least number of rows of a step."""
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
         self.rank, self.world, self.rows = rank, world, rows
         self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
-        if self.state.get("order") != ORDER:
-            self.check_order()
+        if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
+            raise UserError(
+                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text otherwise; "
+                f"go on with that version, or start a new run from it: model.init=DIR and another --out"
+            )
 
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
             yield self.next_step()
 
-    def check_order(self) -> None:
-        """Raises UserError where a state of an earlier version lies within text that is in another order now."""
-        for stream in self.streams:
-            for source, (epoch, position) in zip(stream.sources, self.state["positions"][stream.name], strict=True):
-                order = self._order(stream, source, epoch)
-                if stream.packed and order.bounds(position)[1] < position:
-                    raise UserError(
-                        f"the checkpoint of step {self.state['step']} was saved by an earlier xscale, and stream "
-                        f"{stream.name} is among records of {self.sources[source].name} whose order has changed since; "
-                        f"go on with that version, or start a new run from it: model.init=DIR and another --out"
-                    )
-
     def next_step(self) -> StepPlan:
-        return self.plans_of(self.next_cut(), [self.rank])[0]
+        """This rank's plan of the next step."""
+        return self.next_batch().plans([self.rank])[0]
 
-    def plans_of(self, cut: StepCut, ranks: list[int]) -> list[StepPlan]:
-        """What these ranks do in the step that next_cut has just made."""
-        rows: list[list[dict[str, Draw]]] = [[{} for _ in range(cut.rows)] for _ in ranks]
-        for name, drawn in cut.draws.items():
-            row, rank_of = np.divmod(cut.bins[name], self.world)
-            wanted = np.zeros(self.world, dtype=bool)
-            wanted[ranks] = True
-            of_all = drawn.of(wanted[rank_of])  # where a record lies is looked up once for all of them
-            for rank, of_rank in zip(ranks, rows, strict=True):
-                draw = of_all.at(np.flatnonzero(rank_of[of_all.sample] == rank))
-                by_row = np.argsort(row[draw.sample], kind="stable")
-                borders = np.searchsorted(row[draw.sample][by_row], np.arange(1, cut.rows))
-                for of_row, places in zip(of_rank, np.split(by_row, borders), strict=True):
-                    of_row[name] = draw.at(places)
-        step = self.state["step"] - 1
-        return [
-            StepPlan(step, of_rank, self.state, rank, self.world) for rank, of_rank in zip(ranks, rows, strict=True)
-        ]
+    def next_batch(self) -> GlobalBatch:
+        """The next step's global batch; advances the state."""
+        step, records, positions, tokens = self.state["step"], {}, {}, {}
+        for stream, weights in zip(self.streams, self.weights, strict=True):
+            drawn, positions[stream.name] = self._draw(stream, weights, step)
+            estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
+            records[stream.name] = drawn
+            tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
+        self.state = {"step": step + 1, "positions": positions, "order": ORDER}
+        return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
-    def next_cut(self) -> StepCut:
-        """The next step's global batch, dealt out."""
-        draws, positions = self.draw()
-        tokens = {}
-        for stream in self.streams:
-            draw = draws[stream.name]
-            estimated_tokens = np.bincount(draw.sample, weights=draw.tokens, minlength=stream.samples)
-            tokens[stream.name] = self.calibration.of(stream.name).of(estimated_tokens, self.max_length)
-        self.state = {"step": self.state["step"] + 1, "positions": positions, "order": ORDER}
-        return StepCut(draws, tokens, *self.deal(tokens, self.rows))
-
-    def deal(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
-        """StepCut's bins and rows, of at least `rows` rows a rank."""
-        bins, rows = cut(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
+    def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
+        """GlobalBatch's bins and rows; each rank has at least `rows` rows."""
+        bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
         borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
 
-    def draw(self) -> tuple[dict[str, Drawn], dict[str, list[list[int]]]]:
-        """The global batch of the next step by stream, and the positions after it."""
-        drawn = {
-            stream.name: self._draw(stream, weights, self.state["step"])
-            for stream, weights in zip(self.streams, self.weights, strict=True)
-        }
-        return {name: draw for name, (draw, _) in drawn.items()}, {name: after for name, (_, after) in drawn.items()}
-
-    def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[Drawn, list[list[int]]]:
-        """The stream's global batch of a step, and its positions after it."""
+    def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
+        """The stream's records of a step, and its positions after it."""
         chosen = choose(weights, stream.samples, rng.key(self.seed, stream.name, "source", step))
-        in_order = np.argsort(chosen, kind="stable")  # of so few bits in linear time
+        in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
         by_source = np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
         positions = [list(position) for position in self.state["positions"][stream.name]]
-        taken = [
-            part
+        pieces = [
+            piece
             for source, samples, position in zip(stream.sources, by_source, positions, strict=True)
-            for part in self._take(stream, source, samples, position)
+            for piece in self._take(stream, source, samples, position)
         ]
-        stretches, sample, tokens = zip(*taken, strict=True)
-        starts = np.cumsum([0, *map(len, sample[:-1])])
-        return Drawn([*stretches], starts, np.concatenate(sample), np.concatenate(tokens)), positions
+        records = SampledRecords(*map(np.concatenate, zip(*pieces, strict=True)))
+        by_sample = np.argsort(records.sample.astype(np.min_scalar_type(stream.samples)), kind="stable")
+        return records.select(by_sample), positions
 
     def _take(
         self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
-    ) -> Iterator[tuple[Stretch, np.ndarray, np.ndarray]]:
-        """Advance `position` ([epoch, position], in place) by as many samples as `samples` names. Yields stretches, and
-        of each record the sample and the tokens."""
+    ) -> Iterator[tuple[np.ndarray, ...]]:
+        """The source's next records for these samples: arrays of SampledRecords. Advances `position` in place."""
         taken = 0
         while taken < len(samples):
             epoch, start = position
             order = self._order(stream, source, epoch)
-            ends = order.samples(start, len(samples) - taken)
-            stop, part = int(ends[-1]), order.part(start)
-            of = samples[taken : taken + len(ends)]
-            number = np.repeat(of, np.diff(ends, prepend=start)) if stream.packed else of
-            at = start - part.first
-            estimated_tokens = self.calibration.estimated_tokens(source, part.lengths[at : at + stop - start])
-            yield Stretch(source, epoch, part, at), number, estimated_tokens
-            taken += len(ends)
+            ends, shard, record, lengths = order.take(start, len(samples) - taken)
+            sample = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start))
+            same = [np.full(len(sample), number) for number in (source, epoch)]
+            yield sample, *same, shard, record, self.calibration.estimated_tokens(source, lengths)
+            taken, stop = taken + len(ends), int(ends[-1])
             position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
 
     def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
@@ -263,74 +195,67 @@ class Mixture:
         if cached is None or cached[0] != epoch:
             of = self.sources[source]
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
-            text = None
-            if stream.packed:
-                estimated_tokens = partial(self.calibration.estimated_tokens, source)
-                text = Text(partial(_look, of), estimated_tokens, int(PACK_FILL * self.max_length))
-            lengths, sources = partial(_lengths, of), len(stream.sources)
-            order = EpochOrder(of.counts, seed, epoch, lengths=lengths, text=text, sources=sources)
+            tokens = partial(self.calibration.estimated_tokens, source)
+            text = TextPacking(tokens, int(PACK_FILL * self.max_length)) if stream.packed else None
+            order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=len(stream.sources))
             cached = self._orders[stream.name, source] = (epoch, order)
         return cached[1]
 
 
-def _lengths(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> np.ndarray:
-    """order.Look, of bytes."""
-    return np.concatenate(parallel_map(source.lengths, shards, records))
-
-
-def _look(
-    source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """order.Text.look"""
+def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """order.Look for a source."""
     lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
 FIT_SAMPLES = 2**15
-"""About so many samples of the first steps, of MIN_STEPS to MAX_STEPS of them, tell the shape of rows."""
+"""The shape of rows is fitted to about so many samples of the first steps."""
 MIN_STEPS, MAX_STEPS = 4, 64
+"""Least and greatest number of steps that the shape is fitted to."""
 UNCOMPILED = 1.5
-"""Time of a row that does not fit, of one that does."""
-ROUND = 16
-"""Compiled rows have a multiple of so many tokens."""
+"""Time of a row that does not fit the compiled shape, relative to one that does."""
+TOKEN_MULTIPLE = 16
+"""The token count of a compiled row is a multiple of this."""
 
 
-def fit(mixture: Mixture, longest: int) -> tuple[int, Shape]:
-    """The rows of a step, and a shape of at most max_tokens that nearly all of them fit, by the first steps of a
-    mixture that has made none. longest: data.max_length, of a sequence that fills a row up.
+def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
+    """The rows of a step, and a shape of at most max_tokens that nearly all rows fit, from a new mixture's first steps.
 
-    Rows differ as steps do, and from what was estimated; both are taken as normal. A row that exceeds the shape after
-    all is computed as it is, uncompiled.
+    longest: data.max_length, the length of a filler sequence. Row lengths are taken as normal, with the variance
+    between steps and that of the estimates. A row that exceeds the shape is computed uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
     steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)
-    cuts = [mixture.next_cut() for _ in range(steps)]
+    batches = [mixture.next_batch() for _ in range(steps)]
     mixture.state = start
-    rows = max(cut.rows for cut in cuts)
+    rows = max(batch.rows for batch in batches)
     while True:
-        tokens, variance, sequences = np.hstack([expected(mixture, cut, rows) for cut in cuts])
+        tokens, variance, sequences = np.hstack([expected_bins(mixture, batch, rows) for batch in batches])
         mean, deviation = tokens.mean(), np.sqrt(tokens.var() + variance.mean())
-        room = mean + deviation * deviations(deviation / mean, mixture.world)
-        room = ROUND * int(np.ceil(room / ROUND))
+        room = mean + deviation * best_deviations(deviation / mean, mixture.world)
+        room = TOKEN_MULTIPLE * int(np.ceil(room / TOKEN_MULTIPLE))
         if room <= mixture.max_tokens or rows * mixture.world >= samples:
-            return rows, Shape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
+            return rows, RowShape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
         rows += 1
 
 
-def deviations(relative: float, ranks: int) -> float:
-    """How many standard deviations more than the mean a row should hold. Room costs time in every row; a row that does
-    not fit costs more, and all ranks wait for it. relative: the deviation over the mean."""
+def best_deviations(relative: float, ranks: int) -> float:
+    """How many standard deviations above the mean a compiled row should hold, for the least expected time of a step.
+
+    Room costs time in every row; a row that does not fit costs more, and all ranks wait for it. relative: standard
+    deviation of a row's tokens over their mean.
+    """
     z = np.arange(1.0, 6.0, 0.05)
     all_fit = (0.5 + 0.5 * np.array([math.erf(x) for x in z / math.sqrt(2)])) ** ranks
     return float(z[np.argmin((1 + z * relative) * (UNCOMPILED - (UNCOMPILED - 1) * all_fit))])
 
 
-def expected(mixture: Mixture, step: StepCut, rows: int) -> np.ndarray:
-    """Tokens of each bin of a step that is cut into at least `rows`, their variance, and sequences [3, bins]."""
-    bins, rows = mixture.deal(step.tokens, rows)
+def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray:
+    """Expected tokens of each bin of a step with at least `rows` rows, their variance, and sequences [3, bins]."""
+    bins, rows = mixture.assign(batch.tokens, rows)
     found = np.zeros((3, rows * mixture.world))
-    for name, tokens in step.tokens.items():
-        estimate = mixture.calibration.of(name)
+    for name, tokens in batch.tokens.items():
+        estimate = mixture.calibration.estimate_for(name)
         of_bin = np.bincount(bins[name], weights=tokens, minlength=found.shape[1])
         samples = np.bincount(bins[name], minlength=found.shape[1])
         found += of_bin, estimate.variance(of_bin), estimate.sequences * samples
@@ -338,7 +263,7 @@ def expected(mixture: Mixture, step: StepCut, rows: int) -> np.ndarray:
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
-    """Positions [epoch, position] of every source of every stream before step 0."""
+    """The state before step 0: [epoch, position] of every source of every stream."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
@@ -346,32 +271,19 @@ def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     """A source for each sample, with p = weights; each is chosen p * samples times, rounded up or down.
 
-    Systematic sampling (Madow 1949) in shuffled order: steps differ less in length than by independent draws.
+    This is systematic sampling (Madow 1949) in shuffled order: steps differ less in length than by independent draws.
     """
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
     ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
-    # The lowest draws go to the first source, and so on. Their leading bits tell nearly all; those that share them with
-    # a draw of another source are sorted.
-    bits = (drawn[:-1] * BUCKETS).astype(np.uint16)
-    behind = np.cumsum(np.bincount(bits, minlength=BUCKETS))
-    first, last = (np.searchsorted(ends, at, side="right") for at in (np.append(0, behind[:-1]), behind - 1))
-    chosen = first.astype(np.min_scalar_type(len(weights)))[bits]
-    unclear = np.flatnonzero((first < last)[bits])
-    unclear = unclear[np.argsort(drawn[unclear], kind="stable")]
-    of_bits = bits[unclear]
-    place = np.arange(len(unclear)) - np.searchsorted(of_bits, of_bits)
-    chosen[unclear] = np.searchsorted(ends, np.append(0, behind)[of_bits] + place, side="right")
+    chosen = np.empty(samples, dtype=np.min_scalar_type(len(weights)))
+    chosen[np.argsort(drawn[:-1], kind="stable")] = np.repeat(np.arange(len(weights)), np.diff(ends, prepend=0))
     return chosen
 
 
-BUCKETS = 1 << 12
-"""Of draws, by their leading bits."""
-
-
 def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
-    """p of each source: n^alpha over languages or pairs of them, whichever way round; proportional to records within
-    one. Sums to 1."""
+    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to records within
+    one. The weights sum to 1."""
     names = [source.pair for source in sources]
     records = Counter[str]()
     for name, source in zip(names, sources, strict=True):

@@ -1,15 +1,15 @@
-"""The order of a source's records: a pure function of (shard sizes, seed, epoch), and of monolingual text's documents.
+"""The order of a source's records: a pure function of (shard sizes, seed, epoch) and, for text, of its documents.
 
-Each epoch deals the shards out to windows of about `window` records and permutes the records of a window. So a shard
-is opened and read through once an epoch, while neighbours in a batch come from all over the source
-(benchmarks/shuffle.py measures how well), and memory is that of one window whatever the size of the source.
+Each epoch deals the shards to windows of about WINDOW_RECORDS records and permutes the records of each window. A shard
+is read through about once an epoch, neighbours in a batch come from all over the source (benchmarks/shuffle.py measures
+how well), and memory is that of one window whatever the size of the source.
 
-Of monolingual text, pieces are permuted instead: a document, or of a long one consecutive sentences that fill a sample.
-What a piece leaves free in a sample is filled with shorter pieces. Samples are whole pieces; a position is a number of
-records all the same.
+Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
+document that fill a sample. Shorter pieces fill the room that a piece leaves in its sample. Positions still count
+records.
 
-A stream of many sources looks ahead in all of them, and not by a window in each: a window is made in parts. Those of a
-permutation are cut out of it. Where pieces are permuted, a part is permuted by itself: some of each of its shards.
+A stream of many sources keeps only one part of each window in memory. The parts of a permutation are slices of it; a
+part of running text takes a slice of each of the window's shards and is permuted by itself.
 """
 
 import bisect
@@ -22,53 +22,43 @@ from xscale import rng
 
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
-"""A window has no more shards than a reader keeps open."""
+"""A window has at most so many shards, so that a reader can keep all of them open."""
 PART_RECORDS = 1 << 15
-"""A part of a window has no fewer."""
+"""A part of a window has at least so many records."""
 
-Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], np.ndarray]
-"""Shards, and records of each -> something of these records, behind one another [n]."""
+Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
+"""The function maps shards, and records of each, to the bytes of every record [n] and to whether it continues the
+document of the record before it [n]."""
 
 
-class Text(NamedTuple):
-    """What running text is packed by."""
+class TextPacking(NamedTuple):
+    """How running text is packed into samples."""
 
-    look: Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
-    """Of Look's arguments, bytes of each record, and whether it goes on the document of the record before it."""
     tokens: Callable[[np.ndarray], np.ndarray]
-    """Of bytes, about; from 1."""
+    """The function estimates tokens from bytes; an estimate is at least 1."""
     room: int
-    """Of tokens a sample has no more, or one record."""
+    """A sample has at most so many tokens, unless it is a single record."""
 
 
-class Part(NamedTuple):
-    """Of a window, or all of it."""
+class WindowPart(NamedTuple):
+    """A part of a window, or all of it, in the order of the epoch."""
 
     first: int
-    """Its first position."""
+    """Position of the part's first record."""
     ordinals: np.ndarray
-    """Records in the order of the epoch, numbered through the window's shards [n]."""
+    """Number of each record within its window, counted through the window's shards [n]."""
     lengths: np.ndarray
-    """Bytes of each record, where asked for [n]."""
-    ends: np.ndarray
-    """Behind each sample of running text, as places of the part [samples]."""
-    shards: np.ndarray
-    """The window's shards as the epoch deals them out."""
-    shard_ends: np.ndarray
-    """Ordinals behind each shard's last record."""
-
-    def locate(self, places: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and record numbers at these places of the part."""
-        ordinals = self.ordinals[places].astype(np.int64)
-        slot = np.searchsorted(self.shard_ends, ordinals, side="right")
-        return self.shards[slot], ordinals - np.append(0, self.shard_ends)[slot]
+    """Bytes of each record [n]; empty if the order cannot look at records."""
+    sample_ends: np.ndarray
+    """End of each sample of running text, counted from the part's start [samples]."""
 
 
-NOTHING = Part(0, *[np.empty(0, dtype=np.int64)] * 5)
+NO_RECORDS = np.empty(0, dtype=np.int64)
+EMPTY_PART = WindowPart(0, NO_RECORDS, NO_RECORDS, NO_RECORDS)
 
 
 class EpochOrder:
-    """Maps positions of one epoch to (shard, record)."""
+    """The order of one source in one epoch: maps positions to shards and records."""
 
     def __init__(
         self,
@@ -76,15 +66,15 @@ class EpochOrder:
         seed: np.uint64,
         epoch: int,
         window: int = WINDOW_RECORDS,
-        lengths: Look | None = None,
-        text: Text | None = None,
+        look: Look | None = None,
+        text: TextPacking | None = None,
         sources: int = 1,
     ):
-        """counts: records of each shard [n_shards]; seed: 64-bit key of the stream and source; lengths: bytes of
-        records that are no running text; text: of running text; sources: of the stream."""
-        self.counts, self.lengths, self.text, self.sources = counts, lengths, text, sources
+        """counts: records of each shard [n_shards]; seed: key of the stream and source; text: given for running text;
+        sources: number of sources of the stream."""
+        self.counts, self.look, self.text, self.sources = counts, look, text, sources
         self.key = rng.hash64(seed, np.uint64(epoch))
-        # Of each run of `windows` neighbouring shards one goes to each window, so that every window is a cross-section
+        # Every run of `windows` neighbouring shards gives one shard to each window, so that a window is a cross-section
         # of a source that is sorted by topic or length.
         number = np.arange(len(counts))
         enough = max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1)
@@ -95,9 +85,9 @@ class EpochOrder:
         self.window_ends = np.cumsum([len(m) for m in members]).tolist()
         self.ends = np.cumsum(counts[self.shards])
         self.size = int(self.ends[-1])
-        self._part = NOTHING
-        self._leading = -1, NOTHING.ordinals
-        """Of the window with this first shard, by what its records are dealt out to parts: a byte of each."""
+        self._part = EMPTY_PART
+        self._leading = -1, NO_RECORDS
+        """A window's number and the leading bits of its records' hashes, which say each record's part."""
 
     def bounds(self, position: int) -> tuple[int, int, int]:
         """(window, first position, end position) of the window that holds `position`."""
@@ -108,83 +98,85 @@ class EpochOrder:
         return window, first, int(self.ends[self.window_ends[window] - 1])
 
     def parts(self, position: int) -> int:
-        """In how many parts the window that holds `position` is made."""
+        """Number of parts of the window that holds `position`."""
         _, first, end = self.bounds(position)
         return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
 
-    def locate(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Shard and record numbers [stop - start] of positions start..stop-1; 0 <= start < stop <= size."""
-        found = []
-        while start < stop:
-            part = self.part(start)
-            found.append(part.locate(slice(start - part.first, stop - part.first)))
-            start += len(found[-1][0])
-        shard, record = zip(*found, strict=True)
-        return np.concatenate(shard), np.concatenate(record)
+    def take(self, start: int, samples: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The next samples from position `start` on: at most `samples`, at least one, all from one part.
 
-    def samples(self, start: int, wanted: int) -> np.ndarray:
-        """Positions behind each of the next samples from position `start` < size on: at most `wanted` of them, and one
-        at least, all of a part. A sample is a record, or of running text what fits."""
+        Returns the position after each sample [samples], and shard, number and bytes of their records [n].
+        """
         part = self.part(start)
-        if self.text is None:
-            return np.arange(start, min(start + wanted, part.first + len(part.ordinals))) + 1
-        at = int(np.searchsorted(part.ends, start - part.first, side="right"))
-        return part.ends[at : at + wanted] + np.int64(part.first)
+        at = start - part.first
+        if self.text:
+            number = int(np.searchsorted(part.sample_ends, at, side="right"))
+            ends = part.sample_ends[number : number + samples].astype(np.int64)
+        else:
+            ends = np.arange(at, min(at + samples, len(part.ordinals))) + 1
+        records = slice(at, int(ends[-1]))
+        shards = self._window_shards(self.bounds(start)[0])
+        shard_ends = np.cumsum(self.counts[shards])
+        ordinals = part.ordinals[records].astype(np.int64)
+        slot = np.searchsorted(shard_ends, ordinals, side="right")
+        number_in_shard = ordinals - np.append(0, shard_ends)[slot]
+        return ends + part.first, shards[slot], number_in_shard, part.lengths[records]
 
-    def part(self, position: int) -> Part:
-        """The part that holds it."""
+    def part(self, position: int) -> WindowPart:
+        """The part that holds `position`."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
-            self._part = NOTHING  # its memory is free for the next
-            number, first, _ = self.bounds(position)
-            window = self.shards[self.window_ends[number - 1] if number else 0 : self.window_ends[number]]
-            key, parts = rng.hash64(self.key, np.uint64(number + 1)), self.parts(position)
-            made = self._arranged if self.text else self._permuted
-            before, *arrays = made(window, key, parts, position - first)
-            ordinals, lengths, ends = (array.astype(np.uint32) for array in arrays)
-            self._part = Part(first + before, ordinals, lengths, ends, window, np.cumsum(self.counts[window]))
+            self._part = EMPTY_PART  # frees its memory for the next part
+            window, first, _ = self.bounds(position)
+            make = self._make_text_part if self.text else self._make_permuted_part
+            before, *arrays = make(window, self.parts(position), position - first)
+            self._part = WindowPart(first + before, *(array.astype(np.uint32) for array in arrays))
         return self._part
 
-    def _permuted(
-        self, window: np.ndarray, key: np.ndarray, parts: int, at: int
-    ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The part of a permutation that holds place `at`."""
-        counts = self.counts[window]
+    def _window_shards(self, window: int) -> np.ndarray:
+        return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
+
+    def _window_key(self, window: int) -> np.ndarray:
+        return rng.hash64(self.key, np.uint64(window + 1))
+
+    def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """The part of a window's permutation that holds place `at`: WindowPart's fields, counted from the window."""
+        shards, key = self._window_shards(window), self._window_key(window)
+        counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
-        if bits and self._leading[0] != window[0]:
-            self._leading = int(window[0]), rng.leading_bits(key, int(counts.sum()), bits)
+        if bits and self._leading[0] != window:
+            self._leading = window, rng.leading_bits(key, int(counts.sum()), bits)
         first, ordinals, order = rng.part_of_permutation(key, int(counts.sum()), at, bits, self._leading[1])
-        lengths = NOTHING.lengths
-        if self.lengths:
+        lengths = NO_RECORDS
+        if self.look:
             ends = np.cumsum(counts)
             of_shards = np.split(ordinals, np.searchsorted(ordinals, ends[:-1]))
             records = [of - start for of, start in zip(of_shards, (ends - counts).tolist(), strict=True)]
-            lengths = self.lengths(window.tolist(), records)[order]
-        return first, ordinals[order], lengths, NOTHING.ends
+            lengths = self.look(shards.tolist(), records)[0][order]
+        return first, ordinals[order], lengths, NO_RECORDS
 
-    def _arranged(
-        self, window: np.ndarray, key: np.ndarray, parts: int, at: int
-    ) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The part of running text that holds place `at`."""
-        assert self.text
-        counts = self.counts[window]
+    def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """The part of a window's running text that holds place `at`: WindowPart's fields, counted from the window."""
+        assert self.text and self.look
+        shards, key = self._window_shards(window), self._window_key(window)
+        counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
         number = int(np.searchsorted(places, at, side="right")) - 1
         first, end = edges[number : number + 2]
-        shards, records = window.tolist(), [slice(*of) for of in zip(first.tolist(), end.tolist(), strict=True)]
-        lengths, follows = self.text.look(shards, records)
+        records = [slice(*of) for of in zip(first.tolist(), end.tolist(), strict=True)]
+        lengths, follows = self.look(shards.tolist(), records)
         starts = np.cumsum(end - first) - (end - first)
         follows[starts[end > first]] = False
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        order, ends = arrange(tokens, follows, self.text.room, key)
+        order, sample_ends = arrange(tokens, follows, self.text.room, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
-        return int(places[number]), order + skipped[order], lengths[order], ends
+        return int(places[number]), order + skipped[order], lengths[order], sample_ends
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Records of running text in their order [n], and where samples end in it [samples]. sizes: tokens of each."""
+    """The order of records of running text [n], and where its samples end [samples]. sizes: tokens of each record."""
     first = runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
@@ -197,13 +189,12 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
 
 
 def fill(sizes: np.ndarray, room: int) -> np.ndarray:
-    """The bin of each item, such that the items of a bin fit into `room` or are one; a bin bears the number of one of
-    its items. sizes: from 1 [n].
+    """Packs items into bins of `room`; returns the bin of each item, named by the number of one of its items.
 
-    Each round gives bins that are more than half full, the fullest first, one bin of the others each, the largest that
-    fits; what is left of those is joined two by two.
+    sizes: at least 1 [n]; an item larger than `room` is alone in its bin. Each round joins every bin that is more than
+    half full, fullest first, with the largest other bin that fits; the bins that remain are joined in pairs.
     """
-    # What exceeds the room fits nowhere, however large it is; a few bits are sorted in linear time.
+    # Sizes above the room need no exact value, and numbers of few bits are sorted in linear time.
     bin_of, filled = np.arange(len(sizes)), np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
     still = bin_of
     while True:
@@ -212,7 +203,7 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
         small, large = still[:half], still[half:][::-1]
         number = np.arange(len(large))
         fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
-        # Largest first of those that no bin behind it wants: strictly increasing, and below `fitting`.
+        # Each large bin chooses the largest bin that no later one needs: strictly increasing, and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
         into, joined = large[chosen >= 0], small[chosen[chosen >= 0]]
         left = np.delete(small, chosen[chosen >= 0])
@@ -229,9 +220,9 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
-    """Where runs begin that hold as much as fits into `room`, one item at least, and end at borders.
+    """The first item of each run; a run holds as many items as fit into `room`, at least one, and ends at borders.
 
-    sizes: from 1 [n]; borders: items at which a run begins in any case, the first of them 0.
+    sizes: at least 1 [n]; borders: items that begin a run in any case; the first is 0.
     """
     if len(borders) == len(sizes):
         return borders
@@ -243,7 +234,7 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     starts = np.zeros(len(sizes) + 1, dtype=bool)
     starts[border] = True
     at = following[borders]
-    while len(at := at[~starts[at]]) > FEW:  # a run of each at once
+    while len(at := at[~starts[at]]) > FEW:  # one run of each at a time
         starts[at] = True
         at = following[at]
     found, after = starts.data, following.data
@@ -255,4 +246,4 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
 
 
 FEW = 32
-"""Runs that are found faster one by one."""
+"""Up to so many runs are found faster one by one."""

@@ -1,4 +1,4 @@
-"""Arrays of lists of other lengths, end to end."""
+"""Small functions on arrays of numbers."""
 
 import numpy as np
 
@@ -7,3 +7,8 @@ def offsets(lengths: np.ndarray) -> np.ndarray:
     """0..length-1 for each length, concatenated."""
     ends = np.cumsum(lengths)
     return np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def evenly_spaced(n: int, most: int) -> np.ndarray:
+    """At most `most` numbers of range(n), evenly spaced, with the first and the last."""
+    return np.unique(np.linspace(0, n - 1, most).round().astype(int))

@@ -1,35 +1,33 @@
-"""Some of a language's text, spread evenly over all its sources: what is counted before step 1."""
+"""An even sample of a language's text over all its sources, for what is counted before step 1."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
+from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE, RUN = 100_000, 64
-"""Records of a language that are read, at most; where there are more, runs of so many that follow one another."""
+"""At most SAMPLE records of a language are read; of more records, runs of RUN consecutive ones."""
 _CHUNK = 1024
 
 
 def texts_of(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
-    """In chunks. most: None: SAMPLE. part, parts: of equal parts the one to read."""
+    """Chunks of texts of at most `most` records (default: SAMPLE). Of `parts` equal parts it reads number `part`."""
     having = [source for source in sources if language in source.langs]
     ends = np.cumsum([source.records for source in having])
-    chosen = spread(int(ends[-1]) if having else 0, most)
+    chosen = sample_records(int(ends[-1]) if having else 0, SAMPLE if most is None else most)
     for source, end in zip(having, ends, strict=True):
         here = chosen[(chosen >= end - source.records) & (chosen < end)] - (end - source.records)
-        without_readahead, side = source.without_readahead(), source.langs.index(language)
-        starts = range(0, len(here), _CHUNK)
-        for start in starts[part::parts]:
-            yield [without_readahead.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
+        quiet, side = source.without_readahead(), source.langs.index(language)
+        for start in range(0, len(here), _CHUNK)[part::parts]:
+            yield [quiet.read(*place).texts[side] for place in source.places(here[start : start + _CHUNK])]
 
 
-def spread(records: int, most: int | None = None) -> np.ndarray:
-    """All of them, or `most` in runs, evenly."""
-    most = SAMPLE if most is None else most
+def sample_records(records: int, most: int) -> np.ndarray:
+    """The numbers of all records, or of `most` records in evenly spaced runs."""
     if records <= most:
         return np.arange(records)
-    runs = np.unique(np.linspace(0, records // RUN - 1, most // RUN).round().astype(np.int64))
-    return (runs[:, None] * RUN + np.arange(RUN)).ravel()
+    return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

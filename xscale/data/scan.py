@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from xscale.data.link_projection import project_links
+from xscale.data.parse import parse_line, parse_sample, sample_key
 from xscale.data.shards import (
     BLOCK,
     FOLLOWS,
@@ -17,9 +18,6 @@ from xscale.data.shards import (
     PART_BYTES,
     Shard,
     check_languages,
-    parse_line,
-    parse_sample,
-    sample_key,
 )
 from xscale.data.survey import Survey
 from xscale.errors import UserError

@@ -1,6 +1,6 @@
-"""Token ids to flat sequences with their special tokens.
+"""Tokenised records, and the flat sequences with special tokens that they become.
 
-Shape letters: B sequences, N tokens of all of them behind one another.
+Shape letters: B sequences, N tokens of all of them, laid end to end.
 """
 
 from bisect import bisect_right
@@ -19,28 +19,29 @@ from xscale.data.words import TokenWords
 
 @dataclass(frozen=True)
 class Example:
-    """A tokenised record. `ids` has one list a text, without special tokens."""
+    """A tokenised record."""
 
     langs: tuple[str, ...]
     ids: tuple[list[int], ...]
+    """Token ids of each text, without special tokens."""
     words: tuple[TokenWords, ...] | None
-    """Of each text, where asked for."""
+    """The words of each text, if the stream asks for them."""
     identity: np.uint64
-    """Key of all randomness that concerns this record in this epoch of this stream."""
+    """Key of all randomness of this record in this epoch of this stream."""
     number: int = 0
     """The sample's number in the global batch of its stream."""
     key: str = ""
     links: str | None = None
     """The record's word links, in Pharaoh form."""
     follows: bool = False
-    """Goes on the document of the example before it in its sample."""
+    """Whether it continues the document of the example before it in its sample."""
     borders: Sequence[int] = ()
-    """Tokens before which a text may be cut, in order, where it is longer than a sequence."""
+    """Tokens before which a text that is longer than a sequence may be cut, in order."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences of one stream behind one another, without padding."""
+    """The sequences of one stream, laid end to end without padding."""
 
     ids: np.ndarray
     """Token ids [N]."""
@@ -49,15 +50,15 @@ class Sequences:
     positions: np.ndarray
     """Position of each token in its sequence, or in its segment where positions are reset [N]."""
     languages: np.ndarray
-    """Language number of each token, from 1 on; 0: of no language that is known [N]."""
+    """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
     """0 for tokens of a sequence's first segment, 1 for those of its second, 2, ... [N]."""
     words: np.ndarray | None
-    """Word number of each token within its sequence, -1 for special tokens and such as belong to no word [N]."""
+    """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
     identities: np.ndarray
     """uint64 key of each sequence [B]."""
     segment_starts: np.ndarray
-    """Index of each segment's first token that is its own, not a special one."""
+    """Index of each segment's first token that is not a special one."""
 
     @property
     def numbers(self) -> np.ndarray:
@@ -81,11 +82,10 @@ def join_segments(
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text). Of two texts
-    of one record it is the tokenizer's own template of a pair.
+    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text).
 
-    [CLS] belongs to the first segment, what stands between two to the former. A sequence takes the identity of its
-    first example.
+    Two texts of one record take the tokenizer's own template of a pair. [CLS] belongs to the first segment, and the
+    special tokens between two segments to the former. A sequence has the identity of its first example.
     """
     flat: list[int] = []
     words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
@@ -131,13 +131,14 @@ _NO_WORD = np.full(8, -1)
 
 
 def _numbered_through(words: list[np.ndarray], before: np.ndarray) -> np.ndarray:
-    """words: of each segment's tokens, -1 for none; before: words of the sequence before each token's segment [N]."""
+    """Word numbers within the sequence. words: word numbers of each segment's tokens, -1 for none; before: number of
+    the sequence's words before each token's segment [N]."""
     flat = np.concatenate([_NO_WORD[:0], *words])
     return np.where(flat < 0, -1, flat + before)
 
 
 def behind(first: Sequences, second: Sequences) -> Sequences:
-    """The second's sequences behind the first's; without word numbers."""
+    """The sequences of both, the first's in front, without word numbers."""
     joined = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])
         for name in ("ids", "lengths", "positions", "languages", "segments", "identities")
@@ -147,11 +148,8 @@ def behind(first: Sequences, second: Sequences) -> Sequences:
 
 
 def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: int = 3) -> tuple[list[Example], int]:
-    """Pairs of at most `max_length` tokens, `special` ones included; the others are dropped or cut, both sides in
-    proportion.
-
-    Returns the pairs and how many were too long.
-    """
+    """Pairs of at most `max_length` tokens, with `special` special ones, and how many pairs were longer: these are
+    dropped, or both sides are truncated in proportion."""
     room, kept, long = max_length - special, [], 0
     for example in examples:
         first, second = example.ids
@@ -162,34 +160,40 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: 
                 continue
             cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
             cut_first = max(cut_first, excess - len(second) + 1)  # a token of either side stays
-            keep = (len(first) - cut_first, len(second) - (excess - cut_first))
-            example = truncated(example, keep)
+            example = truncated(example, (len(first) - cut_first, len(second) - (excess - cut_first)))
         kept.append(example)
     return kept, long
 
 
-def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
-    """A sample's sentences as texts for `[CLS] text [SEP]`, each of sentences that follow one another in a document.
+def truncated(example: Example, keep: tuple[int, int]) -> Example:
+    """The example with the first `keep` tokens of each text."""
+    ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
+    words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
+    return replace(example, ids=ids, words=words)
 
-    Whole sentences as far as they fit max_length, the next ones as a further text; a sentence that fits no text goes
-    through several, each filled with whole words. Every token is in one text.
+
+def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
+    """A sample's sentences as texts for `[CLS] text [SEP]`; a text is consecutive sentences of one document.
+
+    A text has as many whole sentences as fit max_length. A longer sentence is split into several texts, between words.
+    Every token is in one text.
     """
     texts: list[list[Example]] = []
     size, room = 0, max_length - 2
     for example in sample:
         if not example.follows:
             size = room
-        for part in stretches(example, room):
+        for part in split_to_fit(example, room):
             if size + len(part.ids[0]) > room:
                 texts.append([])
                 size = 0
             texts[-1].append(part)
             size += len(part.ids[0])
-    return [run_on(text) for text in texts]
+    return [join_texts(text) for text in texts]
 
 
-def stretches(example: Example, room: int) -> list[Example]:
-    """A text's tokens in stretches of at most `room`, cut between words where one word is not longer than that."""
+def split_to_fit(example: Example, room: int) -> list[Example]:
+    """A text in parts of at most `room` tokens, split between words unless one word is longer than that."""
     ids, starts = example.ids[0], [0]
     while len(ids) - starts[-1] > room:
         most = starts[-1] + room
@@ -210,14 +214,8 @@ def stretches(example: Example, room: int) -> list[Example]:
     ]
 
 
-def run_on(examples: list[Example]) -> Example:
-    """One text of several, one behind the other; the identity is the first one's."""
+def join_texts(examples: list[Example]) -> Example:
+    """One text of several, with the identity of the first."""
     ids = [token for example in examples for token in example.ids[0]]
     words = [example.words[0] for example in examples if example.words is not None]
-    return replace(examples[0], ids=(ids,), words=(words_of.run_on(words),) if words else None)
-
-
-def truncated(example: Example, keep: tuple[int, ...]) -> Example:
-    ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
-    words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
-    return replace(example, ids=ids, words=words)
+    return replace(examples[0], ids=(ids,), words=(words_of.join_words(words),) if words else None)

@@ -1,22 +1,20 @@
 """Shards and their index: any record of any WebDataset tar by one `pread`, verified.
 
-A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is a raw array of
-`IDX_DTYPE`, one entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines"
-a range is one line of JSON inside a `.jsonl` member; in the layout "samples" (tars others wrote) it is the run of
-tar members that share a key. The file `entries` has those of all shards, in the order of index.json: whoever plans a
-run reads lengths of many shards, and opens it alone. Where it is not there, or does not fit index.json, .idx are read.
+A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
+entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines" a range is one line of
+JSON inside a `.jsonl` member; in the layout "samples" (tars that others wrote) it is the run of tar members that share
+a key. The file `entries` has the entries of all shards in the order of index.json, so that planning opens one file. If
+it is absent or does not fit index.json, the .idx are read instead.
 
-Monolingual records with the same `doc` that follow one another in a shard are a document: the top bit of `length` is
-set in each but the first. A monolingual text of more than PART_BYTES has an entry, with the same byte range, for each
-of its parts, which are read as records of one document: they are bounded whatever the tar holds.
+Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
+more than PART_BYTES has several entries with one byte range. Each stands for a part of the text and is read as a record
+of one document, so that records are bounded whatever the tar holds.
 """
 
 import copy
 import gc
 import hashlib
-import io
 import json
-import mmap
 import os
 import resource
 import struct
@@ -32,30 +30,30 @@ import numpy as np
 
 from xscale.data import words
 from xscale.data.link_projection import project_links
+from xscale.data.parse import parse_line, parse_sample
+from xscale.data.ragged import evenly_spaced
 from xscale.data.text import stretch
 from xscale.errors import UserError
 from xscale.files import PARTIAL, parallel_map
 from xscale.record import Record
 
 FORMAT_VERSION = 2
-"""Version 1, which knows neither documents nor parts, is read as it is."""
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY = struct.Struct("<QII")
-"""One of IDX_DTYPE."""
+"""One entry of IDX_DTYPE."""
 ENTRIES = "entries"
-"""The name of a source's file of them."""
+"""Name of the file of all entries of a source."""
 LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
-"""Whose words a record's links count: those of data/words.py, or of the text as others split it."""
+"""The words that a record's links count: those of data/words.py, or white-space words."""
 FOLLOWS = 1 << 31
-"""Bit of `length`: the entry goes on the document of the entry before."""
+"""Bit of `length` that marks an entry which continues the document of the entry before it."""
 PART_BYTES = 1024
-"""A longer monolingual text is indexed in parts of at most so many UTF-8 bytes, about."""
+"""A longer monolingual text is indexed in parts of about so many UTF-8 bytes."""
 OPEN_FILES = 1 << 14
-"""A process keeps so many files of all its sources open at once, or half of those it may: those it used last. A shard
-has two. It takes the windows of dozens of sources (data/order.py) as a whole."""
+"""A process keeps at most so many files of all its sources open, or half of those it may have: the last used ones. They
+are enough for the windows of dozens of sources (data/order.py)."""
 BLOCK = tarfile.BLOCKSIZE
-_BOM = "\ufeff"
 
 
 class Shard(NamedTuple):
@@ -63,17 +61,17 @@ class Shard(NamedTuple):
     records: int
     bytes: int
     sha256: str
-    idx_crc32: int | None = None
-    """Of its .idx; None in indices from before it was noted."""
+    idx_crc32: int
+    """CRC-32 of its .idx."""
 
 
 class Source:
-    """One directory of shards: one kind of record, one language or one ordered pair of languages."""
+    """One directory of shards, with one kind of record and one language or one ordered pair of languages."""
 
     def __init__(self, directory: Path | str):
         self.directory = Path(directory)
         collects = gc.isenabled()
-        gc.disable()  # of what it makes nothing is garbage, and it may be hundreds of thousands of objects
+        gc.disable()  # the index may be hundreds of thousands of objects, none of them garbage
         try:
             index, self.shards = read_index(self.directory)
         finally:
@@ -81,17 +79,17 @@ class Source:
                 gc.enable()
         self.fingerprint = fingerprint(index)
         self.index = index | {"shards": []}
-        """What it says, but of its shards, which may be hundreds of thousands."""
+        """The content of index.json without its shards, which may be hundreds of thousands."""
         self.layout: str = index["layout"]
         self.langs: tuple[str, ...] = tuple(index["langs"])
         self.segmentation: dict[str, str] = index.get("segmentation", SEGMENTATIONS["whitespace"])
         self.counts = np.array([shard.records for shard in self.shards], dtype=np.int64)
         self.starts = np.cumsum(self.counts) - self.counts
-        """Of each shard, its first record in the whole source."""
+        """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.readahead = False
-        """Whether a shard that is opened will be read through, so that it is asked for at once."""
+        """Whether shards are read through, so that a whole shard is requested when it is opened."""
 
     @property
     def kind(self) -> str:
@@ -101,8 +99,12 @@ class Source:
     def name(self) -> str:
         return "-".join(self.langs)
 
+    @property
+    def pair(self) -> str:
+        return pair_name(self.langs)
+
     def keep_first(self, records: int) -> None:
-        """From now on the source ends behind so many of its records."""
+        """Shortens the source to its first records."""
         ends = np.cumsum(self.counts)
         shards = int(np.searchsorted(ends, records)) + 1
         self.counts = np.clip(records - (ends - self.counts), 0, self.counts)[:shards]
@@ -110,8 +112,22 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
 
+    def without_readahead(self) -> "Source":
+        """The source for a reader of a few records of many shards."""
+        source = copy.copy(self)
+        source.readahead = False
+        return source
+
+    def with_shards(self, most: int) -> "Source":
+        """The source with at most `most` of its shards, evenly spaced. Its number of records is still that of all."""
+        chosen = evenly_spaced(len(self.counts), most)
+        source = self.without_readahead()
+        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
+        source.shards = [self.shards[shard] for shard in chosen]
+        return source
+
     def check_links(self) -> None:
-        """Raises UserError where its links count words that this version does not know."""
+        """Raises UserError if the links count words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
                 f"{self.directory}: the word links count words of segmentation {self.segmentation}, this xscale has "
@@ -120,7 +136,7 @@ class Source:
             )
 
     def with_words(self, record: Record) -> Record:
-        """The record with its links over words (data/words.py). Raises UserError."""
+        """The record with links that count the words of data/words.py. Raises UserError."""
         if record.links is None:
             return record
         self.check_links()
@@ -134,37 +150,19 @@ class Source:
                 f"white-space words of its texts"
             ) from None
 
-    @property
-    def pair(self) -> str:
-        return pair_name(self.langs)
-
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """Shard, and record in it, of records by their number in the source."""
+        """(shard, record in it) of records by their number in the source."""
         ends = np.cumsum(self.counts)
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
-    def without_readahead(self) -> "Source":
-        """The same for a reader of a few records of many shards: none of them is swept."""
-        source = copy.copy(self)
-        source.readahead = False
-        return source
-
-    def spread(self, most: int) -> "Source":
-        """A glance at so many shards from all over the source. Its number of records is still that of all."""
-        chosen = np.unique(np.linspace(0, len(self.counts) - 1, most).round().astype(int))
-        source = self.without_readahead()
-        source.counts, source.starts = self.counts[chosen], self.starts[chosen]
-        source.shards = [self.shards[shard] for shard in chosen]
-        return source
-
     def check_sizes(self) -> None:
-        """A cheap look at every file, so that an incomplete copy fails before step 1. Raises UserError."""
+        """Checks the size of every file, so that an incomplete copy fails before step 1. Raises UserError."""
         parallel_map(self.check_size, self.shards)
 
     def check_size(self, shard: Shard) -> None:
-        """Of its two files. Raises UserError."""
-        path = f"{self.directory}/{shard.name}"  # of a Path for each file, making it takes longer than the look
+        """Checks the sizes of a shard's two files. Raises UserError."""
+        path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
             try:
                 size = os.stat(file).st_size
@@ -178,11 +176,11 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Byte lengths of records of one shard, read from the .idx alone."""
+        """Bytes of records of one shard, from its entries alone."""
         return self.look(shard, records)[0]
 
     def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Whether records of one shard go on the document of the record before, read from the .idx alone."""
+        """Whether records of one shard continue the document of the record before, from its entries alone."""
         return self.look(shard, records)[1]
 
     def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
@@ -195,53 +193,53 @@ class Source:
         return lengths, idx["length"][records] >= FOLLOWS
 
     def entries(self, shard: int) -> np.ndarray:
-        """A shard's entries, whole and verified [n_records]. Raises UserError."""
-        about = self.shards[shard]
-        of_all = _mapped.get(id(self)) or _mapped.setdefault(id(self), Mapped(self.directory / ENTRIES))
-        of_all.look()
-        found = of_all.entries[self.starts[shard] :][: about.records]
-        if shard not in of_all.verified and about.idx_crc32 == zlib.crc32(found.data):
-            of_all.verified.add(shard)
-        if shard not in of_all.verified:
-            fd = os.open(self._path(shard, ".idx"), os.O_RDONLY)
-            try:
-                found = np.frombuffer(self._verified(shard, fd), dtype=IDX_DTYPE)
-            finally:
-                os.close(fd)
-        return found[: self.counts[shard]]
+        """The verified entries of a shard [n_records]. Raises UserError."""
+        about, data = self.shards[shard], b""
+        size = about.records * IDX_DTYPE.itemsize
+        with suppress(OSError):  # the file is absent
+            data = self._file(ENTRIES).read(size, int(self.starts[shard]) * IDX_DTYPE.itemsize)
+        if len(data) < size or zlib.crc32(data) != about.idx_crc32:
+            data = self._verified_idx(shard)
+        return np.frombuffer(data, dtype=IDX_DTYPE)[: self.counts[shard]]
 
-    def _verified(self, shard: int, fd: int) -> bytes:
-        """A shard's .idx. Raises UserError where it is not the one that index.json had when this source was opened."""
-        about, path = self.shards[shard], self._path(shard, ".idx")
-        data = _pread(fd, about.records * IDX_DTYPE.itemsize, 0, path)
-        if len(data) % IDX_DTYPE.itemsize or (about.idx_crc32 is not None and zlib.crc32(data) != about.idx_crc32):
+    def _verified_idx(self, shard: int) -> bytes:
+        """The content of a shard's .idx. Raises UserError if it is not the one that index.json had when it was read."""
+        about, file = self.shards[shard], self._file(self._idx(shard))
+        changed = os.fstat(file.fd).st_ctime_ns
+        data = file.read(about.records * IDX_DTYPE.itemsize, 0)
+        if zlib.crc32(data) != about.idx_crc32:
             raise UserError(
-                f"{path} is damaged, or another shard's: its checksum is not what index.json said when this process "
-                f"read it. Shards must not change while they are read: bring the old ones back. Or copy it again, or "
-                f"run `python -m data_tools.index {self.directory}`"
+                f"{file.path} is damaged, or another shard's: its checksum is not what index.json said when this "
+                f"process read it. Shards must not change while they are read: bring the old ones back. Or copy it "
+                f"again, or run `python -m data_tools.index {self.directory}`"
             )
+        file.verified = changed
         return data
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """As `follows`, of one record that is read."""
+        """The value of `follows` for one record that is read."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
-        """Record number `record` of shard number `shard`. Raises UserError where its bytes are damaged."""
+        """Record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
-        data = self._bytes(shard, offset, length)
-        if zlib.crc32(data) != crc or not data:
-            data = self._bytes(shard, offset, length)  # a shared file system may answer better the second time
-            if zlib.crc32(data) != crc or not data:
-                raise UserError(self._damage(shard, record, offset, length))
+        tar = self._file(self.shards[shard].name)
+        for _ in range(2):  # a shared file system may answer better the second time
+            data = tar.read(length, offset) if offset + length <= self.shards[shard].bytes else b""
+            if data and zlib.crc32(data) == crc:
+                break
+        else:
+            raise UserError(
+                f"{tar.path}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
+                f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names "
+                f"every damaged shard"
+            )
         try:
             whole = self.parse(data)
-        except UserError:
-            raise
         except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
             raise UserError(
-                f"{self._path(shard)}: record {record} is none of layout {self.layout!r} ({error}); run "
+                f"{tar.path}: record {record} does not fit layout {self.layout!r} ({error}); run "
                 f"`python -m data_tools.index {self.directory}`"
             ) from None
         if whole.langs != self.langs:
@@ -253,11 +251,13 @@ class Source:
             return whole
         return self._part(whole, shard, record, offset, length // PART_BYTES)
 
+    def parse(self, data: bytes) -> Record:
+        return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
+
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """Of a long text, the part that this record is."""
-        files = self._files(shard)
+        """The part of a long text that this record stands for. most: greatest number of further parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
-        near = _pread(files.idx, (end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize, files.names[1])
+        near = self._file(self._idx(shard)).read((end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize)
         same = np.frombuffer(near, dtype=IDX_DTYPE)["offset"] == offset
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
@@ -266,133 +266,70 @@ class Source:
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Offset, length, which may say FOLLOWS, and CRC-32 of a record. The .idx is verified when it is opened, and
-        again when it has changed since: one that was put in its place with its tar would fit that tar's bytes."""
+        """Offset, length with FOLLOWS, and CRC-32 of a record. The .idx is verified when it is opened, and again when
+        it has changed: an .idx that was replaced together with its tar would fit that tar's bytes."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
-        files = self._files(shard)
-        if (changed := os.fstat(files.idx).st_ctime_ns) != files.verified:
-            self._verified(shard, files.idx)
-            files.verified = changed
-        entry = _pread(files.idx, ENTRY.size, record * ENTRY.size, files.names[1])
-        if len(entry) < ENTRY.size:
-            self.entries(shard)  # says what is wrong with it
-            raise UserError(f"{self._path(shard, '.idx')} ends before record {record}. Copy it again")
-        return ENTRY.unpack(entry)
+        idx = self._file(self._idx(shard))
+        if os.fstat(idx.fd).st_ctime_ns != idx.verified:
+            self._verified_idx(shard)
+        return ENTRY.unpack(idx.read(ENTRY.size, record * ENTRY.size))
 
-    def _bytes(self, shard: int, offset: int, length: int) -> bytes:
-        if offset + length > self.shards[shard].bytes:
-            return b""
-        files = self._files(shard)
-        return _pread(files.tar, length, offset, files.names[0])
+    def _idx(self, shard: int) -> str:
+        return f"{self.shards[shard].name[:-4]}.idx"
 
-    def _damage(self, shard: int, record: int, offset: int, length: int) -> str:
-        self.entries(shard)  # may say that it is at fault
-        if not length:
-            return (
-                f"{self._path(shard, '.idx')} is damaged: record {record} has no bytes. Copy it again, or run "
-                f"`python -m data_tools.index {self.directory}`"
-            )
-        return (
-            f"{self._path(shard)}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
-            f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names every "
-            f"damaged shard"
-        )
-
-    def parse(self, data: bytes) -> Record:
-        return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
-
-    def _path(self, shard: int, suffix: str = ".tar") -> str:
-        return f"{self.directory}/{self.shards[shard].name.removesuffix('.tar')}{suffix}"
-
-    def _files(self, shard: int) -> "Files":
-        """Of a shard, opened once as long as it is among those that this process used last."""
-        files = _open.get((id(self), shard))
-        if files is None:
+    def _file(self, name: str) -> "OpenFile":
+        """A file of the directory, which stays open while it is among those that this process used last."""
+        file = _open.get((id(self), name))
+        if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             most = OPEN_FILES if soft == resource.RLIM_INFINITY else min(OPEN_FILES, soft // 2)
-            while _open and len(_open) >= most // 2:
+            while _open and len(_open) >= most:
                 _open.popitem(last=False)[1].close()
-            files = _open[id(self), shard] = Files(self._path(shard), self._path(shard, ".idx"), self.readahead)
-        _open.move_to_end((id(self), shard))
-        return files
+            file = _open[id(self), name] = OpenFile(f"{self.directory}/{name}")
+            if self.readahead and name.endswith(".tar"):
+                # The whole shard will be read in random order soon: ask for it in one sequential sweep.
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_WILLNEED)
+        _open.move_to_end((id(self), name))
+        return file
 
     def close(self) -> None:
-        """Let go of its files; they are opened again where they are read."""
-        _mapped.pop(id(self), None)
+        """Closes the source's files; a later read opens them again."""
         for key in [key for key in _open if key[0] == id(self)]:
             _open.pop(key).close()
 
     def __del__(self) -> None:
-        if _open is not None:  # the interpreter ends
+        if _open is not None:  # it is None when the interpreter ends
             self.close()
 
 
-class Files:
-    """Of a shard, open for reading."""
+class OpenFile:
+    """A file that is open for reading."""
 
-    def __init__(self, tar: str, idx: str, readahead: bool):
-        self.names = tar, idx
+    def __init__(self, path: str):
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         self.verified = 0
-        """When the .idx had last changed as it was verified."""
-        self.tar = os.open(tar, os.O_RDONLY)
+        """Change time of an .idx when its checksum was right."""
+
+    def read(self, size: int, at: int) -> bytes:
         try:
-            self.idx = os.open(idx, os.O_RDONLY)
-        except OSError:
-            os.close(self.tar)
+            return os.pread(self.fd, size, at)
+        except OSError as error:
+            error.filename = self.path
             raise
-        if readahead:
-            # The whole shard will be read in random order soon: ask for it in one sequential sweep.
-            os.posix_fadvise(self.tar, 0, 0, os.POSIX_FADV_WILLNEED)
 
     def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
-        close(self.tar)
-        close(self.idx)
+        close(self.fd)
 
 
-class Mapped:
-    """The file of all entries of a source."""
-
-    def __init__(self, path: Path):
-        self.entries, self.verified = np.empty(0, dtype=IDX_DTYPE), set[int]()
-        """verified: shards whose entries are those of index.json."""
-        self.file: io.FileIO | None = None
-        with suppress(OSError, ValueError):  # it is not there, or empty
-            self.file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))  # a pipe is not waited for
-            about = os.fstat(self.file.fileno())
-            self.changed = about.st_ctime_ns
-            size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
-            self.entries = np.frombuffer(mmap.mmap(self.file.fileno(), size, prot=mmap.PROT_READ), dtype=IDX_DTYPE)
-
-    def look(self) -> None:
-        """One that was written to since is left alone, as where it is shorter now, reading it would end the process."""
-        if self.file and os.fstat(self.file.fileno()).st_ctime_ns != self.changed:
-            self.__del__()
-            self.file, self.entries, self.verified = None, np.empty(0, dtype=IDX_DTYPE), set()
-
-    def __del__(self) -> None:
-        if self.file:
-            self.file.close()
-
-
-_mapped: dict[int, Mapped] = {}
-"""What this process has mapped, by source."""
-_open: OrderedDict[tuple[int, int], Files] = OrderedDict()
-"""What this process keeps open of (source, shard), longest unused first."""
+_open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
+"""The open files of this process by source and name, longest unused first."""
 
 
 def pair_name(langs: Iterable[str]) -> str:
-    """The language, or the pair of languages whichever way round: "en-hi" of en and hi, and of hi and en."""
+    """The language, or the undirected pair of languages: "en-hi" for (en, hi) and for (hi, en)."""
     return "-".join(sorted(langs))
-
-
-def _pread(fd: int, size: int, at: int, path: str) -> bytes:
-    """os.pread, whose errors name the file."""
-    try:
-        return os.pread(fd, size, at)
-    except OSError as error:
-        error.filename = path
-        raise
 
 
 def idx_path(tar: Path) -> Path:
@@ -400,14 +337,14 @@ def idx_path(tar: Path) -> Path:
 
 
 def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
-    """What it says, and of that its shards. Raises UserError."""
+    """The content of index.json, and its shards. Raises UserError."""
     path = directory / "index.json"
     if not path.exists():
         raise UserError(f"{path} not found. Make it with `python -m data_tools.index {directory}`")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
         version = index["version"]
-        if type(version) is int and version in (1, FORMAT_VERSION):
+        if type(version) is int and version == FORMAT_VERSION:
             return index, check_index(index)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
@@ -416,14 +353,14 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     raise UserError(
-        f"{path} has format version {version!r}, this xscale reads 1 and {FORMAT_VERSION}. Rebuild the index: "
+        f"{path} has format version {version!r}, this xscale reads {FORMAT_VERSION}. Rebuild the index: "
         f"`python -m data_tools.index {directory}`"
     )
 
 
 def check_index(index: dict[str, Any]) -> list[Shard]:
-    """Its shards. Raises ValueError, or what Python raises, where a field is absent, of another type, or at odds with
-    others."""
+    """The shards of the index. Raises ValueError, or Python's own error, for a field that is absent, of a wrong type or
+    at odds with others."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
@@ -435,9 +372,9 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
         raise ValueError(f"segmentation {index['segmentation']!r} is no object")
     if unknown := set().union(*index["shards"]) - {*Shard._fields}:
         raise ValueError(f"shards have no {', '.join(sorted(map(str, unknown)))}")
-    shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s.get("idx_crc32")) for s in index["shards"]]
+    shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s["idx_crc32"]) for s in index["shards"]]
     for name, records, size, sha256, crc in shards:
-        if not (type(records) is type(size) is int and records > 0 <= size and (crc is None or type(crc) is int)):
+        if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: {(records, size, crc)} are no numbers of records and bytes")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
             raise ValueError(f"shard {name!r} is no file name, or has no hash")
@@ -449,7 +386,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
 
 
 def check_languages(langs: list[str] | tuple[str, ...]) -> None:
-    """Raises ValueError unless they are one name or two."""
+    """Raises ValueError unless they are the names of one or two languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
@@ -457,7 +394,7 @@ def check_languages(langs: list[str] | tuple[str, ...]) -> None:
 
 
 def fingerprint(index: dict[str, Any]) -> str:
-    """Identity of a source's content: languages, shard order and shard bytes, whatever the directory is called."""
+    """Identity of a source's content: languages, shard order and shard bytes, not the directory's name."""
     content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
@@ -490,7 +427,7 @@ def find_sources(directories: list[Path]) -> list[Source]:
 
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
-    """Raises UserError where shards lie beside the sources without an index.json: a copy that is not whole."""
+    """Raises UserError for shards beside the sources without an index.json, which are an incomplete copy."""
     for path in sorted(directory.iterdir()) if directory not in found else ():
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
@@ -501,8 +438,7 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
 
 
 def take_first(sources: list[Source], first: int | None) -> list[Source]:
-    """The sources, cut to the first records of each language, or pair of languages whichever way round, in the order
-    given. Those of which nothing is left are left out."""
+    """The sources, shortened to the first records of each language or (undirected) pair, without empty ones."""
     if first is None:
         return sources
     left: dict[tuple[str, ...], int] = {}
@@ -513,74 +449,3 @@ def take_first(sources: list[Source], first: int | None) -> list[Source]:
             source.keep_first(room)
         left[of] = room - source.records
     return [source for source in sources if source.records]
-
-
-def parse_line(line: bytes, strict: bool = False) -> Record:
-    """strict: refuse what is said twice, which takes time."""
-    return Record.from_dict(parse_json(line, strict))
-
-
-def parse_json(data: bytes, strict: bool = True) -> Any:
-    try:
-        return json.loads(data.decode().removeprefix(_BOM), object_pairs_hook=_once if strict else None)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 ({error})") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
-
-
-def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(fields)
-    if len(found) < len(fields):
-        raise ValueError(f"a field stands twice among {', '.join(name for name, _ in fields)}")
-    return found
-
-
-def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
-    """A record of a run of tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt.
-
-    langs: which texts, in this order; whole: there may be no others.
-    """
-    texts: dict[str, str] = {}
-    links, key, seen, fields = None, "", set[str](), None
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as tar:
-        for member in tar:
-            content = tar.extractfile(member)
-            if content is None:
-                continue
-            key = sample_key(member.name)
-            extension = member.name[len(key) + 1 :]
-            kind = extension.rpartition(".")[2]
-            if kind != kind.lower() and kind.lower() in ("json", "txt"):
-                raise ValueError(f"member {member.name}: write its extension in lower case, .{kind.lower()}")
-            if extension in seen:
-                raise ValueError(f"{member.name} stands twice in a row; give each sample a key of its own")
-            seen.add(extension)
-            text = content.read()
-            if extension == "json":
-                fields = parse_json(text)
-                if not isinstance(fields, dict):
-                    raise ValueError(f"{member.name} is not a JSON object")
-            elif extension == "links.txt":
-                links = text.decode().strip()
-            elif extension == "txt" and langs and len(langs) == 1:
-                texts[langs[0]] = text.decode().removeprefix(_BOM).rstrip("\n")
-            elif extension.endswith(".txt") and extension.count(".") == 1:
-                texts[extension.removesuffix(".txt")] = text.decode().removeprefix(_BOM).rstrip("\n")
-    if fields is not None:
-        return Record.from_dict({"key": key} | fields)
-    if not texts:
-        raise ValueError(f"sample {key!r}: needs KEY.json, KEY.LANG.txt members, or KEY.txt with --lang")
-    order = [lang for lang in langs if lang in texts] if langs else list(texts)
-    if whole and len(order) < len(texts):
-        raise ValueError(
-            f"sample {key!r} has {', '.join(texts)}, the ones before {', '.join(order) or 'others'}: say which to read "
-            f"by --langs, or keep one directory for each"
-        )
-    return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
-
-
-def sample_key(name: str) -> str:
-    """WebDataset's rule: the path up to the first dot of the file's name."""
-    directory, slash, base = name.rpartition("/")
-    return directory + slash + base.partition(".")[0]

@@ -138,8 +138,8 @@ class TokenWords(NamedTuple):
         return (np.flatnonzero(inside[1:tokens] == 0) + 1).tolist()
 
 
-def run_on(parts: list[TokenWords]) -> TokenWords:
-    """Texts' words as those of one text."""
+def join_words(parts: list[TokenWords]) -> TokenWords:
+    """The words of several texts as those of one text."""
     tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
     words = np.cumsum([0, *(len(part.is_word) for part in parts)])
     columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)

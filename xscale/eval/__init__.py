@@ -1,1 +1,1 @@
-"""What an exported encoder has learnt."""
+"""Evaluation of exported encoders."""

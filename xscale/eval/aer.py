@@ -4,13 +4,12 @@
 
 A: links found; S: sure links, P: sure and possible ones. Sums are over the whole set; F1 is of precision and recall.
 
-A is found between tokens, and two words are linked if any tokens of theirs are, by either method:
+Two words are linked if any of their tokens are. Tokens are linked by either of two methods:
 
-    argmax   a token pair that is most similar by cosine in both directions (SimAlign; Jalili Sabet et al. 2020)
-    softmax  of dot products over either sentence, both above 0.001 (awesome-align; Dou & Neubig 2021)
+    argmax   each is the other's most similar by cosine (SimAlign; Jalili Sabet et al. 2020)
+    softmax  softmaxes of dot products over either sentence are both above 0.001 (awesome-align; Dou & Neubig 2021)
 
-The words are the gold's own, between spaces; each has the tokens that it has inside a sentence. The two sentences go
-through the encoder one by one.
+Words are separated by spaces, as in the links' files. The two sentences go through the encoder separately.
 
 Shape letters: I tokens of the first sentence, J of the second, T of either, L layers, H width.
 """
@@ -28,42 +27,43 @@ from torch import Tensor
 from xscale.data.packed_row import pack_row
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import Exported, Scores
 from xscale.eval.retrieval import ALL, layer_numbers, stream_batch_of
-from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
 BATCH = 32
 THRESHOLD = 1e-3
-"""Of softmax, as awesome-align has it."""
+"""The least probability of a softmax link, awesome-align's."""
 Links = set[tuple[int, int]]
 """(word of the first sentence, word of the second), from 0."""
 _LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 
 
 @dataclass(frozen=True)
-class GoldLinks:
+class HandLinks:
+    """Pairs of sentences with word links made by hand."""
+
     langs: tuple[str, str]
     words: list[tuple[list[str], list[str]]]
-    """Of each pair of sentences."""
+    """The words of each pair of sentences."""
     sure: list[Links]
     possible: list[Links]
-    """With the sure ones."""
+    """The possible links; sure ones are among them."""
 
-    def first(self, limit: int) -> "GoldLinks":
-        return GoldLinks(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
+    def first(self, limit: int) -> "HandLinks":
+        return HandLinks(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
 
 
 def argmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """Which pairs of tokens are linked [I, J]."""
+    """True for each pair of tokens that is linked [I, J]."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
     there, back = F.one_hot(cosine.argmax(1), cosine.shape[1]), F.one_hot(cosine.argmax(0), cosine.shape[0])
     return (there * back.T).bool()
 
 
 def softmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """Likewise."""
+    """True for each pair of tokens that is linked [I, J]."""
     product_IJ = x_IH @ y_JH.T
     return (product_IJ.softmax(1) > THRESHOLD) & (product_IJ.softmax(0) > THRESHOLD)
 
@@ -72,18 +72,17 @@ METHODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"argmax": argmax, "sof
 
 
 @dataclass(frozen=True)
-class Sentence:
+class EncodedSentence:
     states_LTH: Tensor
     words: list[int]
-    """Number of each token's word [T]."""
+    """The number of each token's word [T]."""
     cut: bool
-    """Whether words at its end have no place in the model."""
+    """True where words at its end are beyond the model's positions."""
 
 
-def evaluate(model: Exported, gold: GoldLinks, layers: Sequence[str | int] = (ALL,)) -> dict[str, dict[str, float]]:
-    """Error rates of both methods at each layer; `cut`: pairs of which the model has no positions for all words."""
-    last = model.encoder.lm.config.num_hidden_layers
-    numbers = layer_numbers(layers, last)
+def evaluate(model: Exported, gold: HandLinks, layers: Sequence[str | int] = (ALL,)) -> dict[str, Scores]:
+    """Error rates of both methods at each layer, and how many pairs were cut at the model's positions."""
+    numbers = layer_numbers(layers, model.num_layers)
     found: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, numbers)}
     language, cut = model.language_ids(gold), 0
     for start in range(0, len(gold.words), BATCH):
@@ -98,32 +97,34 @@ def evaluate(model: Exported, gold: GoldLinks, layers: Sequence[str | int] = (AL
                 pairs_of = METHODS[method](x, y).nonzero().tolist() if len(x) and len(y) else []
                 links.append({(first.words[i], second.words[j]) for i, j in pairs_of})
     return {
-        f"{method} layer {last + 1 + layer}": error_rates(links, gold) | {"sentences": len(links), "cut": cut}
+        f"{method} layer {model.num_layers + 1 + layer}": error_rates(links, gold)
+        | {"sentences": len(links), "cut": cut}
         for (method, layer), links in found.items()
     }
 
 
 @torch.inference_mode()
-def word_states(model: Exported, sentences: list[list[str]], language: int, layers: Sequence[int]) -> list[Sentence]:
-    """Of the tokens of each sentence's words. layers: counted from the end."""
-    longest = positions(model.encoder.lm.config)
+def word_states(
+    model: Exported, sentences: list[list[str]], language: int, layers: Sequence[int]
+) -> list[EncodedSentence]:
+    """The states of the tokens of each sentence's words. layers: counted from the end."""
     ids = iter(model.tokenizer.encode_inside([word for words in sentences for word in words]))
     tokens = [[(number, token) for number in range(len(words)) for token in next(ids)] for words in sentences]
-    kept = [of_sentence[: longest - 2] for of_sentence in tokens]
+    kept = [of_sentence[: model.longest - 2] for of_sentence in tokens]
     stream_batch = stream_batch_of(
         model, [[token for _, token in of_sentence] for of_sentence in kept], language, ["tokens"]
     )
-    inputs = to_device(pack_row({"": stream_batch}, longest, model.tokenizer.sep_id).inputs, model.device)
+    inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
     hidden = model.encoder.hidden_states(inputs.tokens)
     states_LNH = torch.stack([alignment_gather(hidden[layer], *inputs.gather) for layer in layers]).cpu()
     parts = states_LNH.split([len(of_sentence) for of_sentence in kept], 1)
     return [
-        Sentence(states, [number for number, _ in of_sentence], len(of_sentence) < len(whole))
+        EncodedSentence(states, [number for number, _ in of_sentence], len(of_sentence) < len(whole))
         for states, of_sentence, whole in zip(parts, kept, tokens, strict=True)
     ]
 
 
-def error_rates(found: Sequence[Links], gold: GoldLinks) -> dict[str, float]:
+def error_rates(found: Sequence[Links], gold: HandLinks) -> Scores:
     links = sure = right = right_sure = 0
     for a, s, p in zip(found, gold.sure, gold.possible, strict=True):
         links, sure, right, right_sure = links + len(a), sure + len(s), right + len(a & p), right_sure + len(a & s)
@@ -136,10 +137,10 @@ def error_rates(found: Sequence[Links], gold: GoldLinks) -> dict[str, float]:
     }
 
 
-def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> GoldLinks:
-    """A table of three columns, `sentence<TAB>sentence<TAB>links` (XL-WA); or `sentence ||| sentence` lines, and a file
-    of their links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0, or from 1 where
-    no link has a 0 and some has the last word's number by that count. Raises UserError naming file and line."""
+def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = None) -> HandLinks:
+    """Reads a table `sentence<TAB>sentence<TAB>links` (XL-WA), or lines `sentence ||| sentence` and a file of their
+    links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0; or from 1, where no link
+    has a 0 and some link has the last word's number by that count. Raises UserError."""
     lines = list(read_lines(text))
     of_links = lines if links is None else list(read_lines(links))
     if len(lines) != len(of_links):
@@ -153,13 +154,13 @@ def load_gold(langs: tuple[str, str], text: Path, links: Path | None = None) -> 
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not {form}")
         words.append((cells[0].split(), cells[1].split()))
         rows.append((number, cells[2] if links is None else given))
-    return GoldLinks(langs, words, *read_gold_links(rows, words, links or text))
+    return HandLinks(langs, words, *parse_links(rows, words, links or text))
 
 
-def read_gold_links(
+def parse_links(
     rows: list[tuple[int, str]], words: list[tuple[list[str], list[str]]], path: Path
 ) -> tuple[list[Links], list[Links]]:
-    """Sure links of each pair, and with them the possible ones. rows: line number, links."""
+    """The sure links of each pair, then the possible ones. rows: line number, links."""
     found: list[list[tuple[int, str, int]]] = []
     for number, line in rows:
         matches = [(link, _LINK.fullmatch(link)) for link in line.split()]

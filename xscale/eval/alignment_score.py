@@ -1,11 +1,11 @@
 """Alignment score (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-By cosine, among all tokens of the other language's text, as the words of a dictionary that are one token on either
-side. A token is not its own neighbour: "Hand" is no translation of "Hand" where the languages share a vocabulary.
+The words are a dictionary's that are one token on either side. The neighbour is the nearest by cosine among all tokens
+of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" where the languages
+share a vocabulary.
 
-A word that no objective saw is a token that stands for a side of no entry that objectives read. So a dictionary's words
-are of two kinds: all entries of a withheld word are withheld (data/lexicon.py), and all other words count as trained,
-those too of which some entries are withheld, being translations of several words.
+A word counts as withheld where its token stands in no entry that objectives read (data/lexicon.py withholds words), and
+as trained otherwise, even where some of its entries are withheld.
 
 Shape letters: P entries of the dictionary, Q tokens asked for, C tokens of the other language, H width, V vocabulary.
 """
@@ -28,20 +28,22 @@ from xscale.errors import UserError
 from xscale.eval.model import Exported
 
 FEWEST = 20
-"""Words below which a share of them says nothing."""
+"""With fewer words a share of them says nothing."""
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class ProbeWords:
-    """What a score is measured with: (source token, its translation) [P, 2] and the target language's tokens [C]."""
+    """A dictionary's words that are asked for, and the tokens among which their translations are searched."""
 
     pairs_P2: np.ndarray
+    """Each row is a source token and its translation."""
     targets_C: np.ndarray
+    """The target language's tokens."""
 
     @torch.no_grad()
     def score(self, table_VH: Tensor) -> float:
-        """Share of the source tokens whose nearest neighbour is a translation; 0 where there is no entry."""
+        """The share of source tokens whose nearest neighbour is a translation; 0 where there is no entry."""
         queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
         nearest = []
@@ -65,7 +67,7 @@ class AlignmentProbe:
     trained: ProbeWords
 
     def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
-        """Of withheld and of trained words; None where there are too few for a score."""
+        """The scores of withheld and of trained words; None where there are too few words."""
         withheld, trained = (
             pairs.score(table_VH) if len(pairs.queries) >= FEWEST else None for pairs in (self.withheld, self.trained)
         )
@@ -107,10 +109,10 @@ def evaluate(
 def find_probe(
     lexicons: Sequence[Lexicon], read: Sequence[Lexicon], heldout: float, tokens: Mapping[str, np.ndarray]
 ) -> dict[str, AlignmentProbe]:
-    """By the dictionaries' names; those of one name are taken together.
+    """The probe of each name; dictionaries of one name are taken together.
 
-    read: what objectives read, whole; of a dictionary that they do not, the same share counts as withheld. tokens: of
-    each language's text; those of the dictionary are candidates too.
+    read: the dictionaries that objectives read, whole; of others the same share counts as withheld. tokens: those of
+    each language's text; the dictionary's are candidates too.
     """
     seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
     found = {}
@@ -125,14 +127,14 @@ def find_probe(
 
 
 def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
-    """Tokens that are a word of an entry that is not withheld. Entries of the same tokens on both sides train none."""
+    """The tokens of one-token words in entries that are not withheld and differ on their sides."""
     entries = zip(*lexicon.kept(heldout).ids, strict=True)
     found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
     return np.array(sorted(found), dtype=np.int64)
 
 
 def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """Distinct ids in the text of all sources that have the language, or of what of it is read (data/sample.py)."""
+    """The distinct token ids in a sample (data/sample.py) of the text of all sources that have the language."""
     counted = np.zeros(tokenizer.vocab_size, dtype=bool)
     for texts in texts_of(language, sources):
         for ids in tokenizer.encode(texts):

@@ -4,16 +4,15 @@ Scored by the ratio margin of Artetxe & Schwenk (2019), with the k = 4 nearest n
 
     ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
 
-The candidates are each sentence's best of its k neighbours, in both directions; of those that share a sentence the one
-of the higher score is kept (their "max. score"). Pairs from a threshold on are mined. The threshold is that of the best
-F1 on a development set; without one, on the pairs themselves, which flatters: such rows are named `own threshold`.
+A candidate is a sentence with the best of its k neighbours, in both directions; of candidates that share a sentence,
+the one with the higher score is kept (their "max. score"). Candidates from a threshold on are mined. The threshold has
+the best F1 on a development set. Without one it comes from the test pairs, and the row says `own threshold`.
 
 Shape letters: N sentences of the first list, M of the second, C candidates, H width.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +21,9 @@ from torch import Tensor
 from xscale.data.lexicon import cut_pair
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.eval.model import Exported
+from xscale.eval.model import Exported, Scores
 from xscale.eval.neighbours import nearest_both
-from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variant
+from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variants
 
 NEIGHBOURS = 4
 OWN = "own threshold"
@@ -32,7 +31,7 @@ OWN = "own threshold"
 
 @dataclass(frozen=True)
 class Bitext:
-    """Two lists of sentences, and which pairs of them are translations."""
+    """Two lists of sentences, and the pairs (number, number) that are translations."""
 
     langs: tuple[str, str]
     texts: tuple[list[str], list[str]]
@@ -41,12 +40,12 @@ class Bitext:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Best first."""
+    """Candidates, best first."""
 
     pairs: np.ndarray
-    """Sentence of the first list, sentence of the second [C, 2]."""
+    """Number in the first list, number in the second [C, 2]."""
     scores: np.ndarray
-    """[C]"""
+    """Ratio margins [C]."""
 
 
 def evaluate(
@@ -55,18 +54,17 @@ def evaluate(
     dev: Bitext | None = None,
     poolings: Sequence[str] = POOLINGS[:1],
     layers: Sequence[str | int] = (-1,),
-) -> dict[str, dict[str, float]]:
-    """Precision, recall and F1 of what is mined, for each combination."""
-    last = model.encoder.lm.config.num_hidden_layers
-    numbers = layer_numbers(layers, last)
+) -> dict[str, Scores]:
+    """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the pairs that set
+    the threshold."""
+    numbers = layer_numbers(layers, model.num_layers)
     sides = embed_both(model, bitext, poolings, numbers)
     dev_sides = embed_both(model, dev, poolings, numbers) if dev else sides
     found = {}
-    for key in product(poolings, numbers):
-        candidates = mine(sides[0][key], sides[1][key])
-        of_dev = mine(dev_sides[0][key], dev_sides[1][key]) if dev else candidates
-        threshold = best_threshold(of_dev, (dev or bitext).gold)
-        name = variant([(key[0], poolings, POOLINGS[0])], key[1], numbers, last)
+    for name, pooling, layer, _ in variants(model, poolings, numbers):
+        candidates = mine(sides[0][pooling, layer], sides[1][pooling, layer])
+        dev_candidates = mine(dev_sides[0][pooling, layer], dev_sides[1][pooling, layer]) if dev else candidates
+        threshold = best_threshold(dev_candidates, (dev or bitext).gold)
         found[name if dev else f"{name} {OWN}".strip()] = rates(candidates, bitext.gold, threshold)
     return found
 
@@ -82,7 +80,7 @@ def embed_both(
 
 
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
-    """No sentence stands in two candidates. x, y: unit vectors."""
+    """Candidates of unit vectors x and y. No sentence stands in two of them."""
     there, back = ([part.cpu().double().numpy() for part in found] for found in nearest_both(x_NH, y_MH, k))
     r_N, r_M = there[0].mean(1), back[0].mean(1)
     there_rows, back_rows = there[1].astype(np.int64), back[1].astype(np.int64)
@@ -108,23 +106,23 @@ def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     return Candidates(pairs[kept], scores[kept])
 
 
-def right(candidates: Candidates, gold: set[tuple[int, int]]) -> np.ndarray:
-    """Whether each candidate is a gold pair [C]."""
+def is_gold(candidates: Candidates, gold: set[tuple[int, int]]) -> np.ndarray:
+    """True for each candidate that is a gold pair [C]."""
     return np.array([(i, j) in gold for i, j in candidates.pairs.tolist()], dtype=bool)
 
 
 def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
-    """Half way between the last candidate of the best F1 and the next."""
+    """The threshold of the best F1, half way between the last candidate that is mined and the next."""
     scores = candidates.scores
     ends = np.flatnonzero(np.diff(scores, append=-np.inf))  # equal scores are mined together, or not
-    f1 = 2 * np.cumsum(right(candidates, gold))[ends] / (ends + 1 + len(gold))
+    f1 = 2 * np.cumsum(is_gold(candidates, gold))[ends] / (ends + 1 + len(gold))
     best = int(ends[f1.argmax()])
     return float(scores[best : best + 2].mean())
 
 
-def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> dict[str, float]:
+def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> Scores:
     mined = candidates.scores >= threshold
-    correct = int(right(candidates, gold)[mined].sum())
+    correct = int(is_gold(candidates, gold)[mined].sum())
     return {
         "precision": correct / max(int(mined.sum()), 1),
         "recall": correct / len(gold),
@@ -136,12 +134,12 @@ def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) 
 
 
 def load_bitext(prefix: Path) -> Bitext:
-    """BUCC's files: PREFIX.de and PREFIX.en, `ID<TAB>sentence`, and PREFIX.gold, `ID<TAB>ID`, each plain, .gz or .xz,
-    for a prefix such as de-en.training. Raises UserError naming file and line."""
+    """Reads BUCC's files, plain, .gz or .xz: for de-en.test, de-en.test.de and .en, `ID<TAB>sentence`, and .gold,
+    `ID<TAB>ID`. Raises UserError."""
     langs = languages_of(prefix)
-    lists = [read_ids(find(prefix, lang)) for lang in langs]
+    lists = [read_ids(find_file(prefix, lang)) for lang in langs]
     places = [{name: place for place, name in enumerate(of_list)} for of_list in lists]
-    path, gold = find(prefix, "gold"), set()
+    path, gold = find_file(prefix, "gold"), set()
     for number, line in read_lines(path):
         names = line.split("\t")
         if len(names) != 2 or any(name not in known for name, known in zip(names, places, strict=True)):
@@ -156,7 +154,7 @@ def load_bitext(prefix: Path) -> Bitext:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """ID -> sentence. Raises UserError."""
+    """The sentence of each ID. Raises UserError."""
     found: dict[str, str] = {}
     for number, line in read_lines(path):
         name, tab, text = line.partition("\t")
@@ -173,13 +171,13 @@ def languages_of(prefix: Path) -> tuple[str, str]:
     """("de", "en") of .../de-en.training."""
     parts = prefix.name.partition(".")[0].split("-")
     sides = ["-".join(side) for i in range(1, len(parts)) for side in (parts[:i], parts[i:])]
-    names = cut_pair("-".join(parts), [side for side in sides if find(prefix, side).exists()])
+    names = cut_pair("-".join(parts), [side for side in sides if find_file(prefix, side).exists()])
     if names is None or names[0] == names[1]:
         raise UserError(f"--mining {prefix}: the name says no languages, as de-en.training does for de-en.training.de")
     return names
 
 
-def find(prefix: Path, extension: str) -> Path:
+def find_file(prefix: Path, extension: str) -> Path:
     """PREFIX.EXTENSION, or compressed."""
     path = prefix.with_name(f"{prefix.name}.{extension}")
     packed = (path.with_name(path.name + suffix) for suffix in ("", ".xz", ".gz"))

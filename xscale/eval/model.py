@@ -1,4 +1,4 @@
-"""An exported encoder, ready to be measured."""
+"""An exported encoder, ready for evaluation, and the results' file."""
 
 import json
 from collections.abc import Sequence
@@ -12,20 +12,23 @@ from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.models.build import read_pretrained, run_fields
+from xscale.models.build import positions, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
 
+Scores = dict[str, float]
+"""Metric -> number."""
+
 
 class HasLanguages(Protocol):
-    """What is in some languages: a source, a dictionary, a test set."""
+    """A source, a dictionary or a test set."""
 
     @property
     def langs(self) -> tuple[str, ...]: ...
 
 
 class Exported:
-    """Model and tokenizer of a Hugging Face directory, in eval mode on the best device there is."""
+    """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU where there is one."""
 
     def __init__(self, path: Path):
         if (path / "checkpoints").is_dir() or (path / "manifest.json").exists():
@@ -41,29 +44,38 @@ class Exported:
             raise UserError(f"--model {path}: {error}") from None
         self.tokenizer = tokenizer_of(path, lm.config.vocab_size)
         self.headless = not has_head
-        """Whether its masked-LM head was not in the directory, and is random."""
+        """True where the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
-        """Of the run's objectives, by stream."""
+        """The heads of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
-        """By number; number 0 is neutral."""
+        """The languages by number; number 0 is neutral."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
         self.lexicon_heldout: float = trained.get("lexicon_heldout", DataConfig.lexicon_heldout)
-        """Share of a dictionary's words that training withheld."""
+        """The share of a dictionary's words that training withheld."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return positions(self.encoder.lm.config)
+
+    @property
+    def num_layers(self) -> int:
+        return self.encoder.lm.config.num_hidden_layers
 
     def language_ids(self, source: HasLanguages) -> dict[str, int]:
         return self.numbers_of(source.langs)
 
     def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
-        """Numbers of the languages that the model was trained with; 0, the neutral one, of others."""
+        """The number of each language; 0, the neutral one, for languages that the model was not trained with."""
         return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
 
 
 def tokenizer_of(path: Path, rows: int) -> Tokenizer:
-    """Raises UserError for one that is not the model's, of so many embeddings: where there is no file, transformers
-    makes one that knows no word."""
+    """Raises UserError for a tokenizer that is not the model's. rows: number of the model's embeddings. Without a file
+    transformers makes a tokenizer that knows no word."""
     tokenizer = Tokenizer(path)
     if not len(tokenizer.ordinary_ids):
         raise UserError(
@@ -77,15 +89,6 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
     return tokenizer
 
 
-def check_head(model: Exported, task: str) -> None:
-    """Raises UserError for a model whose masked-LM head would be random."""
-    if model.headless:
-        raise UserError(
-            f"the model has no masked-LM head, which task {task} measures; give a directory that was saved from "
-            f"AutoModelForMaskedLM"
-        )
-
-
 def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """(key, langs, texts) of the first `limit` records."""
     records: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
@@ -94,6 +97,13 @@ def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tup
             found = source.read(shard, record)
             records.append((found.key, found.langs, found.texts))
     return records
+
+
+def check_out(path: Path) -> None:
+    """Raises UserError, before the work, where no file could be written."""
+    if path.is_dir():
+        raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
+    files.check_writable(path)
 
 
 def write_json(path: Path, results: dict) -> None:

@@ -1,8 +1,8 @@
-"""Tasks of mteb (Muennighoff et al. 2023) whose data lie in a folder, on an exported encoder's sentence vectors.
+"""Tasks of mteb (Muennighoff et al. 2023) on an exported encoder's sentence vectors, with data in a local folder.
 
-mteb reads a folder as it reads the hub's data set: a clone of that (`git clone
-https://huggingface.co/datasets/mteb/xnli`), or files laid out alike. Scores are mteb's own. A task bears mteb's name
-and type, "XNLI PairClassification": how well cosines tell pairs apart, which fine-tuning on XNLI does not measure.
+mteb reads the folder as it reads the hub's data set: it is a clone (`git clone
+https://huggingface.co/datasets/mteb/xnli`), or has the same files. Scores are mteb's own. A row has mteb's name and
+type: "XNLI PairClassification" compares cosines of sentence pairs, unlike fine-tuning on XNLI.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from xscale import files
 from xscale.errors import UserError
-from xscale.eval.model import Exported
-from xscale.eval.retrieval import BATCH, POOLINGS, embed, layer_numbers, variant
+from xscale.eval.model import Exported, Scores
+from xscale.eval.retrieval import BATCH, POOLINGS, embed, layer_numbers, variants
 
 
 class MtebEncoder:
-    """What mteb calls an encoder (its EncoderProtocol): `mteb.evaluate(Encoder(Exported(path)), tasks)`."""
+    """An encoder for mteb (its EncoderProtocol): `mteb.evaluate(MtebEncoder(Exported(path)), tasks)`."""
 
     def __init__(self, model: Exported, pooling: str = POOLINGS[0], layer: int = -1):
         self.model, self.pooling, self.layer = model, pooling, layer
@@ -29,7 +29,7 @@ class MtebEncoder:
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, task_metadata: Any, hf_split: str, hf_subset: str, **others: Any
     ) -> np.ndarray:
-        """Unit vectors [n_texts, H]. Of a model with language embeddings the subset has to be the language."""
+        """Unit vectors [n_texts, H]. A model with language embeddings needs subsets that are named by language."""
         texts = [text for batch in inputs for text in batch["text"]]
         language = self.model.numbers_of([hf_subset])[hf_subset]
         (found,) = embed(self.model, texts, language, [self.pooling], [self.layer]).values()
@@ -40,7 +40,7 @@ class MtebEncoder:
         return rows(embeddings1) @ rows(embeddings2).T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Of each with its own [n]."""
+        """The cosine of each with its own [n]."""
         return (rows(embeddings1) * rows(embeddings2)).sum(1)
 
     @property
@@ -54,7 +54,7 @@ class MtebEncoder:
 
 
 def rows(vectors: Any) -> Tensor:
-    """[n, H], or [1, H] of one vector."""
+    """Vectors as a tensor [n, H]; one vector becomes [1, H]."""
     return torch.atleast_2d(torch.as_tensor(vectors))
 
 
@@ -79,10 +79,9 @@ def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
 
 def evaluate(
     model: Exported, task: Any, poolings: Sequence[str] = POOLINGS[:1], layers: Sequence[str | int] = (-1,)
-) -> dict[str, dict[str, float]]:
+) -> dict[str, Scores]:
     """mteb's scores of each subset (and split, where the task has several), for each combination."""
-    last = model.encoder.lm.config.num_hidden_layers
-    numbers = layer_numbers(layers, last)
+    numbers = layer_numbers(layers, model.num_layers)
     try:
         task.load_data()
     except (OSError, ValueError, KeyError) as error:
@@ -90,11 +89,10 @@ def evaluate(
             f"{task.metadata.dataset['path']} is not the data of mteb's {task.metadata.name}: {error}"
         ) from None
     found = {}
-    for split, pooling, layer in product(task.eval_splits, poolings, numbers):
+    for split, (variant, pooling, layer, _) in product(task.eval_splits, variants(model, poolings, numbers)):
         encoder = MtebEncoder(model, pooling, layer)
         for subset, scores in task.evaluate(encoder, split, encode_kwargs={"batch_size": BATCH}).items():
-            name = [subset, *([split] if len(task.eval_splits) > 1 else [])]
-            name.append(variant([(pooling, poolings, POOLINGS[0])], layer, numbers, last))
+            name = [subset, split if len(task.eval_splits) > 1 else "", variant]
             numeric = {metric: float(v) for metric, v in scores.items() if isinstance(v, int | float)}
             found[" ".join(filter(None, name))] = {"main_score": numeric["main_score"]} | numeric
     return found

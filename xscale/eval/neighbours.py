@@ -1,17 +1,16 @@
-"""Nearest neighbours by cosine, a tile at a time: what retrieval, mining and induction search with.
+"""Nearest neighbours by cosine, computed a tile at a time; for retrieval, mining and induction.
 
-Of the N x M cosines no more are there at once than a tile; its rows are looked into that have something better than
-what was found before.
+Of the N x M cosines one tile is in memory at a time; only its rows with a better neighbour than before are sorted.
 
-Shape letters: N rows of x, M rows of y, H width, k neighbours; of a tile R rows, C columns, U rows that have something
-better. Rows of x and y are unit vectors.
+Shape letters: N rows of x, M rows of y, H width, k neighbours; of a tile R rows, C columns, U rows with a better
+neighbour. Rows of x and y are unit vectors.
 """
 
 import torch
 from torch import Tensor
 
 TILE = 1024
-"""Rows and columns of a tile: 4 MB, which a cache holds."""
+"""Rows and columns of a tile, whose 4 MB fit a cache."""
 
 
 def nearest(
@@ -23,10 +22,10 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
 
-    penalties: of the rows of x [N] and of y [M]. numbers: of what the rows of x [N] and of y [M] stand for; none is
-    its own neighbour.
+    penalties: subtracted for the rows of x [N] and of y [M]. numbers: the words or sentences that the rows of x [N] and
+    of y [M] stand for; none is its own neighbour.
     """
-    return _search(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
+    return search_tiles(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
 
 
 def nearest_both(
@@ -36,13 +35,13 @@ def nearest_both(
     penalties: tuple[Tensor, Tensor] | None = None,
     numbers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Likewise of x among y, and of y among x, from the same products."""
-    there, back = _search(x_NH, y_MH, k, penalties, numbers, both=True)
+    """Neighbours of x among y, and of y among x, from the same products."""
+    there, back = search_tiles(x_NH, y_MH, k, penalties, numbers, both=True)
     return there.found, back.found
 
 
-class _Best:
-    """The best k of each of n rows, of the columns so far."""
+class NearestSoFar:
+    """The k best columns of each of n rows, among the columns so far."""
 
     def __init__(self, like: Tensor, n: int, k: int):
         self.scores = like.new_full((n, k), -torch.inf)
@@ -52,8 +51,8 @@ class _Best:
     def found(self) -> tuple[Tensor, Tensor]:
         return self.scores, self.rows
 
-    def look(self, cells_RC: Tensor, at: int, first: int) -> None:
-        """At a tile: rows from `at` on, columns from `first` on, behind all that were looked at before."""
+    def add_tile(self, cells_RC: Tensor, at: int, first: int) -> None:
+        """Adds rows from `at` on, columns from `first` on. Columns come in rising order."""
         k = self.scores.shape[1]
         better_U = (cells_RC.amax(1) > self.scores[at : at + len(cells_RC), -1]).nonzero()[:, 0]
         cells_UC, at_U = cells_RC[better_U], at + better_U
@@ -65,16 +64,16 @@ class _Best:
         self.scores[at_U], self.rows[at_U] = scores[:, :k], rows.gather(1, order[:, :k])
 
 
-def _search(
+def search_tiles(
     x_NH: Tensor,
     y_MH: Tensor,
     k: int,
     penalties: tuple[Tensor, Tensor] | None,
     numbers: tuple[Tensor, Tensor] | None,
     both: bool,
-) -> tuple[_Best, _Best]:
+) -> tuple[NearestSoFar, NearestSoFar]:
     N, M = len(x_NH), len(y_MH)
-    there, back = _Best(x_NH, N, min(k, M)), _Best(x_NH, M, min(k, N))
+    there, back = NearestSoFar(x_NH, N, min(k, M)), NearestSoFar(x_NH, M, min(k, N))
     for i in range(0, N if k and M else 0, TILE):
         for j in range(0, M, TILE):
             rows, columns = slice(i, i + TILE), slice(j, j + TILE)
@@ -84,7 +83,7 @@ def _search(
                 cells -= penalties[1][columns]
             if numbers is not None:
                 cells.masked_fill_(numbers[0][rows, None] == numbers[1][columns], -torch.inf)
-            there.look(cells, i, j)
+            there.add_tile(cells, i, j)
             if both:
-                back.look(cells.T.contiguous(), j, i)
+                back.add_tile(cells.T.contiguous(), j, i)
     return there, back

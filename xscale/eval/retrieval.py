@@ -1,14 +1,13 @@
 """Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
 
-By `cosine`, or by `csls` (Lample et al. 2018), which takes from hubs what makes them near to all:
+Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which ranks hubs, near to every sentence, lower:
 
     csls(x, y) = 2 cos(x, y) - r(x) - r(y)
 
-where r(x) is the mean cosine of x with its k nearest neighbours in the other language.
-Margins have other names in LASER: `absolute` is cosine; `distance`, cos - (r(x) + r(y)) / 2, is half of csls and ranks
-alike; `ratio`, its default, divides instead.
+where r(x) is the mean cosine of x with its k nearest neighbours in the other language. LASER calls cosine `absolute`,
+and half of csls `distance`; its default, `ratio`, divides instead.
 
-A layer is counted as transformers' hidden_states are: 0 is what the embeddings give, 1 the first layer, -1 the last.
+Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 """
 
 from collections.abc import Sequence
@@ -22,20 +21,19 @@ from torch import Tensor
 from xscale.data.packed_row import pack_row
 from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
-from xscale.data.stream_batch import Reads, StreamBatch, Types
+from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, Scores, read_all
 from xscale.eval.neighbours import nearest_both
-from xscale.models.build import positions
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
 BATCH = 64
 NEIGHBOURS = 10
-"""k of csls."""
+"""The k of csls."""
 POOLINGS, MARGINS = ("mean", "cls"), ("cosine", "csls")
 ALL = "all"
-"""Of layers."""
+"""This stands for all layers."""
 
 
 def evaluate(
@@ -45,39 +43,40 @@ def evaluate(
     poolings: Sequence[str] = POOLINGS[:1],
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
-) -> dict[str, dict[str, float]]:
-    """Accuracy in both directions and their mean, for each combination: under the names of what differs from
-    mean-pooled last states and cosine, "" for these alone."""
-    last = model.encoder.lm.config.num_hidden_layers
-    numbers = layer_numbers(layers, last)
-    records = read_all(source, limit)
+) -> dict[str, Scores]:
+    """Accuracies of each combination of pooling, layer and margin, by its name."""
+    numbers = layer_numbers(layers, model.num_layers)
+    records, languages = read_all(source, limit), model.language_ids(source)
     sides = [
-        embed(
-            model,
-            [texts[side] for _, _, texts in records],
-            model.language_ids(source)[source.langs[side]],
-            poolings,
-            numbers,
-        )
-        for side in (0, 1)
+        embed(model, [texts[side] for _, _, texts in records], languages[language], poolings, numbers)
+        for side, language in enumerate(source.langs)
     ]
-    found = {}
-    for pooling, layer, margin in product(poolings, numbers, margins):
-        first, second = (of_side[pooling, layer] for of_side in sides)
-        chosen = [(pooling, poolings, POOLINGS[0]), (margin, margins, MARGINS[0])]
-        found[variant(chosen, layer, numbers, last)] = accuracies(first, second, margin, source.langs)
+    return {
+        name: accuracies(sides[0][pooling, layer], sides[1][pooling, layer], margin, source.langs)
+        for name, pooling, layer, margin in variants(model, poolings, numbers, margins)
+    }
+
+
+def variants(
+    model: Exported, poolings: Sequence[str], layers: Sequence[int], margins: Sequence[str] = MARGINS[:1]
+) -> list[tuple[str, str, int, str]]:
+    """(name, pooling, layer, margin) of every combination. The name says what was asked for beside others, or differs
+    from mean-pooled last states and cosine; it is "" for these alone. layers: counted from the end."""
+    found = []
+    for pooling, layer, margin in product(poolings, layers, margins):
+        name = [*name_choice(pooling, poolings, POOLINGS[0]), *name_choice(margin, margins, MARGINS[0])]
+        name += [f"layer {model.num_layers + 1 + layer}"] if len(layers) > 1 or layer != -1 else []
+        found.append((" ".join(name), pooling, layer, margin))
     return found
 
 
-def variant(chosen: Sequence[tuple[str, Sequence[str], str]], layer: int, layers: Sequence[int], last: int) -> str:
-    """A combination's name: what of it differs from the default, or was asked for beside others. chosen: value, all
-    that were asked for, default."""
-    named = [name for name, asked, default in chosen if len(set(asked)) > 1 or name != default]
-    return " ".join([*named, f"layer {last + 1 + layer}"] if len(layers) > 1 or layer != -1 else named)
+def name_choice(choice: str, asked: Sequence[str], default: str) -> list[str]:
+    """The choice, where several were asked for or it is not the default."""
+    return [choice] if len(set(asked)) > 1 or choice != default else []
 
 
 def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
-    """Counted from the end: -1 is the last. Raises UserError. asked: numbers from either end, or `all`."""
+    """The layers' numbers from the end, -1 for the last. asked: numbers from either end, or `all`. Raises UserError."""
     if ALL in asked:
         return list(range(-last - 1, 0))
     absent = [number for number in asked if not -last - 1 <= int(number) <= last]
@@ -88,16 +87,16 @@ def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
     return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
 
 
-def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> dict[str, float]:
-    """Share of the first's rows whose nearest of the second's has their number, the other way round, and the mean of
-    both. Rows are unit vectors."""
+def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
+    """Share of the first's rows, unit vectors, whose nearest row of the second has the same number; the other way
+    round; and the mean of both."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
-    gold_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
+    same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
     a, b = langs
     found = {
-        f"{a}->{b}": (there_N1 == gold_N1).double().mean().item(),
-        f"{b}->{a}": (back_N1 == gold_N1).double().mean().item(),
+        f"{a}->{b}": (there_N1 == same_N1).double().mean().item(),
+        f"{b}->{a}": (back_N1 == same_N1).double().mean().item(),
     }
     return found | {"accuracy": sum(found.values()) / 2, "sentences": len(first_NH)}
 
@@ -105,8 +104,7 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
 def hubness(
     x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, numbers: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half of r(x) [N] and of r(y) [M]: what rows rank by as by csls if it is taken from their cosines. numbers: so
-    neighbours.nearest."""
+    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest."""
     (there, _), (back, _) = nearest_both(x_NH, y_MH, k, numbers=numbers)
     return there.mean(1) / 2, back.mean(1) / 2
 
@@ -114,23 +112,22 @@ def hubness(
 def embed(
     model: Exported, texts: list[str], language: int, poolings: Sequence[str], layers: Sequence[int]
 ) -> dict[tuple[str, int], Tensor]:
-    """Unit vectors [n_texts, H] of each pooling and layer: the mean over a sentence's tokens without special tokens, or
-    the state of [CLS]."""
+    """Unit vectors [n_texts, H] for each pooling and layer. A vector is the mean state of a sentence's tokens without
+    special tokens, or the state of [CLS]."""
     return embed_ids(model, model.tokenizer.encode(texts), language, poolings, layers)
 
 
 def embed_ids(
     model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str], layers: Sequence[int]
 ) -> dict[tuple[str, int], Tensor]:
-    """Likewise of sentences' token ids without special tokens."""
-    limit = positions(model.encoder.lm.config)
-    ids = [sentence[: limit - 2] for sentence in sentences]
+    """Does the same for sentences' token ids without special tokens."""
+    ids = [sentence[: model.longest - 2] for sentence in sentences]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
         stream_batch = stream_batch_of(model, chosen, language, poolings)
-        inputs = to_device(pack_row({"": stream_batch}, limit, model.tokenizer.sep_id).inputs, model.device)
+        inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
         with torch.no_grad():  # masks are kept for later passes, of training too
             hidden = model.encoder.hidden_states(inputs.tokens)
             for layer in layers:
@@ -144,12 +141,16 @@ def embed_ids(
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
-    """`[CLS] s [SEP]` of each; a state of each for each pooling, in their order, or of each of its tokens."""
+    """`[CLS] s [SEP]` of each sentence, with a state to read for each pooling; "tokens" reads every token's."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])
     counts = np.array([len(sentence) for sentence in sentences])
     tokens = np.flatnonzero(~special)
-    reads = {"mean": Reads(tokens, counts), "cls": Reads(sequences.starts), "tokens": Reads(tokens)}
+    reads = {
+        "mean": StateIndices(tokens, counts),
+        "cls": StateIndices(sequences.starts),
+        "tokens": StateIndices(tokens),
+    }
     types: Types | None = "languages" if model.language_embeddings else None
     return StreamBatch(sequences, {pooling: reads[pooling] for pooling in poolings}, {}, len(sentences), types=types)

@@ -1,4 +1,4 @@
-"""Measure an exported encoder.
+"""Evaluate an exported encoder.
 
 python -m xscale.eval.run --model HF_DIR --task NAME ... --data DIR --out FILE.json
 """
@@ -9,11 +9,10 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from xscale import files
 from xscale.data.shards import find_sources
 from xscale.errors import UserError, check_arguments, report_environment_error
-from xscale.eval.model import Exported, write_json
-from xscale.eval.tasks import TASKS, Scores, TaskRow, add_flags
+from xscale.eval.model import Exported, Scores, check_out, write_json
+from xscale.eval.tasks import TASKS, TaskRow, add_flags
 from xscale.plugins import load_plugins
 
 
@@ -35,42 +34,35 @@ def main(argv: list[str] | None = None) -> int:
         if args.out:
             check_out(args.out)
         sources = find_sources(args.data)
-        rows = {task: named(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
+        rows = {task: name_rows(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
         model = Exported(args.model)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        return measure_all(model, rows, args)
+        return evaluate_rows(model, rows, args)
     except OSError as error:  # of --out
         return report_environment_error(error)
 
 
-def check_out(path: Path) -> None:
-    """Raises UserError, before the work, where no file could be written."""
-    if path.is_dir():
-        raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
-    files.check_writable(path)
-
-
-def named(rows: list[TaskRow]) -> dict[str, TaskRow]:
-    """By languages, and by path too where several have the same."""
+def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:
+    """Rows by languages, and by path too where several have the same."""
     times = Counter(row.name for row in rows)
     return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
 
 
-def measure_all(model: Exported, rows: dict[str, dict[str, TaskRow]], args: argparse.Namespace) -> int:
-    """Every row of every task, printed and written as it is done; one that fails keeps no other from being measured.
-    Returns the exit code: 2 after a user's error, 1 after one of ours."""
+def evaluate_rows(model: Exported, rows: dict[str, dict[str, TaskRow]], args: argparse.Namespace) -> int:
+    """Evaluates every row, and prints and writes it at once; a row that fails does not stop the others. Returns the
+    exit code: 2 after a user's error, 1 after one of ours."""
     results: dict[str, dict[str, Scores]] = {}
     failed: dict[str, dict[str, str]] = {}
     code = 0
-    for task, name, row in ((task, name, row) for task, of_task in rows.items() for name, row in of_task.items()):
+    for task, name, row in ((task, name, row) for task, rows_of in rows.items() for name, row in rows_of.items()):
         try:
-            for variant, scores in row.measure(model).items():
-                of_variant = f"{name} {variant}".strip()
-                results.setdefault(task, {})[of_variant] = scores
-                print(f"{task} {of_variant}: " + ", ".join(f"{score} {value:,.4g}" for score, value in scores.items()))
+            for variant, scores in row.evaluate(model).items():
+                full_name = f"{name} {variant}".strip()
+                results.setdefault(task, {})[full_name] = scores
+                print(f"{task} {full_name}: " + ", ".join(f"{score} {value:,.4g}" for score, value in scores.items()))
         except Exception as error:
             ours = not isinstance(error, UserError)
             text = f"{type(error).__name__}: {error}" if ours else str(error)

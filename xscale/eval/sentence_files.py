@@ -1,4 +1,4 @@
-"""What sentence-transformers reads beside a model, so that it makes the vectors that retrieval.py makes."""
+"""The files with which sentence-transformers makes the same vectors of a model as retrieval.py."""
 
 import json
 from pathlib import Path
@@ -10,15 +10,14 @@ POOLING = "1_Pooling"
 
 
 def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
-    """Of which states a run trains sentences' vectors: of PPA's contrast, or the mean where nothing does. streams: of
-    a recipe, as a checkpoint has them."""
+    """The pooling of PPA's contrast; the mean for a run without one. streams: those of a checkpoint's recipe."""
     contrasts = [s for s in streams.values() if s["objective"] == "ppa" and s.get("moco_weight", 1.0)]
     return contrasts[0].get("pooling", "cls") if contrasts else "mean"
 
 
 def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
-    """pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which weights of 0 leave out. config: the
-    model's; longest: tokens of a sentence. The tokenizer is in the folder."""
+    """pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which have weights of 0. config: the
+    model's. longest: tokens of a sentence. The folder has the tokenizer."""
     parts: dict[str, tuple[str, dict[str, Any] | None]] = {"": ("Transformer", None)}
     if pooling == "mean":
         parts["0_WordWeights"] = ("WordWeights", _weights(Tokenizer(folder), config.vocab_size))
@@ -38,7 +37,7 @@ def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
 
 
 def _weights(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """Of every id of the embeddings."""
+    """A weight for each row of the embeddings."""
     of_id = {number: token for token, number in tokenizer.hf.get_vocab().items()}
     left_out = {of_id[number]: 0.0 for number in (tokenizer.cls_id, tokenizer.sep_id)}
     vocab = [of_id.get(number, "") for number in range(rows)]

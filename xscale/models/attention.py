@@ -1,10 +1,10 @@
-"""Attention within each sequence of a flat row as one operator, and dropout that costs little on a CPU.
+"""Self-attention over a flat row of sequences as one operator, and a dropout that is cheap on a CPU.
+
+In 16 bits on CUDA, attention is PyTorch's flash kernel for sequences of different lengths. Elsewhere the row is cut
+into blocks of sequences of similar length, and each block is padded inside the operator.
 
 Shape letters: N tokens of a row, B sequences, A heads, D width of a head, H = A * D, X = 3 * H (queries, keys, values);
-of a block n sequences of at most L tokens, R = n * A.
-
-On CUDA in 16 bits attention is the library's flash kernel for sequences of any lengths. Elsewhere a row is cut into
-blocks of sequences of similar length, which are padded within the operator alone.
+n sequences of a block, L tokens of its longest, R = n * A.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIMILAR = (3, 4)
-"""A sequence shorter than 3/4 of a block's first begins another block: few blocks, a sixth of padding at most."""
+"""A sequence shorter than 3/4 of its block's first one starts a new block. This gives few blocks and little padding."""
 
 
 def attention(
@@ -31,10 +31,10 @@ def attention(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """`dropout(softmax(q k^T / sqrt(D))) v` within each sequence, over |i - j| <= window where given [N, H].
+    """Returns `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], limited to |i - j| <= window.
 
-    starts, lengths, longest: data/packed_row.py's Tokens. seed (int64, on the CPU) and layer say what dropout draws,
-    so that a call that is computed again draws the same; the flash kernel draws from CUDA's generator.
+    `starts`, `lengths` and `longest` are those of data/packed_row.py's Tokens. `seed` (int64, on the CPU) and `layer`
+    determine the dropout mask, so that a recomputed call draws the same one. The flash kernel uses CUDA's generator.
     """
     if runs_flash(qkv_NX, heads):
         return _flash(qkv_NX, starts_B1, longest, heads, dropout, window)
@@ -44,14 +44,14 @@ def attention(
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
-    """Whether the flash kernel takes the device, type and heads: 16 bits, Ampere or newer."""
+    """Whether the flash kernel supports the input: 16 bits, Ampere or newer, a head width up to 128."""
     head = qkv_NX.shape[1] // (3 * heads)
     fits = qkv_NX.dtype in (torch.float16, torch.bfloat16) and head % 8 == 0 and head <= 128
     return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)
 
 
 def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None) -> Tensor:
-    """By the operator below torch.nn.attention.varlen.varlen_attn, which has no dropout."""
+    """Calls the operator beneath torch.nn.attention.varlen.varlen_attn, which itself offers no dropout."""
     q_NAD, k_NAD, v_NAD = qkv_NX.view(len(qkv_NX), 3, heads, -1).unbind(1)
     causal = debug = False
     local = {} if window is None else {"window_size_left": window, "window_size_right": window}
@@ -61,22 +61,22 @@ def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout:
 
 
 class Block(NamedTuple):
-    """Consecutive sequences of similar length."""
+    """Consecutive sequences of similar length, padded to the longest."""
 
     tokens: slice
-    """In the row."""
+    """The block's tokens in the row."""
     n: int
     L: int
     heads: int
     real: Tensor | None
-    """Process of each of its tokens in [n * L]; None: there is no padding."""
+    """Padded position of each real token, in [0, n * L); None if nothing is padded."""
     token: Tensor | None
-    """Which of its tokens stands at each place, at padding any [n * L]."""
+    """Token at each padded position [n * L]; padding repeats some token."""
     masks: list[Tensor]
-    """To add to the scores: of padding [R, 1, L] and of what is outside of the window [1, L, L], where there is any."""
+    """Terms added to the scores: one hides padding [R, 1, L], one what lies outside the window [1, L, L]."""
 
     def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
-        """Its part of [N, P, A, W] as [P, n, A, L, W]; padding is any token's, or 0."""
+        """Returns the block's part of rows [N, P, A, W] as [P, n, A, L, W]; padding is 0 if `zeros`, else arbitrary."""
         rows = rows[self.tokens]
         if self.real is not None and self.token is not None:
             if zeros:
@@ -86,7 +86,7 @@ class Block(NamedTuple):
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
     def put(self, padded: Tensor, out: Tensor) -> None:
-        """The opposite of `pad`: [P, R, L, W] to its part of [N, P, A, W]."""
+        """Writes padded [P, R, L, W] into the block's part of out [N, P, A, W]: the inverse of `pad`."""
         padded = padded.unflatten(1, (self.n, self.heads)).permute(1, 3, 0, 2, 4)
         if self.real is None:
             out[self.tokens].unflatten(0, (self.n, self.L)).copy_(padded)
@@ -98,7 +98,7 @@ class Block(NamedTuple):
 def _blocks(
     lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Block]:
-    """Of the sequences that are not empty, in their order."""
+    """Groups the non-empty sequences, in their order."""
     groups: list[list[int]] = []
     for length in filter(None, lengths):
         most, of = SIMILAR
@@ -113,7 +113,7 @@ def _block(
     end: int, lengths: list[int], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Block:
     n, L, tokens = len(lengths), lengths[0], slice(end - sum(lengths), end)
-    outside = torch.finfo(dtype).min / 4  # two of it are finite, so no row of weights is NaN; exp makes 0 of it
+    outside = torch.finfo(dtype).min / 4  # finite even when both masks add up, so that no softmax is NaN
     real = token = None
     masks = []
     places_L = torch.arange(L, device=device)
@@ -130,18 +130,18 @@ def _block(
 
 
 class SavedForBackward(NamedTuple):
-    """Of a block, views of one buffer."""
+    """The tensors of one block that the backward pass reads: views of one buffer."""
 
     qkv: Tensor
-    """[3, R, L, D]"""
+    """Padded queries, keys and values [3, R, L, D]."""
     p: Tensor
-    """Weights [R, L, L]."""
+    """Attention weights before dropout [R, L, L]."""
     dropped: Tensor
-    """dropout(p); p itself without dropout."""
+    """Attention weights after dropout [R, L, L]; the same memory as p without dropout."""
 
 
 def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
-    """Numbers that blocks of N tokens save at most. A CPU's pages that are not written cost nothing."""
+    """Returns an upper bound on the elements that the blocks of N tokens save. On a CPU, unused pages cost nothing."""
     most, of = SIMILAR
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
 
@@ -149,7 +149,7 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, SavedForBackward]]:
-    """What each block saves, behind one another in the buffer, or one over the other where nothing is kept."""
+    """Yields each block with its views of the buffer: consecutive if `keep`, else all at its start."""
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L
@@ -170,8 +170,11 @@ def attention_blocks(
     dropout: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and what its backward pass reads: one buffer of `room` numbers (buffer_size), of none where no
-    backward pass follows. An argument, since torch keeps compiled programs on disk, and knows them by arguments."""
+    """`attention` in blocks. Returns the output and the buffer that the backward pass reads.
+
+    room: elements of the buffer (buffer_size), 0 if no backward pass follows. It is an argument because torch caches
+    compiled programs on disk by their arguments.
+    """
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
@@ -188,23 +191,14 @@ def attention_blocks(
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
-    """q k^T / sqrt(D) + masks [R, L, L] of [3, R, L, D]."""
+    """Returns q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
     q, k, scale = x[0], x[1].transpose(1, 2), x.shape[-1] ** -0.5
     scores = torch.baddbmm(masks[0] if masks else q.new_empty(1), q, k, beta=1 if masks else 0, alpha=scale)
     return scores.add_(masks[1]) if len(masks) > 1 else scores
 
 
 @attention_blocks.register_fake
-def _(
-    qkv_NX: Tensor,
-    lengths_B: Tensor,
-    room: int,
-    seed: Tensor,
-    layer: int,
-    heads: int,
-    dropout: float,
-    window: int | None,
-) -> tuple[Tensor, Tensor]:
+def _(qkv_NX: Tensor, lengths_B: Tensor, room: int, *_: Any) -> tuple[Tensor, Tensor]:
     N, X = qkv_NX.shape
     return qkv_NX.new_empty(N, X // 3), qkv_NX.new_empty(room)
 
@@ -213,7 +207,7 @@ def _(
 def attention_blocks_backward(
     grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
 ) -> Tensor:
-    """Gradient of qkv [N, X]. With P' = dropout(P), dS = P' * (g v^T) - P * delta, where delta = sum(g * out)."""
+    """Returns the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, where delta = sum(g * out)."""
     N, H = grad_NH.shape
     grad = grad_NH.reshape(N, 1, heads, -1)
     delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
@@ -231,9 +225,7 @@ def attention_blocks_backward(
 
 
 @attention_blocks_backward.register_fake
-def _(
-    grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
-) -> Tensor:
+def _(grad_NH: Tensor, *_: Any) -> Tensor:
     return grad_NH.new_empty(len(grad_NH), 3 * grad_NH.shape[1])
 
 
@@ -255,9 +247,9 @@ attention_blocks.register_autograd(_backward, setup_context=_save)
 
 
 def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """0 with probability p (in steps of 2^-16), else 1 / (1 - p), in like's shape and type.
+    """Returns a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
 
-    Four draws from one random number of 64 bits: on a CPU random numbers cost more than what they are for.
+    Each 64-bit random number gives four draws, because random numbers dominate the cost of dropout on a CPU.
     """
     drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
@@ -278,7 +270,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
-    """`F.dropout(x, p)`, added to residual where given. Draws from torch's global generator."""
+    """Returns `F.dropout(x, p)`, plus the residual if given. It draws from torch's global generator."""
     if p and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _Dropout.apply(x, residual, p)
     dropped = F.dropout(x, p) if p else x

@@ -1,4 +1,4 @@
-"""The run's encoder: fresh weights of a preset, or pre-trained ones."""
+"""Builds the run's encoder, from a preset with random weights or from a pre-trained model."""
 
 import logging
 from collections.abc import Callable
@@ -28,8 +28,7 @@ transformers_logging.disable_progress_bar()
 LOG = logging.getLogger("xscale")
 
 NEUTRAL = "neutral"
-"""What token type 0 is for in a list of a model's languages: for text in one that it does not know, or that nobody has
-named. Languages follow from 1 on."""
+"""Name of token type 0, for text in unknown or unnamed languages. The languages' token types follow from 1 on."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 512},
@@ -40,25 +39,28 @@ PRESETS: dict[str, dict[str, Any]] = {
     "modern-small": {"num_hidden_layers": 22, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1152},
     "modern-base": {"num_hidden_layers": 22, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
 }
-"""Shapes of fresh models; V is the tokenizer's. tiny, mini, small and base are BERT's of Turc et al. (2019, small with
-8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are mmBERT's (Marone et al. 2025)."""
+"""Shapes of models with random weights; the tokenizer gives the vocabulary. tiny, mini, small and base are BERT's of
+Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are mmBERT's (Marone et al.
+2025)."""
 
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Of `model.init`: weights of a Hugging Face directory or hub name, fp32. Raises UserError."""
+    """Returns the model of `model.init`, a Hugging Face directory or hub name, in fp32. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
     if not has_head:
-        LOG.warning(f"model.init {init} has no masked-LM head; it starts from random weights")
+        LOG.warning(f"model.init {init} has no masked-LM head; the head starts from random weights")
     return lm
 
 
 def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
-    """Weights, fp32, and whether a masked-LM head is among them. named: what gave `init`, for errors; dropout: another
-    one than the config's. Raises UserError."""
+    """Returns the model of `init`, in fp32, and whether it has a trained masked-LM head. Raises UserError.
+
+    named: the field or flag that gave `init`, for errors; dropout: replaces the config's.
+    """
     if not may_be_there(init):
         raise UserError(f"{named} {init} does not exist")
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # what it says of weights that are missing is said here
+    transformers_logging.set_verbosity_error()  # missing weights are reported below
     try:
         config = AutoConfig.from_pretrained(init, trust_remote_code=False)
         if dropout is not None:
@@ -66,8 +68,8 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
         lm, loaded = AutoModelForMaskedLM.from_pretrained(
             init, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
         )
-    except Exception as error:  # of what the files hold
-        nowhere = "" if Path(init).exists() else f"there is no such folder in {Path.cwd()}, and of the hub: "
+    except Exception as error:  # damaged files raise many types
+        nowhere = "" if Path(init).exists() else f"no such folder in {Path.cwd()}; from the hub: "
         raise UserError(
             f"{named} {init} cannot be loaded ({nowhere}{' '.join(str(error).split())[:300]}). Give a Hugging Face "
             f"directory with weights, a run of xscale, or a hub name on a machine that reaches the hub"
@@ -78,14 +80,14 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
     absent = sorted(name for name in loaded["missing_keys"] if name.startswith(body) and "position_ids" not in name)
     if absent:
         raise UserError(
-            f"{named} {init} has no weights for {len(absent)} of its encoder's parameters, such as {absent[0]}: its "
-            f"config.json describes another model than its weights are of"
+            f"{named} {init} has no weights for {len(absent)} parameters of its encoder, such as {absent[0]}; its "
+            f"config.json and its weights belong to different models"
         )
     run_fields(lm.config, f"{named} {init}")
     settle_neutral(lm)
     infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
     if infinite:
-        raise UserError(f"{named} {init}: not all weights of {infinite} are finite; take an earlier checkpoint of it")
+        raise UserError(f"{named} {init}: {infinite} has weights that are not finite; use an earlier checkpoint")
     return lm, not loaded["missing_keys"]
 
 
@@ -106,12 +108,12 @@ def build_encoder(
     attention_gain: float | None = None,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
-    """The run's encoder: pre-trained weights of `init`, or random weights of `preset`. Raises UserError.
+    """Returns the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
-    languages: names in the order of their numbers, which begin with 1. With `language_embeddings` the token-type table
-    has row 0, which is neutral, a row for each, and then rows for those that `init` had besides. These,
-    `reset_positions`, `segments` and `neutral_trained` (whether the run trains row 0) are kept in the model's config as
-    `xscale`, for whoever feeds it later.
+    languages: names in the order of their token types, which start at 1. With `language_embeddings` the token-type
+    table has the neutral row 0, a row for each of them, and rows for further languages of `init`. The config's field
+    `xscale` keeps the languages, `language_embeddings`, `reset_positions`, `segments` and `neutral_trained` (whether
+    the run trains row 0) for later users of the model.
     """
     trained = {
         "languages": [NEUTRAL, *languages],
@@ -134,19 +136,21 @@ def build_encoder(
     rows = lm.config.vocab_size
     if vocab_size > rows:
         raise UserError(
-            f"the tokenizer has {vocab_size:,} ids, model.init {init} has embeddings for {rows:,}; set "
+            f"the tokenizer has {vocab_size:,} ids, but model.init {init} has embeddings for {rows:,}; set "
             f"model.tokenizer to the tokenizer that the model was trained with"
         )
     limit = positions(lm.config)
     if max_length > limit:
-        raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}")
+        raise UserError(f"data.max_length {max_length} exceeds the {limit} positions of model.init {init}; lower it")
     lm.config.xscale = trained | {"languages": [NEUTRAL, *_take_languages(lm, languages, language_embeddings)]}
     return Encoder(lm)
 
 
 def draw_attention(base: PreTrainedModel, gain: float) -> None:
-    """Draws the weights of attention's values and outputs anew, with a deviation of gain / sqrt(width): a map of gain 1
-    keeps the size of what it reads."""
+    """Redraws the attention's value and output weights with standard deviation gain / sqrt(width).
+
+    With a gain of 1 these layers keep the size of their input.
+    """
     width = base.config.hidden_size
     for name, weight in base.named_parameters():
         for end, first in _VALUES_AND_OUTPUTS.items():
@@ -160,11 +164,11 @@ _VALUES_AND_OUTPUTS = {
     "attn.Wqkv.weight": 2,
     "attn.Wo.weight": 0,
 }
-"""End of a weight's name, in layers of BERT and XLM-R and of ModernBERT -> at how many widths the rows meant begin."""
+"""End of a weight's name (BERT and XLM-R, then ModernBERT) -> its first redrawn row, in multiples of the width."""
 
 
 def positions(config: Any) -> int:
-    """Tokens of the longest sequence that the model takes."""
+    """Returns the length of the longest sequence that the model accepts."""
     return config.max_position_embeddings - first_position(config)
 
 
@@ -192,35 +196,30 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 
 def has_segments(init: str | Path | None, preset: str) -> bool:
-    """Whether the model has token types for the two sentences of a pair; False where `init` cannot be read."""
+    """Whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
-    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not trained_as(init).get(
-        "language_embeddings", False
-    )
+    return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not trained_as(init).get("language_embeddings")
 
 
 def trained_as(init: str | Path | None) -> dict[str, Any]:
-    """run_fields of `model.init`."""
+    """Returns the run_fields of `model.init`; none without one."""
     return run_fields(_config_of(init), f"model.init {init}") if init else {}
 
 
 def run_fields(config: Any, named: str) -> dict[str, Any]:
-    """What a run of xscale has written of itself into its model's config; named: where that is, for errors."""
+    """Returns the field `xscale` of a model's config, which build_encoder writes. named: the model, for errors."""
     found = getattr(config, "xscale", None) or {}
     kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
     kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
-    if not isinstance(found, dict) or any(
-        not isinstance(value, kinds.get(name, object)) for name, value in found.items()
-    ):
-        raise UserError(f"{named}: `xscale` in its config.json is not what a run writes; export the run again")
-    if not all(isinstance(language, str) for language in found.get("languages", [])):
-        raise UserError(f"{named}: `xscale` in its config.json has languages without a name; export the run again")
+    sound = isinstance(found, dict) and all(isinstance(value, kinds.get(name, object)) for name, value in found.items())
+    if not sound or not all(isinstance(language, str) for language in found.get("languages", [])):
+        raise UserError(f"{named}: the field `xscale` of its config.json is damaged; export the run again")
     return found
 
 
 def _config_of(init: str | Path) -> Any:
-    """None where the config cannot be read: whoever loads the weights says so."""
+    """Returns the config, or None if it cannot be read; loading the weights then reports the error."""
     try:
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
     except Exception:
@@ -231,15 +230,17 @@ def _token_types(config: Any) -> int:
     rows = getattr(config, "type_vocab_size", 0)
     if not rows:
         raise UserError(
-            f"a {config.model_type} model has no token types to hold language embeddings; set "
-            f"streams.NAME.language_embeddings=false for each stream that has them"
+            f"a {config.model_type} model has no token types for language embeddings; set "
+            f"streams.NAME.language_embeddings=false for each stream"
         )
     return rows
 
 
 def settle_neutral(lm: PreTrainedModel) -> None:
-    """Makes token type 0 of a model with language embeddings the mean of its languages, where its run has not trained
-    it. In a run from before there was a neutral row, languages are counted from 0: they move up by one."""
+    """Sets token type 0 of a model with language embeddings to the languages' mean, unless its run has trained it.
+
+    Older runs count languages from 0 and have no neutral row; theirs move up by one.
+    """
     fields = getattr(lm.config, "xscale", None) or {}
     names = fields.get("languages", [])
     older = names[:1] != [NEUTRAL]
@@ -252,6 +253,7 @@ def settle_neutral(lm: PreTrainedModel) -> None:
 
 
 def _type_table(lm: PreTrainedModel) -> torch.Tensor:
+    """Returns the token-type embeddings, one row for each token type."""
     embeddings: Any = lm.base_model.embeddings
     return embeddings.token_type_embeddings.weight.detach()
 
@@ -263,12 +265,11 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
 
 
 def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
-    """Gives the languages of a run rows of the loaded model's token-type table, where they are `wanted`. Returns all
-    languages that have one, in their order.
+    """Gives each language of the run a row of the loaded model's token-type table, if language embeddings are `wanted`.
 
-    Those of the run that the model comes from keep theirs, by name. New ones start as row 0: the neutral one, or what
-    a model without language embeddings gives to single sentences. Where they are not wanted any more, it stands in
-    every row.
+    Languages that the model knows keep their rows, by name. New ones start as row 0, which is the neutral one, or that
+    of single sentences in a model without language embeddings. If they are not wanted, row 0 replaces the rows of all.
+    Returns the languages in the order of their rows.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
@@ -279,15 +280,15 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
     table = old[0].repeat(max(_token_types(lm.config), 1 + len(names)), 1)
     if not wanted:
         LOG.warning(
-            f"model.init has embeddings of {', '.join(known)}, and no stream of this run has language_embeddings: "
-            f"the neutral one takes the place of each"
+            f"model.init has embeddings of {', '.join(known)}, but no stream of this run sets language_embeddings: "
+            f"the neutral embedding replaces them"
         )
     elif known:
         for number, name in enumerate(known, start=1):
             table[1 + names.index(name)] = old[number]
         new = [name for name in languages if name not in known]
         LOG.info(
-            f"language embeddings of model.init: {', '.join(known)}; new, as the neutral one: "
+            f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral one: "
             f"{', '.join(new) or 'none'}"
         )
     _set_type_table(lm, table)
@@ -295,7 +296,7 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters with and without weight decay: none on biases, norms and other vectors."""
+    """Returns parameter groups with and without weight decay; biases, norms and other vectors have none."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

@@ -1,4 +1,4 @@
-"""A Hugging Face masked-LM model as an encoder of flat rows, with its head apart.
+"""The encoder of a run: a Hugging Face masked-LM model that reads flat rows, with its head called separately.
 
 Shape letters: N tokens of a row, B sequences, H hidden width, E width of the embeddings, M selected rows, V vocabulary.
 """
@@ -21,7 +21,7 @@ from xscale.ops.masked_ce import masked_cross_entropy
 
 
 class Head(NamedTuple):
-    """norm(activation(dense(x))): what lies between a last hidden state [H] and the vocabulary projection [E]."""
+    """The layers between a last hidden state [H] and the vocabulary projection [E]: norm(activation(dense(x)))."""
 
     dense: nn.Linear
     activation: Callable[[Tensor], Tensor]
@@ -54,31 +54,34 @@ HEADS: dict[str, Callable[[Any], Head]] = {
     "mpnet": _roberta_head,
     "albert": lambda model: Head(model.predictions.dense, model.predictions.activation, model.predictions.LayerNorm),
 }
-"""Where each model type keeps its masked-LM head."""
+"""Model type -> function that finds its masked-LM head."""
 
 
 def _check(config: Any) -> None:
-    """Raises UserError for a model that transformers would run otherwise than it was trained, or not as an encoder."""
+    """Raises UserError for a model that is no encoder, or that transformers would not run as it was trained."""
     kind, positions = config.model_type, getattr(config, "position_embedding_type", "absolute")
     if kind not in HEADS:
-        raise UserError(f"model type {kind!r} is not supported; supported are {', '.join(HEADS)}")
+        raise UserError(f"model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise UserError(f"this {kind} model is a decoder (is_decoder, add_cross_attention); an encoder is needed")
+        raise UserError(f"this {kind} model is a decoder (is_decoder or add_cross_attention is set); use an encoder")
     if positions not in ("absolute", "sans_pos"):
-        raise UserError(f"this {kind} model has position_embedding_type {positions!r}, which transformers 5 ignores")
+        raise UserError(
+            f"transformers 5 ignores this {kind} model's position_embedding_type {positions!r}; use a model with "
+            f"absolute positions"
+        )
 
 
 class Encoder(nn.Module):
-    """The model of a run. `lm` is the Hugging Face model that export writes, with or without its masked-LM head."""
+    """The trained model. `lm` is the Hugging Face model that export writes, with or without its masked-LM head."""
 
     def __init__(self, lm: PreTrainedModel):
         super().__init__()
         _check(lm.config)
         self.lm = lm
         self.label_smoothing, self.z_loss = 0.0, 0.0
-        """Of vocabulary_loss; in training the recipe's."""
+        """Options of vocabulary_loss; a training run sets them from its recipe."""
         self.compiled_shape: tuple[int, int] | None = None
-        """(N, B) of the rows that the compiled program takes."""
+        """(N, B) of the rows that the compiled program accepts; the run sets it."""
         self._states = states_of(lm.config)
         self._compiled = self._states
         self._checkpointing = False
@@ -97,7 +100,7 @@ class Encoder(nn.Module):
         return HEADS[self.lm.config.model_type](self.lm)
 
     def forward(self, row: Tokens) -> Tensor:
-        """Last hidden states [N, H]."""
+        """Returns the last hidden states [N, H]."""
         seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
         fits = (len(row.input_ids), len(row.lengths)) == self.compiled_shape and self.training
         states = self._compiled if fits and torch.is_grad_enabled() else self._states
@@ -105,8 +108,7 @@ class Encoder(nn.Module):
         return states(self.lm.base_model, row, seed, run)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
-        """Of all layers, without dropout, as transformers counts them: first what the embeddings give, last what
-        `forward` does [N, H]."""
+        """Returns the hidden states of all layers, without dropout: first the embeddings' output, last `forward`'s."""
         if self._states is padded_states:
             return padded_layers(self.lm.base_model, row, every=True)
         inputs = []
@@ -119,7 +121,7 @@ class Encoder(nn.Module):
         return [*inputs, last]
 
     def checkpoint_activations(self) -> None:
-        """Keep the inputs of the layers for the backward pass, and compute all else again."""
+        """From now on the forward pass keeps only the layers' inputs; the backward pass recomputes the rest."""
         if self._states is not padded_states:
             self._checkpointing = True
             return
@@ -128,24 +130,28 @@ class Encoder(nn.Module):
         enable()
 
     def compile_forward(self, backend: str = "inductor") -> None:
-        """torch.compile of the whole pass as one program, for training rows of `compiled_shape`, which the caller
-        sets; others run eagerly. Raises UserError."""
+        """Compiles the forward pass as one program for training rows of `compiled_shape`; other rows run eagerly.
+
+        Raises UserError for a model type without a flat forward pass.
+        """
         if self._states is padded_states:
             kind = self.lm.config.model_type
-            raise UserError(f"train.compile: a {kind} model has no flat forward pass; only {', '.join(FLAT)} have")
-        functorch_config.donated_buffer = False  # a stream's gradient norm takes a backward pass before the engine's
+            raise UserError(
+                f"train.compile needs a flat forward pass, which this {kind} model does not have; set "
+                f"train.compile=false, or use one of {', '.join(FLAT)}"
+            )
+        functorch_config.donated_buffer = False  # measuring gradient norms runs a backward pass before the engine's
         self._compiled = torch.compile(self._states, fullgraph=True, dynamic=False, backend=backend)
 
     def features(self, states_MH: Tensor) -> Tensor:
-        """What the head makes of last hidden states, for the vocabulary projection [M, E]."""
+        """Returns the head's features of last hidden states, the input of the vocabulary projection [M, E]."""
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 
     def vocabulary_loss(
         self, features_ME: Tensor, labels_M: Tensor, weights_M: Tensor | None = None, largest: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Cross-entropy of predicting labels from features, by the tied projection and its bias: as
-        ops/masked_ce.py's masked_cross_entropy."""
+        """Returns masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias."""
         out = self.lm.get_output_embeddings()
         smoothing, z_loss = self.label_smoothing, self.z_loss
         return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, smoothing, z_loss, weights_M, largest)

@@ -1,6 +1,6 @@
-"""Forward passes of our own over Hugging Face's weights: a flat row of tokens in, its states out.
+"""Forward passes over Hugging Face's weights that take a flat row of tokens and return its hidden states.
 
-Weights are reached by calls of their own modules, through which ZeRO-3 gathers them.
+They reach the weights by calling the weights' own modules, so that ZeRO-3 can gather them.
 
 Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
 """
@@ -19,11 +19,10 @@ from xscale.models.attention import attention, dropout
 from xscale.ops.rotation import rotate
 
 FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
-"""Model types whose position 0 is `pad_token_id + 1`."""
+"""Model types that number positions from `pad_token_id + 1`."""
 
 Run = Callable[..., Tensor]
-"""Of a layer's function and its arguments, the layer, its input [N, H] and more: a call, or one that is computed again
-in the backward pass."""
+"""Calls a layer's function on its arguments, directly or with recomputation in the backward pass."""
 
 
 def _rate(drop: nn.Module) -> float:
@@ -31,7 +30,7 @@ def _rate(drop: nn.Module) -> float:
 
 
 def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """BertModel's last hidden states of a row [N, H], and those of the models that are built alike."""
+    """Returns the last hidden states of a row [N, H] for BertModel and the models built like it."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
     positions = row.positions + first_position(model.config)
@@ -51,7 +50,7 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -
 
 
 def _qkv(own: Any, x: Tensor) -> Tensor:
-    """[N, 3 * H] by one product where the weights are whole; partitioned ones (ZeRO-3) are gathered by module calls."""
+    """Returns queries, keys, values [N, 3 * H] by one product, or by module calls if ZeRO-3 partitions the weights."""
     parts = own.query, own.key, own.value
     if is_cut_up(own.query.weight):
         return torch.cat([part(x) for part in parts], 1)
@@ -59,7 +58,7 @@ def _qkv(own: Any, x: Tensor) -> Tensor:
 
 
 def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
+    """Returns ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
     c, e = model.config, model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
@@ -88,8 +87,10 @@ def _modernbert_layer(
 
 
 def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for ops/rotation.py [N, 1, 1, D]. Not from the model's own frequencies: a model that was cast
-    to 16 bits has rounded them."""
+    """Returns cosines and signed sines for ops/rotation.py [N, 1, 1, D].
+
+    They are computed anew, because a model that was cast to 16 bits has rounded its own frequencies.
+    """
     D = c.hidden_size // c.num_attention_heads
     steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
     angles = positions_N[:, None].float() * (1 / c.rope_parameters[kind]["rope_theta"] ** steps)
@@ -98,12 +99,12 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
 
 
 def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Of any Hugging Face encoder: its own forward pass over the row as [B, L], of which padding is taken away."""
+    """Returns the last hidden states of any Hugging Face encoder, by its own pass over the padded row [N, H]."""
     return padded_layers(model, row)[-1]
 
 
 def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
-    """Last hidden states, or those of every layer [N, H]."""
+    """Returns the last hidden states, or with `every` those of every layer, from the model's own padded pass [N, H]."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()
@@ -134,15 +135,16 @@ FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
     "camembert": bert_states,
     "modernbert": modernbert_states,
 }
-"""Forward passes of our own; other model types are padded."""
+"""Flat forward pass of each model type that has one; the other types run padded."""
 
 
 def states_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
-    """Its type's flat pass, but for scaled rotary embeddings."""
+    """Returns the model's forward pass: flat if its type has one and its rotary embeddings are not scaled."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()
     plain = all(rope["rope_type"] == "default" for rope in ropes)
     return FLAT.get(config.model_type, padded_states) if plain else padded_states
 
 
 def first_position(config: Any) -> int:
+    """Returns the number that the model gives to a sequence's first position."""
     return config.pad_token_id + 1 if config.model_type in FIRST_POSITION else 0

@@ -1,4 +1,4 @@
-"""Trained heads of a run's objectives: kept beside the Hugging Face model, taken over by runs that go on from it."""
+"""The objectives' trained heads: exported beside the Hugging Face model, and reused by runs that start from it."""
 
 import dataclasses
 import json
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from xscale.errors import UserError
 
 FILE = "xscale_heads.safetensors"
-"""Of an exported directory: weights STREAM.NAME, and the streams' fields as metadata."""
+"""File of an exported directory with the heads' weights, named STREAM.NAME, and the streams' fields as metadata."""
 
 
 class KeptHeads(NamedTuple):
-    """A stream's, fp32."""
+    """The heads of one stream, in fp32."""
 
     stream: dict[str, Any]
-    """The stream's fields in the recipe that trained them."""
+    """The stream's fields in the recipe that trained the heads."""
     weights: dict[str, Tensor]
 
     @property
@@ -27,13 +27,13 @@ class KeptHeads(NamedTuple):
         return self.stream["objective"]
 
     def options(self, options: type) -> Any:
-        """The objective's own fields, as `options`."""
+        """Returns the objective's own fields as an object of the class `options`."""
         own = {field.name for field in dataclasses.fields(options)}
         return options(**{name: value for name, value in self.stream.items() if name in own})
 
 
 def save_heads(kept: dict[str, KeptHeads], folder: Path) -> None:
-    """kept: by stream. Writes no file for none."""
+    """Writes the heads of each stream into the folder; without heads, writes no file."""
     if kept:
         weights = {f"{name}.{part}": w.contiguous() for name, of in kept.items() for part, w in of.weights.items()}
         streams = json.dumps({name: heads.stream for name, heads in kept.items()})
@@ -41,24 +41,25 @@ def save_heads(kept: dict[str, KeptHeads], folder: Path) -> None:
 
 
 def load_heads(folder: Path) -> dict[str, KeptHeads]:
-    """By stream; none where the folder has no such file. Raises UserError."""
+    """Returns the heads of each stream; none if the folder has no heads file. Raises UserError if it is damaged."""
     path = folder / FILE
     if not path.exists():
         return {}
     try:
         with safe_open(path, "pt") as file:
             kept = {name: KeptHeads(stream, {}) for name, stream in json.loads(file.metadata()["streams"]).items()}
-            for name in file.keys():  # noqa: SIM118  it is no dict
+            for name in file.keys():  # noqa: SIM118  (not a dict)
                 stream, _, part = name.partition(".")
                 kept[stream].weights[part] = file.get_tensor(name)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); export the run again, or remove the file") from None
+        raise UserError(f"cannot read {path} ({error}); export the run again, or delete the file") from None
     return kept
 
 
 def take_over(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
-    """Give a stream's fresh heads the weights of those kept of the same objective, of the stream of the same name
-    before others, where all names and shapes are equal. Returns a line about it; None where none are kept.
+    """Copies kept weights of the same objective into a stream's new heads, if all names and shapes match.
+
+    A kept stream of the same name comes first. Returns a line for the log; None if no heads of the objective are kept.
     """
     found = [name for name, of in kept.items() if of.objective == objective]
     if not found:
@@ -68,11 +69,11 @@ def take_over(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn
     if differing := [part for part in {**ours, **theirs} if _shape(ours, part) != _shape(theirs, part)]:
         part = differing[0]
         return (
-            f"streams.{stream} starts with fresh heads: of those of model.init's stream {name}, {part} is "
-            f"{_shape(theirs, part)}, here {_shape(ours, part)}"
+            f"streams.{stream} starts with new heads, because {part} of model.init's stream {name} has shape "
+            f"{_shape(theirs, part)}, and here {_shape(ours, part)}"
         )
     heads.load_state_dict(theirs)
-    return f"streams.{stream} takes over the heads of model.init's stream {name}: {', '.join(sorted(theirs))}"
+    return f"streams.{stream} starts from the heads of model.init's stream {name}: {', '.join(sorted(theirs))}"
 
 
 def _shape(weights: dict[str, Tensor], name: str) -> str:

@@ -1,6 +1,6 @@
-"""A second encoder that follows the trained one slowly, and the queue of its vectors (MoCo, He et al. 2020).
+"""Momentum contrast (MoCo, He et al. 2020): an encoder that follows the trained one slowly, and a queue of its vectors.
 
-Shape letters: B sequences, N vectors of a global batch, K places of the queue, D width of a vector.
+Shape letters: B sequences, N vectors of a global batch, K vectors in the queue, D width of a vector.
 """
 
 import copy
@@ -15,28 +15,28 @@ from xscale.models.encoder import Encoder
 
 
 class MomentumEncoder:
-    """theta_k = m * theta_k + (1 - m) * theta_q, over the query's encoder and projection.
+    """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, starting at theta_k = theta_q.
 
-    `masters` are fp32 whatever the query is: in fp16 a change of 0.001 * (theta_q - theta_k) rounds to nothing. The
-    forward pass runs in the query's type, on a copy that is refreshed after each update (on the masters themselves
-    where the types are equal). Made from the query's first weights; it goes to the query's device at its first use.
+    Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. The forward
+    pass runs in the query's type, on a copy of the masters if the types differ. The first use moves the masters to the
+    query's device.
     """
 
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
-        """The trained modules; DeepSpeed may change their type and device, not their parameters' order."""
+        """The trained modules. DeepSpeed may change their type and device, but not the order of their parameters."""
         self.momentum = momentum
         base: Any = copy.deepcopy(encoder.lm.base_model)
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
         self._cast: nn.ModuleList | None = None
-        """The copy in the query's type, where that is not the masters'."""
+        """Copy of the masters in the query's type, if that is another type."""
 
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
     def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
-        """Encoder and projection for a forward pass, in the query's type, with dropout where `train`."""
+        """Returns encoder and projection in the query's type, with dropout if `train`."""
         query = self._query_parameter()
         self.masters.to(query.device)
         modules = self.masters
@@ -48,7 +48,7 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """After an optimizer step that changed the query."""
+        """Moves the masters towards the query; called after each optimizer step that changed it."""
         self.masters.to(self._query_parameter().device)
         masters: list[Tensor] = list(self.masters.parameters())
         query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]
@@ -73,24 +73,24 @@ class MomentumEncoder:
 
 
 class Queue:
-    """The newest K vectors, fp32. A ring of any size; identical on all ranks if all push the same."""
+    """A ring of the newest K vectors, in fp32. It is the same on all ranks if all push the same."""
 
     def __init__(self, size: int, width: int):
         self.ring_KD = torch.zeros(size, width)
         self.born_K = torch.zeros(size, dtype=torch.int64)
-        """Number of the optimizer step after which each vector came in; 0: before the first."""
+        """Optimizer step after which each vector was pushed; 0 before the first step."""
         self.texts_K2 = torch.zeros(size, 2, dtype=torch.int64)
-        """Of each vector its text and that text's translation, as numbers; 0: unknown."""
+        """Hash of each vector's text and of the text's translation; 0 if unknown."""
         self.next = self.filled = 0
 
     @property
     def keys(self) -> Tensor:
-        """The vectors in the queue, in no particular order [filled, D]."""
+        """The pushed vectors, in no particular order [filled, D]."""
         return self.ring_KD[: self.filled]
 
     @property
     def texts(self) -> Tensor:
-        """Of `keys` [filled, 2]."""
+        """The text hashes of `keys` [filled, 2]."""
         return self.texts_K2[: self.filled]
 
     def to(self, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class Queue:
         self.texts_K2 = self.texts_K2.to(device)
 
     def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
-        """A vector that is not finite (fp16 overflow) comes in as zero: it would make every later loss NaN."""
+        """Overwrites the oldest vectors. A vector that is not finite becomes 0, as it would spoil every later loss."""
         size = len(self.ring_KD)
         finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
         keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
@@ -110,7 +110,7 @@ class Queue:
         self.filled = min(self.filled + len(keys_ND), size)
 
     def age(self, step: int) -> Tensor:
-        """Mean number of optimizer steps since the vectors came in, during step `step` (1, 2, ...); 0 when empty."""
+        """Returns the mean number of optimizer steps since the vectors were pushed, in step `step` (1, 2, ...)."""
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -120,14 +120,12 @@ class Queue:
     def load_state_dict(self, state: dict) -> None:
         self.ring_KD.copy_(state["ring"])
         self.born_K.copy_(state["born"])
-        self.texts_K2.zero_()
-        if "texts" in state:  # not in older checkpoints; there the queue forgets the others within K / N steps
-            self.texts_K2.copy_(state["texts"])
+        self.texts_K2.copy_(state["texts"])
         self.next, self.filled = state["next"], state["filled"]
 
 
 class GlobalBatch:
-    """Collects vectors of this rank's micro-batches; gives those of the global batch, in its order, on every rank."""
+    """Collects the vectors of this rank's rows, and gathers those of the global batch, in its order, on every rank."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -140,19 +138,21 @@ class GlobalBatch:
         self._parts.clear()
 
     def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
-        """numbers: the place of each vector's sample in the global batch. texts: so Queue.texts_K2."""
+        """Adds a row's vectors, with their samples' positions in the global batch and their text hashes."""
         self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """What was added, to all ranks, which call it together. Returns what waits for the others', and gives vectors
-        [N, D] and texts [N, 2]; a host does not wait for a GPU. counts: vectors of each rank; None: ranks ask."""
+        """Starts the exchange of all added vectors; every rank calls it. counts: vectors of each rank, if known.
+
+        Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
+        """
         vectors, numbers_N3 = (torch.cat(parts) for parts in zip(*self._parts, strict=True))
         self._parts.clear()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return lambda: _in_order(vectors, numbers_N3)
         counts, width = counts or self._counts(len(vectors)), vectors.shape[1]
         assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
-        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)  # bit by bit, so that one message takes both
+        rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)  # as raw bits, so that one message carries both
         rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
         everyone = [torch.empty_like(rows) for _ in counts]
         message = dist.all_gather(everyone, rows, async_op=True)
@@ -165,7 +165,7 @@ class GlobalBatch:
         return arrived
 
     def _counts(self, mine: int) -> list[int]:
-        """How many vectors each rank has; over gloo, since reading a device's number would wait for it."""
+        """Returns the number of vectors of each rank, over gloo: reading a GPU's number would wait for the GPU."""
         if self._group is None:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]

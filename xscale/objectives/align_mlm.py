@@ -1,13 +1,16 @@
-"""ALIGN-MLM (Tang, Deshpande, Narasimhan 2022): MLM, and a dictionary's words drawn together in the input table.
+"""ALIGN-MLM (Tang, Deshpande, Narasimhan 2022): MLM, and a loss that aligns a dictionary's words in the input table.
 
     L_ALIGN = - (1 / |B|) sum_i cos(E[b_i1], E[b_i2]);   L = L_MLM + alpha * L_ALIGN
 
-E is the input word-embedding table, b_i the i-th entry of the dictionary B. By decision, an entry of several
-sub-words on a side stands for the mean of their rows (`subwords: single` keeps entries of one, as the authors), and
-|B| is all of the stream's dictionaries at every step, without the withheld words, or a fresh sample of
-`pairs_per_step`. A step's entries are dealt out to the ranks and rows: each is used once a step. Entries whose sides
-are the same tokens ("Berlin Berlin", half of MUSE's) have cosine 1 and no gradient: they are no part of B. No language
-embeddings, as the paper argues (G.5).
+E is the input word-embedding table and b_i the i-th entry of the dictionary B.
+
+Decided, where the paper is silent:
+- A word of several sub-words is the mean of their rows; `subwords: single` keeps one-token entries, as the authors do.
+- B is all of the stream's dictionaries at every step, without the withheld words, or a new sample of `pairs_per_step`.
+  The entries are divided among ranks and rows, so that a step uses each once.
+- Entries with the same tokens on both sides ("Berlin Berlin", half of MUSE's) are left out of B: their cosine is 1 and
+  has no gradient.
+- There are no language embeddings, as the paper argues (G.5).
 
 Shape letters: N entries of a row, H hidden width.
 """
@@ -36,19 +39,22 @@ class AlignMlmOptions(mlm.MaskedOptions):
     alpha: NotNegative = 10.0
     """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
-    """mean: a word of several tokens is the mean of their rows; single: entries with one are left out."""
+    """mean: a word of several tokens is the mean of their rows; single: entries with such words are left out."""
     pairs_per_step: Count | None = None
-    """Dictionary entries of a step, drawn anew without replacement; null: all."""
+    """Number of dictionary entries drawn for each step, without replacement; null: all entries."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Context) -> StreamBatch:
-    """MLM's piece, and of this part's entries the token ids of all source and then all target words, end to end, and
-    where each word starts [2 N]."""
+    """Returns MLM's batch with this row's dictionary entries.
+
+    `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
+    """
     stream_batch = mlm.collate(samples, options, context)
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry of two different tokens; set subwords: mean"
+            f"streams.{context.stream}: data.lexicons has no entry whose two words are single, different tokens; "
+            f"set subwords: mean"
         )
     picked = part_of_step(len(source.lengths), options.pairs_per_step, context)
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
@@ -58,7 +64,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
 
 
 def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
-    """Which of `total` entries this row uses: its share of the step's."""
+    """Returns the numbers of the dictionary entries that this row uses: its share of the step's."""
     share = context.share
     if wanted is None or wanted >= total:
         return np.arange(share.part, total, share.parts)
@@ -69,7 +75,7 @@ def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray
 
 def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], options: AlignMlmOptions) -> Losses:
     table = parts.encoder.lm.get_input_embeddings()
-    # One lookup: each makes a gradient of the whole table.
+    # One lookup of both sides, because each lookup makes a gradient as large as the table.
     source_NH, target_NH = word_vectors(table, arrays["ids"], arrays["starts"]).chunk(2)
     cosine = F.cosine_similarity(source_NH, target_NH, dim=-1).sum()
     metrics = {"dictionary_cosine": (cosine.detach(), "align")}
@@ -77,7 +83,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
-    """Mean of the table's rows of each word [N, H], in fp32. ids: the words' tokens, end to end."""
+    """Returns the mean of each word's rows of the table [N, H], in fp32 or wider. ids: the words' tokens in turn."""
     rows = table(ids)
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()

@@ -8,17 +8,17 @@
     L = sum over masked i of L_mp(i) + lambda L_bp(i),  L_mp = -log p, L_bp = -log p~       (9-11)
 
 Decided, where the paper is silent:
-- Links are between words (data/words.py), or between symbols; of a word and a symbol they are left out. `expand: all`
-  links every sub-word of one word to every sub-word of the other, `first` the first sub-words only.
-- (5) is a sum, as printed; `normalize: mean` divides by the number of linked sub-words.
-- A masked token without a link, or whose linked words were cut off, has no bilingual target; `bilingual_coverage` is
-  the share that has one, `bilingual_links` the tokens that a target sums on average. Both losses are divided by |M|,
-  the number of masked tokens, as (9-11) sum them; divided by the linked ones alone, L_bp would count 1.1 to 5 times
-  lambda, by how many links a text has.
-- W1, b1 and GELU are the pre-trained head's own; W3, b3 start as a copy of W1, b1. Its LayerNorm stays before W:
-  W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is the
-  pre-trained model's. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
-- W2, W3 and `linear` are exported beside the model (models/heads.py); its masked-LM head is the one before `linear`.
+- Links connect words (data/words.py), or symbols; a link between a word and a symbol is left out. `expand: all` links
+  every sub-word of one word to every sub-word of the other, `first` the first sub-words only.
+- (5) is a sum, as printed; `normalize: mean` divides it by the number of linked sub-words.
+- A masked token whose words have no link, or whose linked words were cut off, has no bilingual target. The metric
+  `bilingual_coverage` is the share of masked tokens that have one, `bilingual_links` the mean number of linked states.
+- Both losses are divided by |M|, the number of masked tokens, as (9-11) sum them. Divided by the linked tokens alone,
+  L_bp would weigh 1.1 to 5 times lambda, depending on the number of links in the text.
+- W1, b1 and GELU are the pre-trained head's; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
+  W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
+  pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
+- W2, W3 and `linear` are exported beside the model (models/heads.py), whose masked-LM head does not contain `linear`.
 """
 
 import copy
@@ -45,7 +45,7 @@ class AlignLMOptions:
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
-    """Which sub-words of two linked words are linked: all with all, or the first with the first."""
+    """Which sub-words of two linked words are linked: all to all, or the first to the first."""
     normalize: Literal["sum", "mean"] = "sum"
     """H* is the sum or the mean of the linked states."""
     shuffle_sides: bool = False
@@ -53,7 +53,7 @@ class AlignLMOptions:
 
 
 class Heads(nn.Module):
-    """W2, b2; W3, b3; linear."""
+    """The objective's own layers: W2, b2; W3, b3; linear."""
 
     def __init__(self, encoder: Encoder, options: AlignLMOptions):
         super().__init__()
@@ -70,7 +70,10 @@ def _identity(width: int) -> nn.Linear:
 
 
 def collate(samples: list[list[Example]], options: AlignLMOptions, context: Context) -> StreamBatch:
-    """Samples are single pairs. States: "masked" [M], H at masked tokens; "linked" [R], H* at those that have links."""
+    """Returns the batch of samples, each of which is a single pair.
+
+    Its states are "masked" [M], H at the masked tokens, and "linked" [R], H* at the masked tokens with links.
+    """
     pairs, too_long = context.fit_pairs(samples)
     sides = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     layout = [[2 * p + side, 2 * p + 1 - side] for p, side in enumerate(sides)]
@@ -111,7 +114,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"mono": 1.0, "bi": options.bilingual_weight},
-    divisors={"bi": "mono"},  # (9): both are sums over the same masked tokens
+    divisors={"bi": "mono"},  # |M| for both, by (9)
     ratios={"bilingual_coverage": ("bi", "mono"), "bilingual_links": ("links", "bi")},
     words=lambda options: True,
     needs="links",

@@ -1,13 +1,12 @@
-"""What an objective is: a few functions and a class of options.
+"""The interface of an objective: a few functions and a class of options.
 
-In a worker, `collate` turns samples into the objective's piece of a row. On the device, `loss` turns the states that
-the piece reads into features, of which one call of the vocabulary head for all streams makes losses, or into sums of
-its own.
+In a worker, `collate` turns samples into the stream's batch for one packed row. On the device, `loss` turns the hidden
+states that the batch asks for into features, for the one vocabulary-head call of all streams, or into sums of its own.
 
-A loss is always a sum over targets. The step divides it by a count of the whole optimizer step (all ranks, all rows),
-the term's targets or what `divisors` says, so a loss does not depend on how the global batch was cut up.
+A loss is always a sum over targets. The step divides it by a count over the whole optimizer step (all ranks, all rows),
+the term's targets or what `divisors` names, so the loss does not depend on how the global batch is divided.
 
-Shape letters: M predictions, H width of the head, S states.
+Shape letters: M predictions, S states, H width of the head, V samples of the step.
 """
 
 from collections.abc import Callable
@@ -22,36 +21,38 @@ from xscale.models.encoder import Encoder
 
 
 class Prediction(NamedTuple):
-    """Rows for the one call of the vocabulary head."""
+    """Features of one loss term for the row's one call of the vocabulary head."""
 
     term: str
-    """By which the piece names their labels."""
+    """The loss term; the stream batch names its labels by it."""
     features_MH: Tensor
     accuracy: str = "accuracy"
-    """Name of the share predicted right, among the metrics."""
+    """Name of the metric that reports the share of right predictions."""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """What a piece adds to a step, as tensors on the device, never read in the hot loop."""
+    """A stream's losses and metrics in one row: tensors on the device, which the host does not read in the loop."""
 
     predictions: list[Prediction] = field(default_factory=list)
-    """In the order of the piece's labels."""
+    """Predictions in the order of the stream batch's labels."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Term -> scalar, the sum over its targets."""
+    """Loss term -> scalar, the sum over its targets."""
     metrics: dict[str, tuple[Tensor, str]] = field(default_factory=dict)
-    """Name -> (scalar, the term by whose targets it is divided)."""
+    """Metric -> (scalar, loss term whose number of targets divides it)."""
 
 
 class AuxiliaryState(Protocol):
-    """State of a stream that no optimizer owns, such as a momentum encoder; fp32, the same on every rank."""
+    """A stream's state without an optimizer, such as a momentum encoder. It is fp32 and the same on every rank."""
 
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """What the loss gets as states["auxiliary"], of the sequences that the piece has beside; once a row, without
-        gradient, where and in the type that the trained encoder computes in. index: what alignment_gather reads."""
+        """Returns states["auxiliary"] of the loss, from the stream batch's auxiliary sequences, without gradient.
+
+        It runs once a row, on the trained encoder's device and in its type. index: the arguments of alignment_gather.
+        """
 
     def update(self, applied: bool) -> None:
-        """Called on all ranks after each optimizer step; `applied` is False where fp16 overflow skipped it."""
+        """Runs on all ranks after each optimizer step; `applied` is False if fp16 overflow skipped the step."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -60,82 +61,89 @@ class AuxiliaryState(Protocol):
 
 @runtime_checkable
 class Scheduled(AuxiliaryState, Protocol):
-    """A companion that changes in another way early in the run than late."""
+    """An auxiliary state whose updates depend on the progress of the run."""
 
     steps: int
-    """Optimizer steps of the run; set when the step's module is made. No part of the state: a resume may change it."""
+    """Number of optimizer steps of the run, set by the step's module. It is not saved, as a resume may change it."""
 
 
 @runtime_checkable
 class Gathering(AuxiliaryState, Protocol):
-    """A companion that gathers what it has read of all ranks, once a step."""
+    """An auxiliary state that gathers what it has read from all ranks, once a step."""
 
     counts: list[int] | None
-    """How many states each rank reads in the step under way; None: the companion has to ask."""
+    """Number of states that each rank reads in the current step; None if the state itself must ask."""
 
     def gather(self) -> None:
-        """Called on all ranks when all rows of the step are read, before the first loss."""
+        """Runs on all ranks after the last row of a step is read, before its first loss."""
 
 
 @runtime_checkable
 class HasQueue(AuxiliaryState, Protocol):
-    """A companion that reads samples of its stream before step 1, with the initial weights."""
+    """An auxiliary state with a queue that is filled before step 1, by the initial weights (queue warm-up)."""
 
     prefill_samples: int
-    """How many; 0: none."""
+    """Number of samples that the warm-up reads; 0 for no warm-up."""
 
     def finish_warmup(self) -> int:
-        """Called on all ranks after `read` of the rows of a global batch. Returns how many samples it has by now."""
+        """Runs on all ranks after `read` of all rows of a global batch. Returns the number of samples so far."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a stream's loss is computed with."""
+    """The modules that a stream's loss uses."""
 
     encoder: Encoder
     heads: Any = None
-    """The objective's own trainable module, where it has one."""
+    """The objective's own trainable module, if it has one."""
     auxiliary_state: Any = None
 
 
 def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
-    """The term of a row whose loss compares samples of the whole step: the sum over its own as value, and the gradient
-    of the sum over all, since other rows' losses depend on its vectors too. losses: of every sample of the step."""
+    """Returns a row's term of a loss that compares all samples of the step, for objectives with `vectors`.
+
+    Its value is the loss of the row's own samples; its gradient is that of the whole step's loss, because other rows'
+    losses depend on the row's vectors too. losses_V: loss of each sample of the step; own_S: the row's samples.
+    """
     everything = losses_V.sum()
     return losses_V[own_S].sum().detach() + (everything - everything.detach())
 
 
 @dataclass(frozen=True)
 class Objective:
+    """The functions and constants that define an objective."""
+
     reads: Literal["mono", "pair"]
-    """The kind of record a sample is made of; "mono" samples are packed to max_length."""
+    """Kind of the records; samples of "mono" are packed to max_length."""
     options: type
-    """Frozen dataclass: the objective's own fields of a stream."""
+    """Frozen dataclass of the objective's own fields of a stream."""
     collate: Collate
-    """Runs in a worker: samples -> piece."""
+    """(samples, options, context) -> stream batch. It runs in a worker."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
-    """Runs on the device: (parts, states [S, H] by name, arrays, options) -> losses."""
+    """(parts, states [S, H] by name, arrays, options) -> losses. It runs on the device."""
     terms: Callable[[Any], dict[str, float]]
-    """options -> factor of each term in the stream's loss."""
+    """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
-    """Term -> which of the piece's counts, summed over the step, divides it, where it is not its own targets."""
+    """Loss term -> the count of the step that divides it, if that is not the number of its own targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Metrics that are one of a piece's counts divided by another."""
+    """Metric -> (count of the stream batch, count that divides it)."""
     words: Callable[[Any], bool] = lambda options: False
     """options -> whether collate needs the words of the texts (data/words.py)."""
     needs: Literal["", "lexicon", "links"] = ""
-    """What must be there before step 1."""
+    """The data that must exist before step 1, besides text."""
     heads: Callable[[Encoder, Any], nn.Module | None] | None = None
-    """(encoder, options) -> the objective's own trainable module, where these options need one."""
+    """(encoder, options) -> the objective's own trainable module, if these options need one."""
     auxiliary_state: Callable[[Encoder, Any, Any], AuxiliaryState | None] | None = None
-    """(encoder, heads, options) -> state beside the optimizer, made from the initial weights, where needed."""
+    """(encoder, heads, options) -> the auxiliary state with the initial weights, if these options need one."""
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
-    """Called like `loss`: vectors [n, D] of the row's samples, which the losses of all rows of the step read. The loss
-    gets states["step"] [V, D], those of the whole step, in which the row's own have a gradient, and states["own"] [n],
-    the places of these. It costs a second forward pass. See `step_loss_share`."""
+    """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
+
+    The loss then gets states["step"] [V, D], the vectors of the whole step, of which the row's own have a gradient, and
+    states["own"] [n], their positions. It costs a second forward pass. See `step_loss_share`.
+    """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
-    """(options, samples of a step) -> what is wrong with the two together, with the remedy."""
+    """(options, samples of a step) -> error message with the remedy, if the two do not fit."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
-    """(options, records that the stream draws from, steps of the run) -> what had better be otherwise."""
+    """(options, records that the stream draws from, steps of the run) -> warnings."""
     shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []
-    """(options, counts of some of the stream's pieces) -> what the data do not give."""
+    """(options, counts of some of the stream's batches) -> warnings about what the data lack."""

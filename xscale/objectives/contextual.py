@@ -4,14 +4,16 @@
     R(f) = sum over pairs (s, t), i in t       of  || f(i, t) - f0(i, t) ||^2      t in English, f0 the initial encoder
     L(f) + lambda R(f)
 
-f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately and nothing
-is masked; without R all states could collapse into one.
+f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately, and nothing
+is masked. R keeps the states from collapsing into one.
 
-Decided: R runs over every sub-word of t, not over words' last ones; special tokens take part in neither sum. Both are
-divided by the number of sub-words of both sentences, so that lambda means the same however many links there are. Only
-one-to-one links count, as the authors keep: those of two words that have no other. Of a word that was cut its last
-remaining sub-word stands. Links of punctuation are left out: as they are many and alike, they would pull states of all
-sentences together.
+Decided, where the paper is silent:
+- R runs over every sub-word of t, not only words' last ones. Special tokens belong to neither sum.
+- Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
+  links.
+- Only one-to-one links count, as the authors keep them: links of two words that have no other link. A word that was cut
+  is represented by its last remaining sub-word.
+- Links of punctuation are left out: they are many and alike, and would pull all sentences together.
 """
 
 import copy
@@ -26,7 +28,7 @@ from xscale.config import STRICT, NotNegative
 from xscale.data import links
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch
+from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch
 from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives.base import Losses, Objective, Parts
@@ -36,23 +38,22 @@ from xscale.ops.alignment_gather import alignment_gather
 @dataclass(frozen=True, config=STRICT)
 class ContextualOptions:
     anchor: str | None = "en"
-    """The language whose states stay near those of the initial encoder; one side of every pair. null: each pair's first
-    language."""
+    """Language whose states stay near the initial encoder's; every pair must have it. null: each pair's first."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
 
 class Frozen:
-    """f0: a copy of the initial encoder, in fp32, without dropout."""
+    """The initial encoder f0: a frozen copy in fp32, without dropout."""
 
     def __init__(self, encoder: Encoder):
         self.initial = copy.deepcopy(encoder).float().eval().requires_grad_(False)
         self.running = self.initial
-        """`initial` on the trained encoder's device, in its type."""
+        """Copy of `initial` on the trained encoder's device and in its type."""
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """f0 at the anchors [T, H]."""
+        """Returns f0 at the tokens of the anchor language [T, H]."""
         ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
@@ -70,10 +71,10 @@ class Frozen:
 
 
 def collate(samples: list[list[Example]], options: ContextualOptions, context: Context) -> StreamBatch:
-    """Samples are single pairs. The sentences in the anchor language, then their translations.
+    """Returns the batch of samples, each of which is a single pair: the anchor language's sentences, then the others.
 
-    States: "first", "second" [K] of linked words; "anchors" [T], of the anchor language's tokens, which are read beside
-    by the frozen encoder too.
+    Its states are "first" and "second" [K] of the two words of each link, and "anchors" [T] of the anchor language's
+    tokens, which the frozen encoder reads too.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = [_anchor_side(pair, options.anchor) for pair in pairs]
@@ -88,16 +89,16 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
     special = context.tokenizer.is_special[sequences.ids]
     return StreamBatch(
         sequences=sequences,
-        reads={"first": Reads(first), "second": Reads(second), "anchors": Reads(places)},
+        reads={"first": StateIndices(first), "second": StateIndices(second), "anchors": StateIndices(places)},
         targets={"align": len(first), "anchor": len(places), "tokens": int((~special).sum())},
         samples=len(pairs),
-        auxiliary=AuxiliaryInputs(alone, Reads(places)),
+        auxiliary=AuxiliaryInputs(alone, StateIndices(places)),
         too_long=too_long,
     )
 
 
 def one_to_one(links_K2: np.ndarray) -> np.ndarray:
-    """Those of two words that have no other link."""
+    """Returns the links whose two words have no other link."""
     alone = [np.bincount(ends_K)[ends_K] == 1 for ends_K in links_K2.T]
     return links_K2[np.logical_and(*alone)]
 
@@ -107,8 +108,8 @@ def _anchor_side(pair: Example, anchor: str | None) -> int:
         return 0
     if anchor not in pair.langs:
         raise UserError(
-            f"record {pair.key!r} is in {' and '.join(pair.langs)}, not in the anchor language {anchor!r}. Set the "
-            f"stream's `anchor`, or its `languages` to pairs that have it"
+            f"record {pair.key!r} is in {' and '.join(pair.langs)}, not in the anchor language {anchor!r}. Change the "
+            f"stream's `anchor`, or set its `languages` to pairs with {anchor!r}"
         )
     return pair.langs.index(anchor)
 
@@ -120,7 +121,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """`(a - b).square().sum()`, in fp32 or wider."""
+    """Returns `(a - b).square().sum()`, in fp32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) - b.to(wide)).square().sum()
 
@@ -131,7 +132,7 @@ OBJECTIVE = Objective(
     collate=collate,
     loss=loss,
     terms=lambda options: {"align": 1.0, "anchor": options.anchor_weight},
-    divisors={"align": "tokens", "anchor": "tokens"},  # L + lambda R of the same sentences
+    divisors={"align": "tokens", "anchor": "tokens"},  # the sub-words of both sentences, for both
     words=lambda options: True,
     needs="links",
     auxiliary_state=lambda encoder, heads, options: Frozen(encoder),

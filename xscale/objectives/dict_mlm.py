@@ -1,19 +1,21 @@
-"""DICT-MLM (Chaudhary et al. 2020; Tang et al. 2022, G.4): a dictionary stands in for part of the masking.
+"""DICT-MLM (Chaudhary et al. 2020; Tang et al. 2022, G.4): dictionary translations replace part of the masks.
 
     L = - sum_{i in M} log p(y_i | x with M replaced)
 
-Of the positions M that MLM selects, `dict_share` show or say a translation. A word x_i..x_j that is selected whole and
-has a translation t of as many tokens (one of several is drawn) becomes, by `synonym`:
+MLM selects the positions M; `dict_share` of them use a translation. A selected word x_i..x_j with a translation t of as
+many tokens (one of several is drawn) becomes, by `synonym`:
 
     input: it is shown as t, y = x (Tang et al.)     label: it is shown as [MASK], y = t (Chaudhary et al.)
 
-By decision, words are selected as wholes, so that those of several tokens have translations too; all others are as in
-MLM: so is a word without a translation of as many tokens, since leaving it visible, as Tang et al. write, would let it
-copy itself; for the same reason no token of a translation stands in its own place. Of the words of a sequence that have
-a translation so many use it, by chance, that the share is met of all that is selected there, or all of them where they
-are fewer. The language conditioning layer is left out, as by Tang et al.
+Decided:
+- Words are selected as wholes, so that words of several tokens have translations too.
+- A word without a translation of as many tokens is treated as in MLM. Left visible, as Tang et al. write, it could copy
+  itself; for the same reason no token of a translation stands in its own place.
+- In each sequence, words with a translation use it at random, so that the share of all selected tokens is met, or all
+  of them if they are too few.
+- The language conditioning layer is left out, as by Tang et al.
 
-Shape letters: N tokens, M selected ones, W selected words, B sequences.
+Shape letters: N tokens, M selected tokens, W selected words, B sequences.
 """
 
 from dataclasses import replace
@@ -36,21 +38,21 @@ from xscale.objectives.base import Objective
 @dataclass(frozen=True, config=STRICT)
 class DictMlmOptions(mlm.MaskedOptions):
     whole_word: bool = True
-    """Choose words, then mask all their tokens. false: only words of which by chance all tokens are chosen use the
-    dictionary."""
+    """Choose whole words and mask all their tokens. false: choose tokens; a word uses the dictionary only if all its
+    tokens happen to be chosen."""
     synonym: Literal["input", "label"] = "input"
     """The translation replaces the tokens that the model sees (input), or those that it predicts (label)."""
     dict_share: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Share of the selected tokens that use the dictionary, as far as it has them."""
+    """Share of the selected tokens that use the dictionary, as far as it has translations."""
 
 
 MET = 0.9
-"""Of `dict_share`, below which a run warns."""
+"""A run warns if less than this part of `dict_share` is met."""
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: Context) -> StreamBatch:
-    """MLM's piece with translations in it; the count "translated" is that of the targets that used a dictionary."""
+    """Returns MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
     sequences = mlm.pack(samples, context)
     stream_batch = mlm.mask(sequences, len(samples), options, context)
     masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
@@ -71,12 +73,12 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Cont
 
 
 def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> np.ndarray:
-    """A translation of each target token [M]; -1 where it does not use a dictionary, or has none."""
+    """Returns the translation of each target token [M]; -1 for tokens that do not use a dictionary."""
     tables = {n: synonyms(context.lexicons, language) for language, n in context.language_ids.items()}
     if not any(tables.values()):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry of two different words of as many tokens, so there "
-            f"is no synonym to show; use a larger dictionary or a tokenizer with a larger vocabulary"
+            f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have as many tokens, so "
+            f"no word has a synonym; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
     ids, found = sequences.ids.tolist(), np.full(len(sequences.ids), -1)
     firsts, sizes = whole_words(sequences, targets)
@@ -99,7 +101,7 @@ def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions
 
 
 def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First token and number of tokens of each word of which every token is a target [W]."""
+    """Returns the first token and the number of tokens of each word whose tokens are all targets [W]."""
     if sequences.words is None:
         assert not len(targets)
         return targets, targets
@@ -117,8 +119,8 @@ def shortfall(options: DictMlmOptions, counts: dict[str, int]) -> list[str]:
     if shown >= MET * options.dict_share:
         return []
     return [
-        f"dict_share: {options.dict_share:g}, but only {shown:.2f} of the selected tokens are shown as a translation: "
-        f"other words have none of as many tokens; give larger dictionaries, or a larger vocabulary"
+        f"dict_share is {options.dict_share:g}, but only {shown:.2f} of the selected tokens use a translation, because "
+        f"the other words have none of as many tokens; use larger dictionaries or a larger vocabulary"
     ]
 
 

@@ -2,9 +2,9 @@
 
     L_MLM = - sum_{i in M} log p(x_i | x with M masked)
 
-[CLS] text [SEP] of sentences that follow one another in a document, as many as fit max_length, without a separator
-between them, as Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1) have them; XLM alone
-puts one there. Another document is another sequence. Special tokens are never masked.
+A sequence is [CLS] text [SEP] with as many consecutive sentences of one document as fit max_length. No separator stands
+between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1), but unlike XLM.
+Special tokens are never masked.
 """
 
 from typing import Annotated, Any
@@ -21,26 +21,26 @@ from xscale.objectives.base import Losses, Objective, Parts, Prediction
 
 @dataclass(frozen=True, config=STRICT)
 class MaskedOptions:
-    """Fields that every masked objective has."""
+    """The fields shared by the masked objectives."""
 
     mask_prob: Fraction = 0.15
     """Fraction of the maskable tokens that is predicted."""
     whole_word: bool = False
-    """Choose words, then mask all their tokens."""
+    """Choose whole words and mask all their tokens."""
     language_embeddings: bool = False
     """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the sequences that are shown with the neutral embedding, token type 0, in the place of their languages':
-    so the model reads text without token types, and in other languages."""
+    """Share of the sequences that get the neutral embedding (token type 0) instead of their languages', so that the
+    model also learns to read text without token types and in other languages."""
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> StreamBatch:
-    """Samples are sentences that fill about one sequence."""
+    """Returns the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
     return mask(pack(samples, context), len(samples), options, context)
 
 
 def pack(samples: list[list[Example]], context: Context) -> Sequences:
-    """Sequences of running text: all of the samples' tokens."""
+    """Returns the sequences of running text that hold all tokens of the samples."""
     texts = [text for sample in samples for text in pack_sentences(sample, context.max_length)]
     return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
 

@@ -1,27 +1,27 @@
-"""PPA (Pan et al. 2021): contrast of whole sentences and TLM on the same pairs.
+"""PPA (Pan et al. 2021): a contrastive loss over whole sentences, and TLM, on the same pairs.
 
     h = x / ||x||;   z = W2 ReLU(W1 h)        x: the state of [CLS], or the mean of the sentence's  (2)
     L_MoCo = -log exp(z_q . z_k+ / tau) / sum over {k+} and the queue of exp(z_q . z_k / tau)       (3)
     L = L_MoCo + L_TLM                                                                              (4)
 
-A pair's sides are swapped with probability 1/2. The first side alone, `[CLS] s [SEP]`, goes through the query encoder,
-the second through the momentum encoder (1); TLM reads both in the same order, through the query encoder, without
-reset positions and language embeddings.
+A pair's sides are swapped with probability 1/2. The query encoder reads the first side alone, `[CLS] s [SEP]`, and the
+momentum encoder the second (1). TLM reads both in this order, through the query encoder, without reset positions and
+language embeddings.
 
-Decided, where the paper is silent: W1 and W2 have no biases, as (2) is written. z is L2-normalised as in MoCo
-(`normalize_z`). The queue is filled before the first step (`prefill`), is the same on every rank and holds keys of
-the global batch in global order; during an optimizer step it does not change, so rows do not matter. A key is no
-negative where its pair has a text in common with the anchor's: the same pair in an earlier epoch or the prefill, the
-same sentence elsewhere, another translation of it. It is left out of the sum (`own_keys`). The momentum update happens
-once per optimizer step, after it, and not after one that fp16 overflow skipped; keys of a skipped step go into the
-queue all the same, since the forward pass that made them was sound (those that are not finite as zeros). The key
-encoder runs with the query's dropout unless `momentum_eval`.
+Decided, where the paper is silent:
+- W1 and W2 have no biases, as (2) is written. z is L2-normalised, as in MoCo (`normalize_z`).
+- The queue is filled before the first step (`prefill`). It is the same on every rank, holds the keys of the global
+  batch in global order, and does not change during an optimizer step, so rows do not matter.
+- A key whose pair shares a text with the anchor's pair is no negative and is left out of the sum (`own_keys`): the same
+  pair in an earlier epoch or the warm-up, the same sentence elsewhere, another translation of it.
+- The momentum encoder is updated once after each optimizer step, but not after one that fp16 overflow skipped. The keys
+  of a skipped step still enter the queue (0 for those that are not finite), as its forward pass was sound.
+- The key encoder runs with the query's dropout unless `momentum_eval`.
 
-While the weights move fast, a pair's key is told from the queue's by being younger, and `contrastive_accuracy` is
-higher than among keys of one age, those of the step alone: `contrastive_accuracy_step`. Random weights learn nothing
-else where z hardly depends on the sentence, and `sentence_cosine`, the mean of two different sentences' keys of the
-step, is near 1. So it is with [CLS]: from these, start with `pooling: mean`, or `model.attention_gain: 1.0` without
-dropout.
+While the weights move fast, a pair's key is recognised by being younger than the queue's. `contrastive_accuracy` is
+then higher than `contrastive_accuracy_step`, which compares the keys of one step. From random weights nothing else is
+learnt if z hardly depends on the sentence: `sentence_cosine`, the mean cosine of two sentences' keys of a step, is near
+1. This happens with [CLS]; start with `pooling: mean`, or with `model.attention_gain: 1.0` and no dropout.
 
 Shape letters: B pairs of a row, N of the step, M masked tokens, S states, H hidden width, D width of z, K keys in the
 queue.
@@ -44,7 +44,7 @@ from xscale import rng
 from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
-from xscale.data.stream_batch import AuxiliaryInputs, Context, Reads, StreamBatch, masked_lm
+from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
 from xscale.objectives import tlm
@@ -57,15 +57,14 @@ class PpaOptions:
     temperature: PositiveFloat = 0.05
     """The temperature tau of the contrast."""
     pooling: Literal["cls", "mean"] = "cls"
-    """The sentence's vector: the state of [CLS] (the paper), or the mean over its tokens without special ones (footnote
-    1)."""
+    """Sentence vector: the state of [CLS] (the paper), or the mean over the ordinary tokens (its footnote 1)."""
     queue_size: Count = 32000
     """Size K of the queue, at least the stream's samples."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """Momentum m of the key encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """m rises over the run's steps, skipped ones too, from `momentum` to this, along half a cosine (as in BYOL, Grill
-    et al. 2020): a key encoder that must start fast ends slow; null: it stays."""
+    """Value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder starts
+    fast and ends slow; null: m stays."""
     projection: Count = 300
     """Width of z."""
     normalize_z: bool = True
@@ -98,7 +97,7 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """m after step 0, 1, ... of so many: after the first it is `momentum`, after the last `momentum_ramp`."""
+        """Returns m for the update after step 0, 1, ...: `momentum` after the first, `momentum_ramp` after the last."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -112,8 +111,8 @@ class PpaOptions:
 def check(options: PpaOptions, samples: int) -> str | None:
     if options.moco_weight and options.queue_size < samples:
         return (
-            f"queue_size: {options.queue_size} keys cannot hold the {samples} of one step; "
-            f"raise queue_size to {samples} or more, or lower samples"
+            f"queue_size: {options.queue_size} is below the {samples} samples of one step; raise queue_size to "
+            f"{samples} or more, or lower samples"
         )
     return None
 
@@ -124,13 +123,13 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
     lines, follows = [], 1 / max(1 - options.momentum, 1e-9)
     if steps < 3 * follows:
         lines.append(
-            f"momentum {options.momentum}: the key encoder follows the trained one in about {follows:,.0f} steps, and "
-            f"stays near its random start in a run of {steps:,}; 0.9 to 0.99 suit short runs"
+            f"momentum {options.momentum}: the key encoder needs about {follows:,.0f} steps to follow the trained one, "
+            f"and stays near its start in a run of {steps:,}; use 0.9 to 0.99 in short runs"
         )
     if options.queue_size > records:
         lines.append(
-            f"queue_size {options.queue_size:,} exceeds the {records:,} records that it draws from: most keys are of "
-            f"pairs that are contrasted with them more than once; a smaller queue_size does as well"
+            f"queue_size {options.queue_size:,} exceeds the stream's {records:,} records, so most pairs meet the same "
+            f"negatives again; a smaller queue_size is as good"
         )
     return lines
 
@@ -139,9 +138,10 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
 
 
 def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
-    """Samples are single pairs. The sequences of TLM, then those of the query view; the key view is read beside.
+    """Returns the batch of samples, each of which is a single pair: TLM's sequences, then the query views.
 
-    States: "masked" [M]; "query" [B], a vector of each view. `number` [B]: the pairs' places in the global batch.
+    The auxiliary inputs are the key views. The states are "masked" [M] and "query" [B], one for each view. `number` [B]
+    is the pair's position in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
@@ -164,7 +164,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
 
 
 def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: Context) -> StreamBatch:
-    """TLM, or MLM on each side alone, under the name of `word_term`."""
+    """Returns the batch of the term `word_term`: TLM, or MLM on each side alone."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
         # A sequence takes its pair's identity; the two of a pair must not be masked at the same places.
@@ -190,21 +190,23 @@ _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
 def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
-    """`[CLS] s [SEP]` for each (pair, number of its text)."""
+    """Returns the sequence `[CLS] s [SEP]` of each (pair, number of its text)."""
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
-def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> Reads:
-    """A vector of each, of which only the direction counts: a sum does as well as a mean. before: tokens of the piece
-    that stand before the views."""
+def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> StateIndices:
+    """Returns the tokens that each view's vector sums. A sum does for the mean, as only the direction counts.
+
+    before: number of tokens of the stream batch that precede the views.
+    """
     if options.pooling == "cls":
-        return Reads(views.starts + before)
+        return StateIndices(views.starts + before)
     special = (views.offsets == 0) | (views.offsets == np.repeat(views.lengths, views.lengths) - 1)
-    return Reads(np.flatnonzero(~special) + before, views.lengths - 2)
+    return StateIndices(np.flatnonzero(~special) + before, views.lengths - 2)
 
 
 def text_numbers(views: Sequences) -> np.ndarray:
-    """A number of each, the same for the same tokens, int64 [B]."""
+    """Returns a hash of each view's tokens, int64 [B]."""
     of_tokens = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
     return np.add.reduceat(of_tokens, views.starts).view(np.int64) if len(views.starts) else views.starts
 
@@ -213,7 +215,7 @@ def text_numbers(views: Sequences) -> np.ndarray:
 
 
 class Projection(nn.Module):
-    """z = W2 ReLU(W1 h) of h = x / ||x||."""
+    """The projection z = W2 ReLU(W1 h) with h = x / ||x||."""
 
     def __init__(self, hidden: int, width: int, normalize: bool):
         super().__init__()
@@ -222,7 +224,7 @@ class Projection(nn.Module):
         self.normalize = normalize
 
     def forward(self, x_BH: Tensor) -> Tensor:
-        """z [B, D], fp32 whatever the type of the hidden states and the weights."""
+        """Returns z [B, D], in fp32 or wider."""
         h_BH = F.normalize(_wide(x_BH), dim=-1)
         z_BD = _wide(self.w2(F.relu(self.w1(h_BH.to(x_BH.dtype)))))
         return F.normalize(z_BD, dim=-1) if self.normalize else z_BD
@@ -233,7 +235,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Moco:
-    """The key encoder and the queue, between steps (base.HasQueue)."""
+    """The auxiliary state of PPA: the key encoder and the queue."""
 
     def __init__(self, encoder: Encoder, projection: nn.Module, options: PpaOptions):
         self.options = options
@@ -241,16 +243,16 @@ class Moco:
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
-        """Optimizer steps done, and those of the run, which the step's module says."""
+        """Number of optimizer steps done, and of the whole run, which the step's module sets."""
         self.counts: list[int] | None = None
-        """Keys of each rank in the step under way."""
+        """Number of keys of each rank in the current step."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
-        """Gives the keys of the step under way [N, D], and their texts [N, 2]."""
+        """Returns the keys of the current step [N, D] and their text hashes [N, 2]."""
         self._batch = GlobalBatch()
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """z_k of the key view of each pair [B, D], which go into the queue after the optimizer step."""
+        """Returns z_k of each pair's key view [B, D]; in training they enter the queue after the optimizer step."""
         self.queue.to(tokens.input_ids.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(tokens), *index))
@@ -281,11 +283,11 @@ class Moco:
         return self.queue.filled
 
     def state_dict(self) -> dict[str, Any]:
-        assert not self._batch and not self.of_step, "the state is that between two steps"
+        assert not self._batch and not self.of_step, "the state is saved between two steps"
         return {"momentum": self.momentum.state_dict(), "queue": self.queue.state_dict(), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batch.clear()  # of a step that came to no end
+        self._batch.clear()  # keys of an unfinished step
         self.of_step = None
         self.momentum.load_state_dict(state["momentum"])
         self.queue.load_state_dict(state["queue"])
@@ -307,8 +309,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Sums over pairs: L_MoCo; pairs whose translation is nearer than all negatives, mean age of the queue, and keys in
-    it that are the pair's own; and of the step's keys, where these are gathered."""
+    """Returns L_MoCo and its metrics, summed over pairs; those of the step's keys only if the keys are gathered."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -325,23 +326,23 @@ def contrast(
 
 
 TIE = 1e-6
-"""Of a product, what rounding may make of it: where all vectors are one, no translation is nearer than the others."""
+"""Relative rounding error of a product. Keys within it are no nearer than others, as when all vectors are equal."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
-    """Which positives are above all negatives [B]."""
+    """Returns whether each positive is above all its negatives [B]."""
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 
 def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
-    """Which pairs have a text in common [B, K]."""
+    """Returns whether each pair and each key have a text in common [B, K]."""
     both = [a_B[:, None] == b_K for a_B in texts_B2.T for b_K in texts_K2.T]
     return both[0] | both[1] | both[2] | both[3]
 
 
 def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs: those whose translation is nearer than every other sentence of the step; the mean cosine of the
-    key with those of the N - 1 other pairs, which takes only the sum of all."""
+    """Returns two sums over pairs: the number whose translation is nearer than every other sentence of the step, and
+    the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
     others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)
     right = nearer((zq_BD * zk_BD).sum(-1, keepdim=True), others_BN).sum()
     of_all_D = F.normalize(keys_ND, dim=-1).sum(0)

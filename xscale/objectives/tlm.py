@@ -14,7 +14,7 @@ from xscale.objectives.base import Objective
 @dataclass(frozen=True, config=STRICT)
 class TlmOptions(mlm.MaskedOptions):
     reset_positions: bool = False
-    """The second sentence's positions start again at 0 (XLM)."""
+    """Restart the positions at 0 in the second sentence (XLM)."""
     shuffle_sides: bool = False
     """Swap the two sentences of a pair with probability 1/2 (PPA)."""
 
@@ -23,7 +23,7 @@ _SWAP = rng.key("tlm", "swap")
 
 
 def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
-    """Samples are single pairs."""
+    """Returns the masked sequences of samples, each of which is a single pair."""
     pairs, too_long = context.fit_pairs(samples)
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
@@ -39,7 +39,7 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: Context)
 
 
 def swapped(pairs: list[Example]) -> np.ndarray:
-    """Which pairs begin with their second sentence: each with probability 1/2."""
+    """Returns whether each pair starts with its second sentence, which has probability 1/2 [B]."""
     identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
     return rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
 

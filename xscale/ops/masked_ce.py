@@ -19,7 +19,8 @@ ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
 that takes a GPU as long as the product. A block's fp32 probabilities should stay in a CPU's cache."""
 
 FP16_SCALE = 4096.0
-"""Of the logits' gradients in fp16, taken off in fp32: they stay apart from 0 down to 2e-11, and finite up to 16."""
+"""Gradients of logits in fp16 are multiplied by this factor, and divided by it in fp32. So a gradient of 2e-11 is
+not 0, and one of 16 is finite."""
 
 
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
@@ -62,7 +63,7 @@ class _Options(NamedTuple):
     z_loss: float
     largest: float
     dtype: torch.dtype
-    """Of products and logits."""
+    """The type of the products and the logits."""
     grad_enabled: bool
 
 
@@ -171,7 +172,7 @@ def _kernel(features_MH: Tensor) -> Any:
 def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """As masked_ce_triton.losses_, of logits with the bias in them, a block of rows at a time."""
+    """Computes what masked_ce_triton.losses_ does, a block of rows at a time. The logits include the bias."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

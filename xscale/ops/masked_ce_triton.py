@@ -20,7 +20,7 @@ def losses_(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """Of each row of logits + bias the loss, fp32, and whether the label is the (first) best.
+    """Returns, for each row of logits + bias, the loss in fp32 and whether the label is the (first) best.
 
     Puts factor * d loss / d logits in the place of the logits, unless the factors (fp32) are None. A row's stride is a
     multiple of `ALIGNED`; what lies between rows may be anything, and is overwritten.
@@ -102,7 +102,7 @@ def softmax_losses(
 
 @triton.jit
 def _load(logits, bias, column, stride, V, BIAS: tl.constexpr):
-    """In fp32; -inf beyond the vocabulary."""
+    """Loads a logit in fp32; columns beyond the vocabulary are -inf."""
     x = tl.load(logits + column, mask=column < stride, other=0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + column, mask=column < stride, other=0).to(tl.float32)

@@ -17,12 +17,11 @@ from pathlib import Path
 from xscale import files
 from xscale.errors import UserError, print_anything, report_environment_error
 from xscale.report import tables
-from xscale.report.contents import Contents
 from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
 
 SIDE_BY_SIDE = 3
-"""Runs in a table of the console."""
+"""A table of the console has at most this many runs."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,21 +53,20 @@ def report(args: argparse.Namespace) -> None:
         print_runs(runs)
         return
     from xscale.report.draw import Pictures  # matplotlib, which the console does without
-    from xscale.report.page import page
+    from xscale.report.page import model_sections, page
 
-    contents = Contents(runs, scores)
+    pictures, of_models = Pictures(args.png), []
     if args.models:
         from xscale.plugins import load_plugins
-        from xscale.report.models import model_parts
 
         load_plugins(args.plugin)
-        contents = Contents(runs, scores, *model_parts(args.models, args.pairs))
-    files.write_text(args.out, page(contents, Pictures(args.png)))
+        of_models = model_sections(args.models, args.pairs, pictures)
+    files.write_text(args.out, page(runs, scores, pictures, of_models))
     print(args.out)
 
 
 def check(args: argparse.Namespace) -> None:
-    """Before the work. Raises UserError."""
+    """Raises UserError for arguments that do not go together, before the work."""
     if not (args.runs or args.scores or args.models):
         raise UserError("nothing to report: give the directories of runs, --scores FILE.json, or --models HF_DIR")
     if bool(args.models) != bool(args.pairs):
@@ -80,21 +78,21 @@ def check(args: argparse.Namespace) -> None:
     if args.out.is_dir():
         raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'report.html'}")
     files.check_writable(args.out)
-    absent = [name for name in ("matplotlib", "scipy", "sklearn") if importlib.util.find_spec(name) is None]
+    absent = [name for name in ("jinja2", "matplotlib", "scipy", "sklearn") if importlib.util.find_spec(name) is None]
     if absent:
         raise UserError(f"a page needs {', '.join(absent)}: pip install 'xscale[eval]'")
 
 
 def print_runs(runs: list[Run]) -> None:
     parts = [runs[start : start + SIDE_BY_SIDE] for start in range(0, len(runs), SIDE_BY_SIDE)]
-    for title, table in (
-        ("", tables.run_table(runs)),
-        ("fields of the recipes that differ", tables.differing(runs)),
-        *(("last and best values", tables.summary(part)) for part in parts),
-        ("evaluations that failed", tables.failed_evals(runs)),
+    for table in (
+        tables.run_table(runs),
+        tables.differing(runs),
+        *map(tables.summary, parts),
+        tables.failed_evals(runs),
     ):
         if table.rows:
-            print(f"\n{title}" if title else "", end="\n" if title else "")
+            print(f"\n{table.title}\n" if table.title else "", end="")
             print_table(table)
 
 
@@ -109,7 +107,7 @@ def print_table(table: Table) -> None:
             names.append(name.ljust(width))
             first += span
         print("  ".join(names).rstrip())
-    numeric = [all(tables.is_number(row[n]) for row in table.rows) for n in range(len(widths))]
+    numeric = [tables.is_numeric(column) for column in zip(*table.rows, strict=True)]
     for row in cells:
         aligned = (
             cell.rjust(w) if right else cell.ljust(w) for cell, w, right in zip(row, widths, numeric, strict=True)

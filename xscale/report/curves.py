@@ -1,201 +1,200 @@
-"""Which curves a page shows, and which of them share a chart.
-
-A metric is QUANTITY, QUANTITY/STREAM, QUANTITY/STREAM.TERM or QUANTITY/STREAM/LANGUAGE. Of one run, what is comparable
-shares a chart: a stream's terms, its languages, the streams' accuracies. Of several runs, each metric is a chart, and
-each run a line.
-"""
+"""The charts of a page: their sections and titles, and the curves that share one."""
 
 import math
 import re
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from typing import NamedTuple
 
-import numpy as np
+import pandas as pd
 
-from xscale.report.read import Curve, Run, Scores
+from xscale.metric_keys import MetricKey, direction
+from xscale.report.read import Run, Scores
 
-MOST_LINES = 8
-"""In a chart; where there are more, several charts with the same range share them."""
+LOSSES, LANGUAGES, OTHER = "Losses", "Languages", "Other metrics"
 SECTIONS = {
-    "Loss": ("loss",),
-    "Alignment score": ("alignment", "alignment_trained"),
-    "Predictions": (
-        "accuracy",
-        "bilingual_accuracy",
-        "contrastive_accuracy",
-        "contrastive_accuracy_step",
-        "dictionary_cosine",
-        "bilingual_coverage",
+    LOSSES: {"loss": "Loss, nats"},
+    LANGUAGES: {},
+    "Alignment score": dict.fromkeys(
+        ("alignment", "alignment_trained"), "Words whose nearest neighbour is a translation, share"
     ),
-    "Queue of keys": ("queue_age", "own_keys", "sentence_cosine"),
-    "Optimizer, scale and skipped steps": ("lr", "grad_norm", "loss_scale", "skipped"),
-    "Throughput": (
-        *("tokens_per_s", "samples_per_s", "step_s", "data_wait_s", "mfu", "mem_gb"),
-        *("slowest_ratio", "slowest_rank", "save_blocked_s", "save_write_s"),
-    ),
-    "Data": ("count", "tokens", "samples", "too_long", "bilingual_links"),
+    "Predictions": {
+        "accuracy": "Right predictions, share",
+        "bilingual_accuracy": "Right predictions from linked tokens, share",
+        "contrastive_accuracy": "Translations found among all keys, share",
+        "contrastive_accuracy_step": "Translations found among the step's keys, share",
+        "dictionary_cosine": "Cosine of dictionary entries",
+        "dictionary_share": "Selected tokens shown as a translation, share",
+        "bilingual_coverage": "Targets with linked tokens, share",
+    },
+    "Queue of keys": {
+        "queue_age": "Mean age of the queue's keys, steps",
+        "own_keys": "Queue's keys of the same sentence, a query",
+        "sentence_cosine": "Mean cosine of different sentences",
+    },
+    "Optimizer": {
+        "lr": "Learning rate",
+        "grad_norm": "Gradient norm",
+        "loss_scale": "Loss scale",
+        "skipped": "Skipped steps so far",
+    },
+    "Throughput": {
+        "tokens_per_s": "Tokens per second",
+        "samples_per_s": "Samples per second",
+        "step_s": "Duration of a step, s",
+        "data_wait_s": "Waiting for data in a step, s",
+        "mfu": "Share of the GPU's peak FLOPs",
+        "mem_gb": "Peak memory, GB",
+        "slowest_ratio": "Slowest rank's time over the median rank's",
+        "slowest_rank": "Slowest rank, number",
+        "save_blocked_s": "Training waits for a save, s",
+        "save_write_s": "Writing a save, s",
+    },
+    "Data": {
+        "count": "Predictions in a step",
+        "tokens": "Tokens in a step",
+        "samples": "Samples in a step",
+        "too_long": "Pairs that are too long, share",
+        "bilingual_links": "Links of a linked target, mean",
+    },
+    OTHER: {},
 }
-"""Quantities of metrics.jsonl; what is by language has a section of its own, and what is named nowhere here too."""
-BY_LANGUAGE, OTHER, EVALS = "By language", "Other metrics", "Evaluations while training"
+"""Sections in the order of the page, with the words of their metrics; a metric that is not named is in the last one."""
+HAVE_DIRECTION = (LOSSES, LANGUAGES, "Alignment score", "Predictions")
+EVALUATIONS = {
+    "heldout loss": "Held-out loss, nats",
+    "heldout accuracy": "Right predictions on held-out text, share",
+    "retrieval accuracy": "Translations found by retrieval, share",
+    "retrieval →": "Translations found by retrieval from the first language to the second, share",
+    "retrieval ←": "Translations found by retrieval from the second language to the first, share",
+    "alignment →": "Words aligned from the first language to the second, share",
+    "alignment ←": "Words aligned from the second language to the first, share",
+    "aer aer": "Alignment error rate, share",
+}
+"""The words for some numbers of evaluations, by task and number; another number has the words of its file."""
 RARE = ("skipped", "too_long")
-"""Left out where they are 0 throughout."""
+"""These metrics are left out where they are 0 throughout."""
 LOGARITHMIC = ("grad_norm", "loss_scale")
-WHOLE = ("sum", "all")
-"""Labels of what is a stream's, or the step's, as a whole."""
-TOGETHER = {"alignment_trained": "alignment"}
-SHOWN_BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
+BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 
 
-@dataclass(frozen=True)
-class Line:
-    label: str
-    curve: Curve
-    look: int
-    """Number of its colour, dashes and marker."""
-
-
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     title: str
-    lines: list[Line]
-    logarithmic: bool = False
+    lines: dict[str, list[pd.Series | None]]
+    """By label, such as a language, a curve for each of `names`; None: it has no such curve."""
+    names: list[str]
+    """The labels of the runs, or of the models."""
+    better: int = 0
+    """The direction of better numbers, 1 or -1; 0: neither."""
     x: str = "step"
-    bottom: float = math.nan
-    top: float = math.nan
-    """Range that it shares with others; NaN: its own."""
+    logarithmic: bool = False
 
 
 def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
-    """By title, in the order of the page."""
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
-    found: dict[str, list[Chart]] = {title: [] for title in ("Loss", BY_LANGUAGE, *SECTIONS, OTHER)}
-    groups: dict[tuple[str, str], list[Line]] = {}
-    for name in names:
-        if name.split("/")[0] in RARE and not any(
-            np.nansum(run.metrics[name].values) for run in runs if name in run.metrics
-        ):
+    """The charts of metrics.jsonl by section, in the order of the page."""
+    found: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
+    for text in dict.fromkeys(name for run in runs for name in run.metrics):
+        key, curves = MetricKey.parse(text), [run.metrics.get(text) for run in runs]
+        rare = key.name in RARE and not any((curve > 0).any() for curve in curves if curve is not None)
+        if rare or text == "loss" or is_empty(curves):  # the summary has the loss
             continue
-        for look, run in enumerate(runs):
-            if name in run.metrics:
-                title, own = (name, run.label) if len(runs) > 1 else place(name)
-                curve = run.metrics[name]
-                if name == "skipped":
-                    title, curve = "skipped steps, counted", Curve(curve.steps, np.nancumsum(curve.values))
-                of_chart = groups.setdefault((section(name), title), [])
-                of_chart.append(Line(own, curve, look if len(runs) > 1 else len(of_chart)))
-    for (where, title), lines in groups.items():
-        if len(lines) == 1 and lines[0].label in WHOLE:
-            lines = [replace(lines[0], label="")]
-        found[where] += charts(title, lines, title.split("/")[0] in LOGARITHMIC)
-    return {title: of_section for title, of_section in found.items() if of_section}
+        if key.name == "skipped":
+            curves = [None if curve is None else curve.cumsum() for curve in curves]
+        section, title, label = place(key)
+        better = direction(key.name) if section in HAVE_DIRECTION else 0
+        new = Chart(described(title, better), {}, [run.label for run in runs], better, "step", key.name in LOGARITHMIC)
+        found[section].setdefault(title, new).lines[label] = curves
+    return {section: list(charts.values()) for section, charts in found.items() if charts}
 
 
-def section(name: str) -> str:
-    if name.count("/") == 2:
-        return BY_LANGUAGE
-    quantity = name.split("/")[0]
-    return next((title for title, quantities in SECTIONS.items() if quantity in quantities), OTHER)
+def section_of(key: MetricKey) -> str:
+    return LANGUAGES if key.language else next((title for title in SECTIONS if key.name in SECTIONS[title]), OTHER)
 
 
-def place(name: str) -> tuple[str, str]:
-    """The chart of a single run's metric, and the line's label there."""
-    quantity, stream, language = (*name.split("/", 2), "", "")[:3]
-    if language:
-        return f"{quantity}/{stream} by language", language
-    if quantity == "loss" and stream:
-        stream, _, term = stream.partition(".")
-        return f"loss/{stream}", term or WHOLE[0]
-    if quantity in TOGETHER:
-        return TOGETHER[quantity], f"{stream} trained"
-    return quantity, stream or WHOLE[1]
+def place(key: MetricKey) -> tuple[str, str, str]:
+    """A metric's section, the title of its chart, and its label there."""
+    words, _, unit = (SECTIONS[section_of(key._replace(language=""))].get(key.name) or key.name).partition(", ")
+    stream, unit = f"{key.stream}.{key.term}" if key.term else key.stream, f", {unit}" if unit else ""
+    if key.language:
+        section = LANGUAGES if direction(key.name) else section_of(key._replace(language=""))
+        return section, f"{words} of {stream} by language{unit}", key.language
+    if key.name == "loss" and key.stream:
+        return LOSSES, f"{words} of {key.stream}{unit}", key.term or "sum"
+    if key.name == "alignment_trained":
+        stream += " trained"
+    return section_of(key), f"{words}{unit}", stream or "all"
 
 
-def charts(title: str, lines: list[Line], logarithmic: bool = False, x: str = "step") -> list[Chart]:
-    """The lines that have a number, MOST_LINES in a chart."""
-    lines = [line for line in lines if len(line.curve.finite.steps)]
-    if len(lines) <= MOST_LINES:
-        return [Chart(title, lines, logarithmic, x)] if lines else []
-    values = np.concatenate([line.curve.finite.values for line in lines])
-    limits, parts = (float(values.min()), float(values.max())), math.ceil(len(lines) / MOST_LINES)
-    return [
-        Chart(f"{title} ({n + 1} of {parts})", lines[n * MOST_LINES : (n + 1) * MOST_LINES], logarithmic, x, *limits)
-        for n in range(parts)
-    ]
+def described(title: str, better: int) -> str:
+    return title + {0: "", 1: " (higher is better)", -1: " (lower is better)"}[better]
 
 
 def eval_charts(runs: list[Run]) -> list[Chart]:
-    """Of one run a chart for each task's metric, its rows as lines; of several for each row too. Sizes of the data,
-    whole numbers that never change, are left out."""
-    groups: dict[str, list[Line]] = {}
-    for look, run in enumerate(runs):
-        for (task, row, metric), curve in run.evals.items():
-            title, own = (f"{task} {metric}", row) if len(runs) == 1 else (f"{task} {metric}, {row}", run.label)
-            of_chart = groups.setdefault(title, [])
-            of_chart.append(Line(own, curve, look if len(runs) > 1 else len(of_chart)))
-    return [
-        chart
-        for title, lines in groups.items()
-        if not is_size([line.curve for line in lines])
-        for chart in charts(title, lines)
-    ]
+    """A chart for each number of a task, with its rows as lines. The sizes of the data are left out."""
+    groups: dict[str, Chart] = {}
+    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
+        stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
+        title = eval_title(task, column(row, name), f" of {stream} by language" if language else "")
+        new = Chart(described(title, direction(name)), {}, [run.label for run in runs], direction(name))
+        groups.setdefault(title, new).lines[language or row] = [run.evals.get((task, row, name)) for run in runs]
+    return [chart for chart in groups.values() if not is_size([c for curves in chart.lines.values() for c in curves])]
 
 
-def is_size(curves: list[Curve]) -> bool:
-    """Whether the numbers tell how large the data are, which are the same each time."""
-    values = [np.unique(curve.finite.values) for curve in curves]
-    return all(len(own) == 1 and own[0] == round(own[0]) and own[0] > 1 for own in values if len(own))
+def eval_title(task: str, number: str, whose: str = "") -> str:
+    """An evaluation's number in words, such as `Held-out loss of mlm, nats`."""
+    words, comma, unit = EVALUATIONS.get(f"{task} {number}", f"{task}: {number}").partition(", ")
+    return f"{words}{whose}{comma}{unit}"
+
+
+def column(row: str, name: str) -> str:
+    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
+    pair, *rest = name.split(" ", 1)
+    first, arrow, second = pair.partition("->")
+    arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
+    return " ".join([arrows.get(row.split(" ")[0], pair), *rest])
+
+
+def is_empty(curves: list[pd.Series | None]) -> bool:
+    return not any(curve is not None and curve.notna().any() for curve in curves)
+
+
+def is_size(curves: list[pd.Series | None]) -> bool:
+    """Whether the numbers are whole and the same at each step, like the number of sentences."""
+    known = [curve.dropna().unique() for curve in curves if curve is not None]
+    return all(len(values) == 1 and values[0] == round(values[0]) and values[0] > 1 for values in known if len(values))
 
 
 def layer_charts(scores: list[Scores]) -> list[Chart]:
-    """Of each task that was measured by layer: rows `NAME layer N`."""
-    groups: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for model in scores:
+    """A chart for each task that was measured by layer, in rows `NAME layer N`."""
+    found: dict[str, dict[str, list[dict[int, float]]]] = defaultdict(lambda: defaultdict(lambda: [{} for _ in scores]))
+    for number, model in enumerate(scores):
         for task, rows in model.results.items():
             for row, numbers in rows.items():
-                found = re.fullmatch(r"(.*?) ?layer (\d+) ?(.*)", row)
-                for metric in SHOWN_BY_LAYER if found else ():
-                    if metric in numbers:
-                        name = f"{found[1]} {found[3]}".strip() if found else ""
-                        title = f"{task} {metric} by layer" + (f", {name}" if len(scores) > 1 else "")
-                        line = groups.setdefault(title, {}).setdefault(model.label if len(scores) > 1 else name, [])
-                        line.append((int(found[2]) if found else 0, numbers[metric]))
+                layer = re.fullmatch(r"(.*?) ?layer (\d+) ?(.*)", row)
+                for name in BY_LAYER if layer else ():
+                    if layer and name in numbers:
+                        label = f"{layer[1]} {layer[3]}".strip()
+                        found[f"{task}: {name} by layer"][label][number][int(layer[2])] = numbers[name]
+    names = [model.label for model in scores]
     return [
-        chart
-        for title, lines in groups.items()
-        for chart in charts(title, [Line(label, layers(lines[label]), n) for n, label in enumerate(lines)], x="layer")
+        Chart(
+            title,
+            {label: [pd.Series(p, dtype=float).sort_index() for p in of] for label, of in lines.items()},
+            names,
+            x="layer",
+        )
+        for title, lines in found.items()
     ]
 
 
-def layers(points: list[tuple[int, float]]) -> Curve:
-    points = sorted(points)
-    return Curve(np.array([n for n, _ in points]), np.array([value for _, value in points], dtype=float))
+def last_tenth(curve: pd.Series) -> pd.Series:
+    return curve.iloc[-math.ceil(len(curve) / 10) :]
 
 
-@dataclass(frozen=True)
-class Thinned:
-    """At most one point for each column of a chart: the mean of a range of steps, and the least and largest of it."""
-
-    steps: np.ndarray
-    means: np.ndarray
-    least: np.ndarray
-    largest: np.ndarray
-
-
-def thin(curve: Curve, columns: int) -> Thinned | None:
-    """None where there are so few steps that each has its own point. Steps without a number count for none; a column
-    of nothing else has NaN."""
-    if len(curve.steps) <= columns:
-        return None
-    first, last = curve.steps[0], curve.steps[-1]
-    column = ((curve.steps - first) * columns // max(last - first + 1, 1)).astype(np.int64)
-    starts = np.flatnonzero(np.diff(column, prepend=-1))
-    counts = np.diff(starts, append=len(column))
-    known = np.isfinite(curve.values)
-    sums = np.add.reduceat(np.where(known, curve.values, 0.0), starts)
-    numbers = np.add.reduceat(known.astype(float), starts)
-    numbers[numbers == 0] = np.nan
-    return Thinned(
-        np.add.reduceat(curve.steps.astype(float), starts) / counts,
-        sums / numbers,
-        np.fmin.reduceat(np.where(known, curve.values, np.nan), starts),
-        np.fmax.reduceat(np.where(known, curve.values, np.nan), starts),
-    )
+def thin(curve: pd.Series, columns: int) -> pd.DataFrame:
+    """The mean, least and largest number of each of `columns` equal ranges of steps, at the range's mean step. A curve
+    with fewer steps keeps each of them. Steps without a number count for none."""
+    if len(curve) <= columns:
+        return pd.DataFrame({"mean": curve, "min": curve, "max": curve})
+    steps = curve.index - curve.index[0]
+    groups = pd.DataFrame({"step": curve.index, "value": curve.to_numpy()}).groupby(steps * columns // (steps[-1] + 1))
+    return groups["value"].agg(["mean", "min", "max"]).set_index(pd.Index(groups["step"].mean()))

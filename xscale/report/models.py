@@ -1,35 +1,191 @@
-"""What a page shows of models themselves: linked words among their embeddings, and examples of what they predict."""
+"""Two views of a model: linked words among its input embeddings (Yang et al. 2021, figure 2), and the tokens that it
+puts in the place of masked ones."""
 
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xscale import rng
+from xscale.data import links
+from xscale.data import words as words_of
+from xscale.data.link_projection import parse
+from xscale.data.packed_row import pack_row
+from xscale.data.sequences import Example
 from xscale.data.shards import Source, find_sources
+from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.model import Exported
-from xscale.report import words
-from xscale.report.contents import Shown, WordPairs
-from xscale.report.examples import examples
+from xscale.models.build import positions
+from xscale.objectives import OBJECTIVES, Parts, alignlm
+from xscale.ops.alignment_gather import alignment_gather
 from xscale.report.read import short_names
+from xscale.step.step import to_device
 
-FEWEST = 3
-"""Pairs of words below which there is nothing to see."""
+FEWEST_WORDS, MOST_WORDS = 3, 20
+"""Pairs of words in a picture."""
+READ, CHUNK = 20_000, 1000
+"""Words are counted in at most this many records of a source, read in chunks."""
+STOP = 50
+"""A language's most frequent words stand for its stop words and are not shown."""
+PAIRS, SEARCHED, MOST_MASKED, GUESSES = 4, 400, 8, 3
+"""Pairs of sentences that are shown, records among which they are looked for, their masked tokens and guesses."""
+LENGTHS = range(12, 60)
+"""Pairs with this many tokens come first."""
+OBJECTIVE = OBJECTIVES["alignlm"]
+Guesses = list[tuple[str, float]]
+"""Tokens and their probabilities, the likeliest first."""
 
 
-def model_parts(paths: list[Path], pairs: list[Path]) -> tuple[list[WordPairs], dict[str, list[Shown]]]:
-    """Of all models the linked words, of the last one examples; for each source of pairs. Raises UserError."""
+class Masked(NamedTuple):
+    token: str
+    place: int
+    linked: list[str]
+    mono: Guesses
+    bi: Guesses
+    """The guesses of AlignLM's bilingual head; none for a token without links or a model without this head."""
+
+
+def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], list[Source]]:
+    """The models by name, and the sources of sentence pairs. Raises UserError."""
     sources = [source for source in find_sources(pairs) if source.kind == "pair"]
     if not sources:
         raise UserError(f"--pairs: no sentence pairs in {', '.join(map(str, pairs))}; give shards with word links")
     paths = list(dict.fromkeys(paths))
-    models = dict(zip(short_names(paths), map(Exported, paths), strict=True))
-    last, model = list(models.items())[-1]
-    return (
-        [placed for source in sources if (placed := linked_words(models, source))],
-        {f"{last}, {source.name}": examples(model, source) for source in sources if not model.headless},
-    )
+    return dict(zip(short_names(paths), map(Exported, paths), strict=True)), sources
 
 
-def linked_words(models: dict[str, Exported], source: Source) -> WordPairs | None:
-    found = words.frequent_pairs(source)
-    if len(found) < FEWEST:
-        return None
-    return WordPairs(source.name, found, {name: words.place(model, found) for name, model in models.items()})
+def frequent_pairs(source: Source) -> list[tuple[str, str]]:
+    """The words most often linked with one another, each word once. Raises UserError where no record has links."""
+    linked: Counter[tuple[str, str]] = Counter()
+    counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    has_links = False
+    for places in np.array_split(np.arange(min(source.records, READ)), -(-READ // CHUNK)):
+        records = [source.with_words(source.read(*place)) for place in source.places(places)]
+        split = words_of.split([text for record in records for text in record.texts])
+        for record, first, second in zip(records, split[::2], split[1::2], strict=True):
+            has_links |= record.links is not None
+            for (words, is_word), counter in zip((first, second), counts, strict=True):
+                counter.update(word for word, kept in zip(words, is_word.tolist(), strict=True) if kept)
+            for a, b in parse(record.links or "", (len(first[0]), len(second[0]))):
+                if first[1][a] and second[1][b]:
+                    linked[first[0][a], second[0][b]] += 1
+    if not has_links:
+        raise UserError(
+            f"{source.directory} has no word links; write it again by write_shards pairs --align or --links"
+        )
+    left_out = [{word for word, _ in counter.most_common(STOP)} for counter in counts]
+    pairs: list[tuple[str, str]] = []
+    for (first_word, second_word), _ in linked.most_common():
+        if len(pairs) < MOST_WORDS and first_word not in left_out[0] and second_word not in left_out[1]:
+            pairs.append((first_word, second_word))
+            left_out[0].add(first_word)
+            left_out[1].add(second_word)
+    return pairs
+
+
+def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
+    """The words' places in the plane by t-SNE [pairs, 2, 2], the mean cosine of a pair, and how many first words have
+    their own second word as the nearest. A word is the sum of its tokens' embeddings, of which direction alone counts.
+    """
+    from sklearn.manifold import TSNE
+
+    ids = model.tokenizer.encode_inside([word for side in zip(*pairs, strict=True) for word in side])
+    table = model.encoder.embeddings.detach().float().cpu()
+    vectors = torch.stack([table[torch.tensor(of_word, dtype=torch.int64)].sum(0) for of_word in ids])
+    first, second = F.normalize(vectors, dim=-1).chunk(2)
+    cosines = first @ second.T
+    flat = TSNE(perplexity=min(15.0, (len(ids) - 1) / 3), metric="cosine", init="pca", random_state=0)
+    places = flat.fit_transform(vectors.numpy()).reshape(2, len(pairs), 2).transpose(1, 0, 2)
+    nearest = int((cosines.argmax(1) == torch.arange(len(pairs))).sum())
+    return places, float(cosines.diagonal().mean()), nearest
+
+
+def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Masked]]]:
+    """Pairs, each with its tokens and those that are masked. The heads are those of the model's first stream of
+    AlignLM; without one, the masked-LM head alone guesses."""
+    kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
+    options = replace(kept.options(alignlm.AlignLMOptions) if kept else alignlm.AlignLMOptions(), shuffle_sides=False)
+    heads = alignlm.Heads(model.encoder, options)
+    if kept:
+        heads.load_state_dict(kept.weights)
+    parts = Parts(model.encoder, heads.eval().to(model.device))
+    longest = positions(model.encoder.lm.config)
+    context = Context(model.tokenizer, longest, "drop", model.language_ids(source), segments=model.segments)
+    shown = (masked_tokens(parts, pair, options, context, bool(kept)) for pair in pairs_of(model, source))
+    return list(islice((of_pair for of_pair in shown if of_pair[1]), PAIRS))
+
+
+def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
+    numbers = np.unique(np.linspace(0, source.records - 1, min(source.records, SEARCHED)).astype(np.int64))
+    records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
+    ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
+    identities = rng.hash64(rng.key("examples"), numbers)
+    pairs = [
+        Example(record.langs, (a, b), (of_a, of_b), identity, key=record.key, links=record.links or "")
+        for record, a, b, of_a, of_b, identity in zip(
+            records, ids[::2], ids[1::2], words[::2], words[1::2], identities, strict=True
+        )
+    ]
+    pairs.sort(key=lambda pair: sum(map(len, pair.ids)) not in LENGTHS)
+    yield from pairs
+
+
+@torch.inference_mode()
+def masked_tokens(
+    parts: Parts, pair: Example, options: alignlm.AlignLMOptions, context: Context, has_heads: bool
+) -> tuple[list[str], list[Masked]]:
+    """The unmasked tokens of both texts and of the special ones around them, and those that are masked."""
+    batch = OBJECTIVE.collate([[pair]], options, context)
+    if not batch.samples:
+        return [], []
+    masked = batch.reads["masked"].places
+    ids = batch.sequences.ids.copy()
+    ids[masked] = batch.labels["mono"]
+    tokens = [text_of(token, context) for token in ids.tolist()]
+    words = links.read_links([pair])
+    of_words = links.word_tokens([pair], [[0, 1]], batch.sequences, words.first, options.expand)
+    of_tokens = links.token_links(words.links, of_words)
+    linked, partners = links.linked_states(of_tokens, masked, len(ids))
+    ends = np.cumsum(np.asarray(partners.counts))
+    partners_of = dict(zip(linked.tolist(), np.split(partners.places, ends[:-1]), strict=False))
+    mono, bi = guesses(parts, batch, options, context)
+    bi_of = {i: named(bi[row], context) for row, i in enumerate(linked.tolist()) if has_heads}
+    return tokens, [
+        Masked(
+            tokens[at],
+            at,
+            [tokens[partner] for partner in partners_of.get(i, ())],
+            named(mono[i], context),
+            bi_of.get(i, []),
+        )
+        for i, at in enumerate(masked.tolist()[:MOST_MASKED])
+    ]
+
+
+def guesses(parts: Parts, batch: StreamBatch, options: alignlm.AlignLMOptions, context: Context) -> list[Tensor]:
+    """The probabilities of all tokens by the monolingual and the bilingual head [M, V]."""
+    row = pack_row({"alignlm": batch}, context.max_length, context.tokenizer.sep_id)
+    device = parts.encoder.embeddings.device
+    inputs, reads = to_device(row.inputs, device), row.states["alignlm"]
+    gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
+    states = dict(zip(reads, gathered, strict=True))
+    predictions = OBJECTIVE.loss(parts, states, inputs.arrays["alignlm"], options).predictions
+    out = parts.encoder.lm.get_output_embeddings()
+    return [F.linear(p.features_MH, out.weight, out.bias).float().softmax(-1).cpu() for p in predictions]
+
+
+def named(probabilities_V: Tensor, context: Context) -> Guesses:
+    best = probabilities_V.topk(GUESSES)
+    return list(zip((text_of(t, context) for t in best.indices.tolist()), best.values.tolist(), strict=True))
+
+
+def text_of(token: int, context: Context) -> str:
+    return str(context.tokenizer.hf.decode([token])).strip()

@@ -1,34 +1,48 @@
-"""Tables of a page and of the console: where runs stand, last and best values, recipes that differ, scores."""
+"""The tables of a page and of the console: states of runs, last and best values, recipes that differ, scores."""
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from xscale.report.curves import BY_LANGUAGE, SECTIONS, is_size, section
-from xscale.report.read import Curve, Run, Scores, fields
+from xscale.metric_keys import MetricKey, direction
+from xscale.report.curves import (
+    SECTIONS,
+    column,
+    eval_title,
+    is_empty,
+    is_size,
+    last_tenth,
+    section_of,
+)
+from xscale.report.read import Run, Scores, mapping
 
 Cell = str | float | None
 SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
-LESS = re.compile(r"loss|perplexity|\baer\b|delta", re.IGNORECASE)
-"""Metrics of which less is better."""
-NEITHER = re.compile(
-    r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy"
-)
-"""Metrics that are not better or worse: sizes, and what belongs to the text."""
-LATE = 10
-"""The last tenth of what a run measured."""
 
 
-@dataclass(frozen=True)
-class Table:
-    head: list[str]
-    rows: list[list[Cell]] = field(default_factory=list)
-    groups: list[tuple[str, int]] = field(default_factory=list)
+LATE = ("last", "last tenth", "best", "at step")
+"""The columns of a run: its last number, the mean of its last tenth, the best number and its step."""
+
+
+class Table(NamedTuple):
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    groups: Sequence[tuple[str, int]] = ()
     """Names above several columns each, where there are any."""
+    title: str = ""
+
+
+class Headline(NamedTuple):
+    """One of the few metrics that tell how a run goes, over its steps."""
+
+    title: str
+    better: int
+    curves: list[pd.Series | None]
+    """A curve for each run."""
 
 
 def number(value: Cell) -> str:
@@ -40,123 +54,216 @@ def number(value: Cell) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def is_number(value: Cell) -> bool:
-    """Or nothing, or a number as text."""
-    return not isinstance(value, str) or bool(re.fullmatch(r"-?[\d.]+( ± [\d.]+)?", value))
+def is_numeric(values: Sequence[Cell]) -> bool:
+    return all(not isinstance(value, str) or re.fullmatch(r"(✓ )?-?[\d.,]+( ± [\d.e-]+)?", value) for value in values)
 
 
 def run_table(runs: list[Run]) -> Table:
-    """How each run stands."""
+    """What each run trained, and how far it came."""
     rows: list[list[Cell]] = []
     for run in runs:
-        totals = [total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped")]
-        tokens, seconds, skipped = totals
-        hours = None if seconds is None else seconds / 3600
+        tokens, seconds, skipped = (total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped"))
         state = ": ".join(str(run.status[name]) for name in ("status", "why") if run.status.get(name))
         shown = run.name if run.label == run.name else f"{run.label} = {run.name}"
-        rows.append([shown, state or "no status.json", float(run.steps), tokens, hours, skipped])
-    return Table(["run", "state", "steps", "tokens", "hours", "skipped steps"], rows)
+        model = mapping(run.config.get("model"))
+        trained = ", ".join(
+            map(str, filter(None, [*mapping(run.config.get("streams")), model.get("init") or model.get("preset")]))
+        )
+        hours = None if seconds is None else seconds / 3600
+        rows.append([shown, trained or None, state or "no status.json", float(run.steps), tokens, hours, skipped])
+    return Table(["run", "streams and model", "state", "steps", "tokens", "hours", "skipped steps"], rows)
 
 
-def total(curve: Curve | None) -> float | None:
-    return None if curve is None else float(np.nansum(curve.values))
+def total(curve: pd.Series | None) -> float | None:
+    return None if curve is None else float(curve.sum())
+
+
+def headlines(runs: list[Run]) -> list[Headline]:
+    """The loss, then checkpoint.best, means over streams or pairs of evaluations, and throughput: four of these, first
+    what most runs have."""
+    found: list[Headline] = []
+
+    def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
+        means = [mean_curve(of_run) for of_run in curves]
+        if not is_empty(means):
+            found.append(Headline(title, better, means))
+
+    def metric(name: str) -> list[list[pd.Series]]:
+        return [
+            [curve for key, curve in run.metrics.items() if key == name or key.startswith(f"{name}/")] for run in runs
+        ]
+
+    def evaluated(task: str, number: str, row: str | None = None) -> list[list[pd.Series]]:
+        keys = [[k for k in run.evals if k[0] == task and k[2] == number and row in (None, k[1])] for run in runs]
+        return [
+            [run.evals[key] for key in own if row or task != "heldout" or " " not in key[1]]
+            for run, own in zip(runs, keys, strict=True)
+        ]
+
+    alike = len({tuple(mapping(run.config.get("streams"))) for run in runs}) == 1
+    less = -1 if alike else 0  # the losses of other streams are other quantities
+    add("Training loss, nats", less, [[run.metrics["loss"]] if "loss" in run.metrics else [] for run in runs])
+    for best in dict.fromkeys(mapping(run.config.get("checkpoint")).get("best") for run in runs):
+        if isinstance(best, str) and best.count("/") >= 2:
+            task, row, name = best.split("/", 2)
+            title = eval_title(task, column(row, name), f" of {row}, by which the best checkpoint is chosen")
+            add(title, direction(name), evaluated(task, name, row))
+    add("Held-out loss, mean of the streams, nats", less, evaluated("heldout", "loss"))
+    add("Translations found by retrieval, mean of the pairs, share", 1, evaluated("retrieval", "accuracy"))
+    add("Withheld words aligned, mean of the pairs, share", 1, metric("alignment"))
+    add("Tokens per second", 1, metric("tokens_per_s"))
+    return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
+
+
+def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
+    """The mean over streams, languages or pairs. One that a step does not have counts with its number before."""
+    if not curves:
+        return None
+    together = pd.concat(curves, axis=1).sort_index()
+    return together.ffill().mean(axis=1).where(together.notna().any(axis=1))
+
+
+def headline_table(runs: list[Run]) -> Table:
+    """The headlines' numbers: of one run over time, and of several the means of the last tenth, side by side."""
+    found = headlines(runs)
+    if len(runs) == 1:
+        return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])
+    return Table(["mean of the last tenth", *(run.label for run in runs)], [compared(headline) for headline in found])
+
+
+def compared(headline: Headline) -> list[Cell]:
+    """Each run's mean of the last tenth and the standard deviation there. ✓ marks the best run, and those that are no
+    further from it than both deviations together."""
+    late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
+    means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
+    best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
+    row: list[Cell] = [headline.title]
+    for curve, mean, deviation in zip(late, means, deviations, strict=True):
+        noise = 0 if best is None else np.nansum([deviation, deviations[best]])
+        mark = "✓ " if best is not None and mean >= means[best] - noise else ""
+        spread = f" ± {deviation:.2g}" if curve.count() > 2 else ""
+        row.append(f"{mark}{number(float(curve.mean()))}{spread}" if curve.notna().any() else None)
+    return row
 
 
 def summary(runs: list[Run]) -> Table:
-    """Of each run the last value, the mean of the last tenth, and the best with its step."""
+    """The last value, the mean of the last tenth, and the best value with its step, of each run. What several languages
+    or pairs have comes last, after its means over them."""
+    measured: dict[tuple[str, str], list[pd.Series | None]] = {}
+    shared: dict[str, list[tuple[str, str]]] = {"": []}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
-    order = [*SECTIONS, BY_LANGUAGE]
-    names.sort(key=lambda name: order.index(section(name)))
-    measured = {(name, name.partition("/")[0]): [run.metrics.get(name) for run in runs] for name in names}
-    for task, row, metric in dict.fromkeys(key for run in runs for key in run.evals):
-        found = [run.evals.get((task, row, metric)) for run in runs]
-        if not is_size([curve for curve in found if curve is not None]):
-            measured[f"{task} {metric}, {row}", metric] = found
+    names.sort(key=lambda name: list(SECTIONS).index(section_of(MetricKey.parse(name))))
+    for name in names:
+        key = name, MetricKey.parse(name).name
+        measured[key] = [run.metrics.get(name) for run in runs]
+        shared.setdefault(without_language(MetricKey.parse(name)), []).append(key)
+    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
+        key, found = (f"{task} {name}, {row}", name), [run.evals.get((task, row, name)) for run in runs]
+        if not is_size(found):
+            measured[key] = found
+            shared.setdefault(without_row(task, row, name), []).append(key)
+    ordered = {key: measured[key] for key in shared.pop("")}
+    for label, keys in shared.items():
+        if len(keys) > 1:
+            of_runs = zip(*(measured[key] for key in keys), strict=True)
+            means = [mean_curve([curve for curve in curves if curve is not None]) for curves in of_runs]
+            ordered[f"{label}, mean over {len(keys)} languages", keys[0][1]] = means
     rows: list[list[Cell]] = [
-        [name, *(cell for curve in found for cell in last_late_best(curve, metric))]
-        for (name, metric), found in measured.items()
-        if any(curve is not None and len(curve.finite.steps) for curve in found)
+        [shown, *(cell for curve in curves for cell in last_and_best(curve, direction(name)))]
+        for (shown, name), curves in (ordered | measured).items()
+        if not is_empty(curves)
     ]
-    return Table(
-        ["", *("last", "last tenth", "best", "at step") * len(runs)],
-        rows,
-        [("", 1), *((run.label, 4) for run in runs)],
-    )
+    return Table(["", *LATE * len(runs)], rows, [("", 1), *((run.label, 4) for run in runs)], "Last and best values")
 
 
-def last_late_best(curve: Curve | None, metric: str) -> list[Cell]:
-    """The last is none where the run has ended without a number; what never changes has no best value."""
-    if curve is None or not len(curve.finite.steps):
+def without_language(key: MetricKey) -> str:
+    """What a metric of a language or a pair shares with that of others; nothing for other metrics."""
+    if key.language:
+        return str(key._replace(language=""))
+    return key.name if key.name in ("alignment", "alignment_trained") else ""
+
+
+def without_row(task: str, row: str, name: str) -> str:
+    """What the number of a row shares with that of another language's row. Rows of a run's held-out text are `STREAM`
+    and `STREAM LANGUAGE`, those of mteb are no languages, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
+    first, _, rest = row.partition(" ")
+    if task == "mteb" or (task == "heldout" and not rest):
+        return ""
+    return ", ".join(filter(None, [f"{task} {column(row, name)}", first if task == "heldout" else rest]))
+
+
+def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
+    """A run that ends without a number has none as its last; what never changes has no best value."""
+    if curve is None or not curve.notna().any():
         return [None] * 4
-    late = curve.values[-math.ceil(len(curve.values) / LATE) :]
-    last = [float(curve.values[-1]), float(late[np.isfinite(late)].mean()) if np.isfinite(late).any() else math.nan]
-    steps, values = curve.finite.steps, curve.finite.values
-    if NEITHER.search(metric) or (len(values) > 1 and values.min() == values.max()):
+    last: list[Cell] = [float(curve.iloc[-1]), float(last_tenth(curve).mean())]
+    values = curve.dropna()
+    if not better or (len(values) > 1 and values.nunique() == 1):
         return [*last, None, None]
-    best = int(values.argmin() if LESS.search(metric) else values.argmax())
-    return [*last, float(values[best]), float(steps[best])]
+    step = (values * better).idxmax()
+    return [*last, float(values[step]), float(step)]
 
 
 def differing(runs: list[Run]) -> Table:
-    """Fields of the recipes that are not the same in all runs; of a stream that not all have, its objective and samples
-    say enough, of an evaluation its name."""
-    recipes = [fields(run.config) for run in runs]
-    rows: list[list[Cell]] = []
-    for name in dict.fromkeys(name for recipe in recipes for name in recipe):
-        section, part, own = (*name.split(".", 2), "", "")[:3]
-        told = section != "streams" or own in ("objective", "samples")
-        whole = name.rpartition(".")[0] if told else f"streams.{part}.objective"
-        having = [recipe for recipe in recipes if whole in recipe]
-        compared = having if having or not told else recipes
-        if len({shown(recipe, name) for recipe in compared}) > 1:
-            rows.append([name, *(shown(recipe, name) for recipe in recipes)])
-    return Table(["field", *(run.label for run in runs)], rows)
+    """The recipes' fields that are not the same in all runs."""
+    recipes = [pd.json_normalize(by_name(run.config)).astype(object).T.get(0, pd.Series(dtype=object)) for run in runs]
+    values = pd.concat(recipes, axis=1, sort=False).astype(object)
+    rows = [
+        [name, *map(str, row)] for name, *row in values.fillna("absent").itertuples() if len(set(map(str, row))) > 1
+    ]
+    return Table(["field", *(run.label for run in runs)], rows, title="Fields of the recipes that differ")
 
 
-def shown(recipe: Mapping[str, Any], name: str) -> str:
-    value = recipe.get(name, "absent")
-    return ", ".join(map(str, value)) if isinstance(value, list) else "null" if value is None else str(value)
+def by_name(value: Any) -> Any:
+    """The value with each list of sections as a mapping of their names to them."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
+        value = {one["name"]: one for one in value}
+    return {name: by_name(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
-def score_tables(scores: list[Scores]) -> dict[str, Table]:
-    """By task: a line for each model and row, a column for each metric; without rows of transfer."""
-    found: dict[str, Table] = {}
+def score_tables(scores: list[Scores]) -> list[Table]:
+    """For each task a line for each model and row, and a column for each number; without rows of transfer."""
+    found = []
     for task in dict.fromkeys(task for model in scores for task in model.results):
-        of_models = [(model.name, *of_row) for model in scores for of_row in model.results.get(task, {}).items()]
         of_task = [
-            (model, row, {column(row, metric): value for metric, value in numbers.items()})
-            for model, row, numbers in of_models
-            if not is_transfer(numbers)
+            (model.name, row, numbers)
+            for model in scores
+            for row, numbers in with_means(task, model.results.get(task, {})).items()
         ]
-        metrics = list(dict.fromkeys(metric for _, _, numbers in of_task for metric in numbers))
-        rows: list[list[Cell]] = [[model, row, *map(numbers.get, metrics)] for model, row, numbers in of_task]
-        found |= {task: Table(["model", "", *metrics], rows)} if rows else {}
+        names = list(dict.fromkeys(name for _, _, numbers in of_task for name in numbers))
+        rows = [[model, row, *map(numbers.get, names)] for model, row, numbers in of_task]
+        found += [Table(["model", "", *names], rows, title=task)] if rows else []
     return found
 
 
-def column(row: str, metric: str) -> str:
-    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
-    direction, *rest = metric.split(" ", 1)
-    first, arrow, second = direction.partition("->")
-    arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
-    return " ".join([arrows.get(row.split(" ")[0], direction), *rest])
-
-
-def failed_evals(runs: list[Run]) -> Table:
-    rows: list[list[Cell]] = [[run.label, float(step), task, why] for run in runs for step, task, why in run.failed]
-    return Table(["run", "step", "failed", "why"], rows)
+def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The rows but those of transfer, and the means of the rows of several languages or pairs, of all numbers that
+    have a direction. A row is `LANGUAGE` or `LANGUAGE VARIANT`; those of mteb are no languages."""
+    found = {
+        row: {column(row, name): value for name, value in numbers.items()}
+        for row, numbers in rows.items()
+        if not is_transfer(numbers)
+    }
+    variants: dict[str, list[str]] = {}
+    for row in found if task != "mteb" else ():
+        variants.setdefault(row.partition(" ")[2], []).append(row)
+    for variant, of_variant in variants.items():
+        if len(of_variant) > 1:
+            means = pd.DataFrame([found[row] for row in of_variant]).mean().items()
+            label = ", ".join(filter(None, [f"mean over {len(of_variant)} languages", variant]))
+            found[label] = {str(name): float(mean) for name, mean in means if direction(str(name))}
+    return found
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
-    """Whether a row tells of a language's zero-shot, supervised and translate-train scores (transfer.py)."""
+    """Whether a row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
     return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
 
 
-def failures(scores: list[Scores]) -> Table:
-    rows: list[list[Cell]] = [
-        [model.name, f"{task} {row}", why]
-        for model in scores
-        for task, of_task in model.failed.items()
-        for row, why in of_task.items()
-    ]
-    return Table(["model", "failed", "why"], rows)
+def failed_evals(runs: list[Run]) -> Table:
+    rows = [failure for run in runs for failure in run.failed]
+    return Table(["run", "step", "failed", "why"], rows, title="Evaluations that failed")
+
+
+def failed_scores(scores: list[Scores]) -> Table:
+    return Table(["model", "failed", "why"], [failure for model in scores for failure in model.failed], title="Failed")

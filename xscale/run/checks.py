@@ -9,9 +9,9 @@ import numpy as np
 from xscale.checkpoint import store as checkpoints
 from xscale.config import Recipe
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
-from xscale.data.loader import within
 from xscale.data.mixture import StreamSpec
 from xscale.data.shards import Source
+from xscale.data.streams import matches_languages
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
@@ -77,7 +77,7 @@ def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
     """Whether it is of a pair of the stream's languages; of a stream of one language, whether it has that."""
     if languages is None:
         return True
-    return within(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
+    return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
 def check_needs(recipe: Recipe, tokenizer: Tokenizer, specs: list[StreamSpec], sources: list[Source]) -> None:

@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 
 from xscale.config import EvalTask, StreamConfig
+from xscale.data.calibrate import tokens_per_byte
 from xscale.data.calibration import Calibration
-from xscale.data.loader import source_statistics, within
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
 from xscale.data.shards import Source, find_sources, take_first
+from xscale.data.streams import matches_languages
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, find_probe
@@ -160,7 +161,7 @@ def heldout_specs(task: EvalTask, run_spec: RunSpec, sources: list[Source]) -> l
         chosen = [
             s
             for s, source in enumerate(sources)
-            if source.kind == kind and (languages is None or within(languages, source.langs))
+            if source.kind == kind and (languages is None or matches_languages(languages, source.langs))
         ]
         if chosen:
             specs.append(StreamSpec(spec.name, tuple(chosen), sum(sources[s].records for s in chosen), spec.packed))
@@ -185,7 +186,7 @@ class Heldout:
         """sources: instead of all of the task's."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or sources_of(task, run_spec)
-        tokens = Calibration([source_statistics(source, run_spec.tokenizer) for source in sources], {})
+        tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
         specs = heldout_specs(task, run_spec, sources)
         for i, spec in enumerate(specs):
             if spec.packed:

@@ -12,14 +12,16 @@ from xscale import config
 from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
-from xscale.data import mixture as mixing
+from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon
-from xscale.data.loader import Plans, StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, initial_state
-from xscale.data.packed_row import Shape
+from xscale.data.loader import StepBatch, StepDataset, StreamCollate
+from xscale.data.mixture import Mixture, StreamSpec, fit_row_shape, initial_state
+from xscale.data.packed_row import RowShape
+from xscale.data.planner import Plans, find_node
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
+from xscale.data.streams import select_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import parallel_map
@@ -77,20 +79,20 @@ class RunSpec:
         samples. Raises UserError."""
         if found is None:
             train, data = self.recipe.train, self.recipe.data
-            found = loading.calibrate(
+            found = calibrate(
                 self.specs,
                 self.sources,
                 self.dataset(self.specs),
                 seed=train.seed,
                 alpha=data.alpha,
                 max_length=data.max_length,
-                share=host_group.share if host_group else loading.alone,
+                share=host_group.share if host_group else run_serially,
             )
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
             if stream.tokens:
-                samples = max(1, round(stream.tokens / max(found.of(spec.name).tokens, 1.0)))
+                samples = max(1, round(stream.tokens / max(found.estimate_for(spec.name).tokens, 1.0)))
             specs.append(replace(spec, samples=samples))
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
@@ -143,7 +145,7 @@ class RunSpec:
             recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}),
             specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
             dictionaries={name: self.dictionaries.get(stream, ())},
-            calibration=replace(self.calibration, streams={name: self.calibration.of(stream)}),
+            calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
         )
 
     def records(self, spec: StreamSpec) -> int:
@@ -156,7 +158,7 @@ class RunSpec:
         data = self.recipe.data
         if too_long is None:
             assert self.calibration is not None
-            too_long = {spec.name: self.calibration.of(spec.name).too_long for spec in self.specs}
+            too_long = {spec.name: self.calibration.estimate_for(spec.name).too_long for spec in self.specs}
         if data.overlong == "truncate":
             return {}
         share = {spec.name: too_long[spec.name] for spec in self.specs if not spec.packed}
@@ -174,7 +176,7 @@ class RunSpec:
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
             for name, stream in self.recipe.streams.items()
-            if (counts := self.calibration.of(name).counts)  # a checkpoint of an earlier version has none
+            if (counts := self.calibration.estimate_for(name).counts)  # a checkpoint of an earlier version has none
         }
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
@@ -233,12 +235,12 @@ class RunSpec:
             state=state,
         )
 
-    def fit(self, process: Process, device: str) -> tuple[int, Shape]:
+    def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
         """Rows of a step on a rank, and a shape that nearly all fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
-        return mixing.fit(mixture, self.recipe.data.max_length)
+        return fit_row_shape(mixture, self.recipe.data.max_length)
 
-    def dataset(self, specs: list[StreamSpec], shape: Shape | None = None) -> StepDataset:
+    def dataset(self, specs: list[StreamSpec], shape: RowShape | None = None) -> StepDataset:
         recipe = self.recipe
         language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
         data = recipe.data
@@ -268,7 +270,7 @@ class RunSpec:
         state: dict[str, Any],
         steps: int,
         specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, Shape] | None = None,
+        fitted: tuple[int, RowShape] | None = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
         """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
@@ -278,7 +280,7 @@ class RunSpec:
             source.readahead = process.local_world / process.world >= SWEPT
         mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
-        node = loading.find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
+        node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
 
     def batches(
@@ -288,7 +290,7 @@ class RunSpec:
         state: dict[str, Any],
         steps: int,
         specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, Shape] | None = None,
+        fitted: tuple[int, RowShape] | None = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
         """specs: some of the recipe's streams, or with other numbers of samples.
@@ -311,7 +313,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     check_tokenizer(recipe.model.init, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
-    check_language_names(languages)
+    check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_needs(recipe, tokenizer, specs, sources)
@@ -339,21 +341,22 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
     specs = []
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
-        chosen = loading.select_sources(name, reads, stream.languages, sources)
+        chosen = select_sources(name, reads, stream.languages, sources)
         specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
     return specs
 
 
-def check_language_names(languages: list[str]) -> None:
-    """Raises UserError for two that differ in case alone."""
-    of_lower: dict[str, str] = {}
-    for name in languages:
-        other = of_lower.setdefault(name.lower(), name)
-        if other != name:
-            raise UserError(
-                f"--data has text in {other} and in {name}, which would be two languages; write the shards of one of "
-                f"them again under the other's name (--lang, --langs)"
-            )
+def check_language_names(sources: list[Source]) -> None:
+    """Raises UserError for two names of languages that differ only in case, or in - against _."""
+    found: dict[str, tuple[str, Path]] = {}
+    for source in sources:
+        for name in source.langs:
+            other, directory = found.setdefault(name.lower().replace("_", "-"), (name, source.directory))
+            if other != name:
+                raise UserError(
+                    f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would be two "
+                    f"languages; write the shards of one of them again under the other's name (--lang, --langs)"
+                )
 
 
 def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
@@ -367,7 +370,7 @@ def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
     def check(number: int) -> None:
         parallel_map(Source.check_size, owners[number::size], shards[number::size])
 
-    (host_group.share if host_group else loading.alone)([partial(check, number) for number in range(size)])
+    (host_group.share if host_group else run_serially)([partial(check, number) for number in range(size)])
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:

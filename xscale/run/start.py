@@ -13,9 +13,9 @@ from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
-from xscale.data.loader import Plans
 from xscale.data.mixture import initial_state, positions_report
-from xscale.data.packed_row import Shape
+from xscale.data.packed_row import RowShape
+from xscale.data.planner import Plans
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.ranks import HostGroup, Process
@@ -99,7 +99,7 @@ def train_on(
     run_spec: RunSpec,
     context: TrainerContext,
     checkpoint: Checkpoint | None,
-    fitted: tuple[int, Shape] | None,
+    fitted: tuple[int, RowShape] | None,
     plans: Plans | None,
     status: Status,
     trace: bool,
@@ -227,7 +227,7 @@ def make_engine(
     run_spec: RunSpec,
     config: EngineConfig,
     checkpoint: Checkpoint | None,
-    fitted: tuple[int, Shape] | None,
+    fitted: tuple[int, RowShape] | None,
     host_group: HostGroup,
 ) -> Any:
     """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""

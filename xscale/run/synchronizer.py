@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xscale.checkpoint.manager import CheckpointManager
 from xscale.config import Recipe
 from xscale.data.loader import StepBatch
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.ranks import HostGroup, Process
@@ -35,7 +35,7 @@ class GlobalCounts(NamedTuple):
     """A step's numbers, summed over ranks."""
 
     targets: dict[tuple[str, str], int]
-    work: Work
+    work: RowCost
     too_long: Counter[str]
     """By stream."""
     samples: int
@@ -185,7 +185,7 @@ class StepSynchronizer:
             sums = iter(finish()[len(first) :])
             return GlobalCounts(
                 targets={key: next(sums) for key in targets},
-                work=Work(*islice(sums, len(work))),
+                work=RowCost(*islice(sums, len(work))),
                 too_long=Counter({stream: next(sums) for stream in long}),
                 samples=next(sums),
                 flush=next(sums),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from xscale.config import Recipe
-from xscale.data.packed_row import Work
+from xscale.data.packed_row import RowCost
 from xscale.models.encoder import Encoder
 from xscale.ops.masked_ce import chunk_rows
 from xscale.step.module import StepModule
@@ -178,7 +178,7 @@ class StepFlops:
             name = torch.cuda.get_device_name()
             self.peak = next((flops for device, flops in PEAK_FLOPS.items() if device in name), None)
 
-    def flops(self, work: Work) -> dict[str, float]:
+    def flops(self, work: RowCost) -> dict[str, float]:
         auxiliary = float(self.per_token * work.auxiliary_tokens)
         auxiliary += self.attention(work.auxiliary_tokens, work.auxiliary_squares)
         return {
@@ -194,7 +194,7 @@ class StepFlops:
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
-    def metrics(self, work: Work, seconds: float, world: int) -> dict[str, float]:
+    def metrics(self, work: RowCost, seconds: float, world: int) -> dict[str, float]:
         """The metrics mfu and mem_gb of a step; none without a GPU. work: the sum over all ranks."""
         if not torch.cuda.is_available():
             return {}

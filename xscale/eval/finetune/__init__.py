@@ -1,1 +1,1 @@
-"""Fine-tuning of an exported encoder: sentence pairs, tags, extractive questions; what transfers between languages."""
+"""Fine-tuning of exported encoders on sentence pairs, tags and questions, and transfer between languages."""

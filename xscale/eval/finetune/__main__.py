@@ -1,12 +1,12 @@
 """Fine-tune an exported encoder, and measure what transfers: zero-shot, supervised, translate-train.
 
-python -m xscale.eval.finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
+xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
 
-Also on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., torchrun --nproc_per_node N -m ... A
-command that was killed repeats no run (a training text and a seed) that was done when it is started again.
+It also runs on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., or
+torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
-Exit codes: 0 done, 2 user error, 3 a loss is not finite, 4 the machine (disk, file system), else a fault of ours.
+Exit codes: 0 done, 2 user error, 3 the model is not finite, 4 the machine (disk, file system), else a fault of ours.
 """
 
 import argparse
@@ -19,18 +19,24 @@ from typing import Any
 from xscale import files, ranks
 from xscale.errors import NotFinite, UserError, report_environment_error, run_command
 from xscale.eval.finetune import pairs, qa, tags
-from xscale.eval.finetune.runs import Runs, Scores, Training, trainings, write_predictions
-from xscale.eval.finetune.task import Data, Encoding, Task
-from xscale.eval.finetune.tuning import Padded, Settings, Tuner, quiet
-from xscale.eval.model import Exported, write_json
-from xscale.models.build import positions
+from xscale.eval.finetune.task import Encoding, Task, TaskData
+from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
+from xscale.eval.finetune.transfer import (
+    Predictions,
+    TrainingText,
+    TransferTable,
+    group_features,
+    plan_training,
+    write_predictions,
+)
+from xscale.eval.model import Exported, check_out, write_json
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
 
 TASKS: dict[str, Task] = {
-    "xnli": pairs.task("xnli"),
-    "pawsx": pairs.task("pawsx"),
+    "xnli": pairs.XNLI,
+    "pawsx": pairs.PAWSX,
     "pos": tags.POS,
     "ner": tags.NER,
     "xquad": qa.XQUAD,
@@ -40,9 +46,7 @@ TASKS: dict[str, Task] = {
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m xscale.eval.finetune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="xscale-finetune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
@@ -53,8 +57,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--translated", **text, help="the source language's training text, translated: for translate-train")
     add("--source", help="language that is trained on for the zero-shot scores (default: the first of --train)")
     add("--code_switch", action="store_true", help="translate-train by pairs of which one side is translated")
-    add("--limit", type=int, metavar="N", help="of each training file only the first N examples")
-    add("--test_limit", type=int, metavar="N", help="of each test file only the first N examples")
+    add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
+    add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
     add("--epochs", type=int, help="default: 2 for pairs and questions, 10 for tags")
     add("--lr", type=float, help="peak learning rate (default: 5e-5 for pairs, 3e-5 for questions, 2e-5 for tags)")
@@ -63,9 +67,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
     add("--ds_config", type=Path, help="DeepSpeed JSON (default: torch's AdamW in fp32)")
     add("--out", type=Path, required=True, help="JSON file to write")
-    add("--work", type=Path, help="folder of finished runs (default: --out with .runs in place of .json)")
-    add("--keep", type=Path, metavar="DIR", help="folder to write tuned models to, each as DIR/LANG.seed_N")
-    add("--predictions", type=Path, metavar="DIR", help="folder to write predictions to, as XTREME's evaluate.py reads")
+    add("--keep", type=Path, metavar="DIR", help="folder for the fine-tuned models, each as DIR/LANG.seed_N")
+    add("--predictions", type=Path, metavar="DIR", help="folder for predictions, as XTREME's evaluate.py reads them")
     add("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -77,9 +80,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ranks.check_launch()
         process = ranks.find_process()
-        check(args)
+        check_flags(args)
         load_plugins(args.plugin)
-        measure(args, process)
+        measure_transfer(args, process)
         return 0
     except (UserError, NotFinite) as error:
         if process.local_rank == 0:
@@ -89,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         return report_environment_error(error)
 
 
-def check(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Raises UserError."""
     for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
         value = getattr(args, name)
@@ -101,21 +104,19 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: seeds are different numbers from 0 on")
     if not args.train and not args.translated:
         raise UserError("--train LANG=FILE is needed, or --translated")
-    if args.out.is_dir():
-        raise UserError(f"--out {args.out} is a directory; give a file, such as {args.out / 'scores.json'}")
     for module in ("sklearn", "seqeval", "accelerate"):
         try:
             __import__(module)
         except ImportError:
             raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
-    folders = [args.work or args.out.with_suffix(".runs"), *filter(None, [args.predictions, args.keep])]
-    for path in (args.out, *(folder / "predictions.json" for folder in folders)):
-        files.check_writable(path)
+    check_out(args.out)
+    for folder in filter(None, [args.predictions, args.keep]):
+        files.check_writable(folder / "predictions.json")
 
 
-def read_all(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, Data]:
-    """Language -> its file's examples. Raises UserError."""
-    found: dict[str, Data] = {}
+def read_files(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, TaskData]:
+    """The examples of each language's file. Raises UserError."""
+    found: dict[str, TaskData] = {}
     for one in given:
         language, equals, name = one.partition("=")
         if not equals or not language or not name or language in found:
@@ -123,99 +124,95 @@ def read_all(task: Task, given: list[str], option: str, limit: int | None) -> di
         path = Path(name)
         if not path.exists():
             raise UserError(f"{option} {one}: {path} does not exist")
-        found[language] = Data(path, language, task.read(path, language)[:limit])
+        found[language] = TaskData(path, language, task.read(path, language)[:limit])
     return found
 
 
-def measure(args: argparse.Namespace, process: Process) -> None:
-    """Everything is read and checked before anything is trained."""
+def measure_transfer(args: argparse.Namespace, process: Process) -> None:
+    """Reads and checks everything before it trains anything."""
     task = TASKS[args.task]
-    train = read_all(task, args.train, "--train", args.limit)
-    translated = read_all(task, args.translated, "--translated", args.limit)
-    tests = read_all(task, args.test, "--test", args.test_limit)
+    train = read_files(task, args.train, "--train", args.limit)
+    translated = read_files(task, args.translated, "--translated", args.limit)
+    tests = read_files(task, args.test, "--test", args.test_limit)
     source = args.source or next(iter(train), "")
     if args.source and source not in train:
-        raise UserError(f"--source {source} is none of --train's languages: {', '.join(train) or 'there are none'}")
+        raise UserError(f"--source {source} is not among --train's languages: {', '.join(train) or 'there are none'}")
     if args.code_switch and not translated:
         raise UserError("--code_switch needs --translated LANG=FILE")
     hidden = [data for data in tests.values() if not data.labelled]
     if hidden and not args.predictions:
         raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
-    plan = trainings(task, train, translated, tests, source, args.code_switch)
+    plan = plan_training(task, train, translated, tests, source, args.code_switch)
     ranks.start(process)  # before the model: it says which device is a rank's
-    control = HostGroup()
-    model = Exported(args.model)
-    tuner = make_tuner(args, model, task, control, sorted({*train, *translated, *tests}))
-    locks: list[Any] = []
-    control.from_main(lambda: locks.append(take_work(tuner.work)))
-    runs = Runs(tuner, tests, Encoding(model.tokenizer, tuner.settings.max_length, []), args.keep)
-    scores = Scores(task, tests)
+    host_group = HostGroup()
+    tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
+    encoding = Encoding(tuner.collator.model.tokenizer, tuner.settings.max_length, [])
+    unlabelled = {name: [e._replace(gold=None) for e in data.examples] for name, data in tests.items()}
+    test_features = {language: task.encode(examples, encoding) for language, examples in unlabelled.items()}
+    table = TransferTable(task, tests)
     for training in plan:
-        found = runs.predictions(training, args.seeds)
-        scores.add(training, found)
-        control.from_main(partial(publish, args, tuner, scores, training, tests, found))
-    if control.is_main:
-        for row, metrics in scores.rows.items():
-            print(f"{args.task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
-        for language, summary in scores.summary.items():
-            if "delta" in summary:
-                deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
-                print(f"{args.task} {language}: supervised - zero-shot {summary['delta']:.4g}{deviation}")
+        encoding = encoding._replace(labels=task.labels(training.data.examples))
+        groups = group_features(task, training, encoding)
+        found: Predictions = {language: [] for language in training.tests}
+        for seed in args.seeds:
+            if host_group.is_main:
+                print(f"{args.task} {training.name}, seed {seed}", flush=True)
+            trainer = tuner.train(groups, encoding.labels, seed)
+            for language, of_seeds in found.items():
+                features = test_features[language]
+                logits = tuner.predict_logits(trainer, features)
+                of_seeds.append(task.predict(tests[language].examples, features, logits, encoding.labels))
+            if args.keep:
+                name = training.name.replace(",", "").replace(" ", "_")
+                tuner.save(trainer, args.keep / f"{name}.seed_{seed}")
+        table.add(training, found)
+        host_group.from_main(partial(publish, args, tuner, table, training, found))
+    if host_group.is_main:
+        print_table(args.task, table)
         for data in hidden:
             count = sum(example.gold is None for example in data.examples)
             print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
-    control.barrier()
+    host_group.barrier()
 
 
-def take_work(work: Path) -> files.Lock:
-    """A lock on the folder, so that two commands do not make the same runs. Rank 0 only."""
-    files.check_writable(work / files.LOCK)
-    lock = files.Lock(work)
-    if lock.problem:
-        print(f"warning: {lock.problem}", file=sys.stderr)
-    return lock
-
-
-def make_tuner(
-    args: argparse.Namespace, model: Exported, task: Task, control: HostGroup, languages: list[str]
-) -> Tuner:
-    quiet()
-    if args.batch % control.size:
-        raise UserError(f"--batch {args.batch} is not a multiple of the {control.size} ranks")
-    longest = min(args.max_length or task.max_length, positions(model.encoder.lm.config))
-    settings = Settings(args.epochs or task.epochs, args.lr or task.lr, args.batch, longest, args.warmup)
-    batches = Padded(model, model.numbers_of(languages), task.answers)
-
-    def tell(line: str) -> None:
-        if control.is_main:
-            print(line, flush=True)
-
+def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list[str]) -> FineTuner:
+    silence_libraries()
+    if args.batch % world:
+        raise UserError(f"--batch {args.batch} is not a multiple of the {world} ranks")
+    model = Exported(args.model)
+    longest = min(args.max_length or task.max_length, model.longest)
+    settings = FineTuneSettings(args.epochs or task.epochs, args.lr or task.lr, args.batch, longest, args.warmup)
     ds_config = read_ds_config(args.ds_config) if args.ds_config else None
-    work = args.work or args.out.with_suffix(".runs")
-    return Tuner(args.model, work, task, settings, ds_config, batches, control, tell)
+    collator = Collator(model, languages, task.head_labels)
+    return FineTuner(task, settings, collator, args.out.parent, ds_config, world)
 
 
 def publish(
-    args: argparse.Namespace,
-    tuner: Tuner,
-    scores: Scores,
-    training: Training,
-    tests: dict[str, Data],
-    found: dict[str, list[list[Any]]],
+    args: argparse.Namespace, tuner: FineTuner, table: TransferTable, training: TrainingText, found: Predictions
 ) -> None:
-    """What there is so far."""
+    """Writes the scores so far, and a training text's predictions."""
     if args.predictions:
-        write_predictions(args.predictions, tuner.task, training, tests, found, args.seeds)
-    settings = {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.control.size}
-    limits = {"limit": args.limit, "test_limit": args.test_limit, "train": args.train, "test": args.test}
+        write_predictions(args.predictions, tuner.task, training, table.tests, found, args.seeds)
+    given = {
+        name: getattr(args, name) for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")
+    }
     content = {
         "model": str(args.model),
-        "results": {args.task: scores.rows | scores.summary},
+        "results": {args.task: table.rows | table.summary},
         "failed": {},
-        "seeds": {args.task: scores.seeds},
-        "settings": settings | limits | {"translated": args.translated, "code_switch": args.code_switch},
+        "seeds": {args.task: table.seeds},
+        "settings": {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given},
     }
     write_json(args.out, content)
+
+
+def print_table(task: str, table: TransferTable) -> None:
+    for row, metrics in table.rows.items():
+        print(f"{task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
+    for language, summary in table.summary.items():
+        if "delta" in summary:
+            deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
+            print(f"{task} {language}: supervised - zero-shot {summary['delta']:.4g}{deviation}")
 
 
 if __name__ == "__main__":

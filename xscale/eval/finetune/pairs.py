@@ -1,7 +1,7 @@
-"""Sentence pairs by fine-tuning: natural language inference (XNLI) and paraphrases (PAWS-X).
+"""Classification of sentence pairs: natural language inference (XNLI) and paraphrases (PAWS-X).
 
-A label of `[CLS] a [SEP] b [SEP]`. Files: a line `a<TAB>b<TAB>label` (XTREME's; without labels two columns), or with a
-header whose names say the columns (MultiNLI's, XNLI's own, PAWS-X's); local data sets.
+The model labels `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>b<TAB>label` (XTREME's; two columns have no
+labels), or a header names the columns (MultiNLI's, XNLI's own, PAWS-X's). Local data sets are read too.
 """
 
 from collections.abc import Iterator
@@ -16,101 +16,83 @@ from xscale.data import sequences
 from xscale.data.sequences import fit_pairs
 from xscale.data.text import read_lines
 from xscale.errors import UserError
-from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Example, Feature, Task, numbers
+from xscale.eval.finetune.tables import Columns, column, is_table, read_rows
+from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, label_numbers
 
 FIRST, SECOND = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
-LABEL, LANGUAGE = ("label", "gold_label"), ("language",)
+LABEL, LANGUAGE = ("label", "gold_label"), "language"
 SAME = {"contradictory": "contradiction"}
-"""What XNLI's translated training text calls a label."""
+"""XNLI's translated training text has another word for this label."""
 AT_ONCE = 8192
-"""Pairs of one call of the tokenizer, whose answers take a hundred times their text's memory."""
+"""Pairs of one call of the tokenizer, whose encodings take a hundred times the memory of their text."""
 CLS = np.zeros(1, dtype=np.int64)
-"""Where the state is that says the label."""
+"""The place of the state that is classified."""
 NO_GOLD = "-"
 """MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
 NO_LABEL = None, "", -1, "-1"
-"""-1 is what `datasets` has in the place of a label that is absent."""
+"""-1 is the number that `datasets` has for an absent label."""
 
 
-def read(path: Path, language: str) -> list[Example]:
+def read(path: Path, language: str) -> list[LabelledExample]:
     examples = []
-    for key, first, second, label in _rows(path, language):
+    for key, row in read_rows(path) if is_table(path) else _read_lines(path):
         where = f"{path}: line {key}"
+        if row.get(LANGUAGE, language) != language:
+            continue
+        first, second = column(row, FIRST, where), column(row, SECOND, where)
+        label = next((row[name] for name in LABEL if name in row), None)
         if not (isinstance(first, str) and isinstance(second, str) and first.strip() and second.strip()):
             raise UserError(f"{where}: a sentence is empty; mend or remove the line")
-        if label == NO_GOLD:
-            continue
-        gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
-        examples.append(Example(key, (language, language), (first, second), gold))
+        if label != NO_GOLD:
+            gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
+            examples.append(LabelledExample(key, (language, language), (first, second), gold))
     if not examples:
         raise UserError(f"{path} has no pair in {language}")
     return examples
 
 
-def _rows(path: Path, language: str) -> Iterator[tuple[str, Any, Any, Any]]:
-    """(key, first, second, label) of each pair of the language."""
-    if is_table(path):
-        for key, row in read_rows(path):
-            where = f"{path}: line {key}"
-            if row.get(LANGUAGE[0], language) == language:
-                yield key, column(row, FIRST, where), column(row, SECOND, where), _label_of(row)
-        return
-    header: list[str] | None = None
-    columns = 0
+def _read_lines(path: Path) -> Iterator[tuple[str, Columns]]:
+    """The line's number and the columns of each line with tabs."""
+    names: list[str] = []
     for number, line in read_lines(path):
+        fields = line.split("\t")
         if not line.strip():
             continue
-        fields = line.split("\t")
-        if number == 1 and _is_header([field.lower() for field in fields]):
+        if not names:
             header = [field.lower() for field in fields]
-        columns = columns or len(fields)
-        if len(fields) != columns or (not header and columns not in (2, 3)):
-            wanted = f"{columns}, as line 1 has" if number > 1 else "3: `sentence<TAB>sentence<TAB>label`"
+            has_header = number == 1 and any(n in header for n in FIRST) and any(n in header for n in SECOND)
+            names = header if has_header else [FIRST[0], SECOND[0], LABEL[0]][: max(len(fields), 2)]
+            if has_header:
+                continue
+        if len(fields) != len(names):
+            wanted = f"{len(names)}, as the first line has" if number > 1 else "3: `sentence<TAB>sentence<TAB>label`"
             raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; mend the line")
-        if header and number > 1:
-            row = dict(zip(header, fields, strict=True))
-            if row.get(LANGUAGE[0], language) == language:
-                yield str(number), column(row, FIRST, str(path)), column(row, SECOND, str(path)), _label_of(row)
-        elif not header:
-            yield str(number), fields[0], fields[1], fields[2].strip() if columns == 3 else None
+        row = dict(zip(names, fields, strict=True))
+        yield str(number), row | {name: row[name].strip() for name in LABEL if name in row}
 
 
-def _is_header(fields: list[str]) -> bool:
-    return any(name in fields for name in FIRST) and any(name in fields for name in SECOND)
-
-
-def _label_of(row: dict[str, Any]) -> Any:
-    return next((row[name] for name in LABEL if name in row), None)
-
-
-def labels(examples: list[Example]) -> list[str]:
+def labels(examples: list[LabelledExample]) -> list[str]:
     return sorted({label for example in examples for label in example.gold or ()})
 
 
-def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
+def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
     """A pair that is too long is cut, both sides in proportion."""
-    return [
-        feature
-        for start in range(0, len(examples), AT_ONCE)
-        for feature in _encode(examples[start : start + AT_ONCE], start, encoding)
-    ]
+    tokenizer, features = encoding.tokenizer, list[Feature]()
+    for start in range(0, len(examples), AT_ONCE):
+        some = examples[start : start + AT_ONCE]
+        ids = tokenizer.encode([text for example in some for text in example.texts])
+        whole = [
+            sequences.Example(e.langs, (ids[2 * i], ids[2 * i + 1]), None, np.uint64(0)) for i, e in enumerate(some)
+        ]
+        fitted, _ = fit_pairs(whole, encoding.longest, "truncate", tokenizer.pair.special)
+        for number, (example, pair) in enumerate(zip(some, fitted, strict=True), start=start):
+            sides = tuple(np.array(side, dtype=np.int32) for side in pair.ids)
+            label = label_numbers(encoding.labels, example.gold, 1)
+            features.append(Feature(number, example.langs, sides, CLS, label))
+    return features
 
 
-def _encode(examples: list[Example], first: int, encoding: Encoding) -> Iterator[Feature]:
-    """first: the number of the first of the examples."""
-    tokenizer = encoding.tokenizer
-    ids = tokenizer.encode([text for example in examples for text in example.texts])
-    whole = [
-        sequences.Example(e.langs, (ids[2 * i], ids[2 * i + 1]), None, np.uint64(0)) for i, e in enumerate(examples)
-    ]
-    fitted, _ = fit_pairs(whole, encoding.longest, "truncate", tokenizer.pair.special)
-    for number, (example, pair) in enumerate(zip(examples, fitted, strict=True), start=first):
-        sides = tuple(np.array(side, dtype=np.int32) for side in pair.ids)
-        yield Feature(number, example.langs, sides, CLS, numbers(encoding.labels, example.gold, 1))
-
-
-def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
     return {"labels": torch.tensor([int(feature.labels[0]) for feature in features])}
 
 
@@ -118,11 +100,13 @@ def read_logits(outputs: np.ndarray, number: int, feature: Feature) -> np.ndarra
     return outputs[number][None]
 
 
-def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:
+def predict(
+    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
+) -> list[str]:
     return [labels[int(of_pair.argmax())] for of_pair in logits]
 
 
-def score(examples: list[Example], predictions: list[str], language: str) -> dict[str, float]:
+def score(examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
     from sklearn.metrics import accuracy_score, f1_score
 
     gold = [example.gold[0] for example in examples if example.gold]
@@ -132,36 +116,25 @@ def score(examples: list[Example], predictions: list[str], language: str) -> dic
     }
 
 
-def switch(example: Example, translation: Example) -> list[Example]:
-    """Sentence-level code-switching (Pan et al. 2021, 2.3): (a', b) and (a, b'). Raises UserError."""
-    if example.gold != translation.gold:
-        raise UserError(f"line {example.key}: its label is {example.gold}, its translation's {translation.gold}")
-    (source, _), (target, _) = example.langs, translation.langs
-    (a, b), (a_, b_) = example.texts, translation.texts
-    return [
-        Example(example.key, (target, source), (a_, b), example.gold),
-        Example(example.key, (source, target), (a, b_), example.gold),
-    ]
-
-
-def write(examples: list[Example], predictions: list[str]) -> str:
+def write(examples: list[LabelledExample], predictions: list[Any]) -> str:
     return "".join(label + "\n" for label in predictions)
 
 
-def task(xtreme: str) -> Task:
-    head = "AutoModelForSequenceClassification"
+def pair_task(xtreme: str) -> Task:
     return Task(
-        read,
-        labels,
-        encode,
-        head,
-        answers,
-        read_logits,
-        predict,
-        score,
-        xtreme,
-        write,
+        read=read,
+        labels=labels,
+        encode=encode,
+        head="AutoModelForSequenceClassification",
+        head_labels=head_labels,
+        read_logits=read_logits,
+        predict=predict,
+        score=score,
+        xtreme=xtreme,
+        write=write,
         epochs=2,
         lr=5e-5,
-        switch=switch,
     )
+
+
+XNLI, PAWSX = pair_task("xnli"), pair_task("pawsx")

@@ -1,8 +1,8 @@
-"""Extractive questions: the stretch of a context that answers (SQuAD, XQuAD, MLQA).
+"""Extractive question answering: the answer is a stretch of the context (SQuAD, XQuAD, MLQA).
 
-Of each token of the context, after `[CLS] question [SEP]`, a score to be the answer's first and one to be its last. A
-long context goes through several sequences that overlap; in one without the answer [CLS] is to be both. Files: SQuAD's
-JSON, version 1.1, where every question has an answer; local data sets with SQuAD's columns.
+The model scores each token of `[CLS] question [SEP] context` as the answer's first and as its last. A long context goes
+through several sequences that overlap; in a sequence without the answer, [CLS] is its first and last token. Files are
+SQuAD's JSON, version 1.1, where every question has an answer, or local data sets with SQuAD's columns.
 """
 
 import json
@@ -19,15 +19,15 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.finetune import squad
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Example, Feature, Task
+from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task
 
 QUESTION, STRIDE, ANSWER = 64, 128, 30
-"""Tokens: of a question at most, from one sequence of a context to the next, of an answer at most; as in BERT's."""
+"""Tokens of a question at most, from one sequence of a context to the next, and of an answer at most; as BERT's."""
 
 
-def read(path: Path, language: str) -> list[Example]:
-    found = _of_table(path, language) if is_table(path) else _of_squad(path, language)
-    examples: dict[str, Example] = {}
+def read(path: Path, language: str) -> list[LabelledExample]:
+    found = _read_table(path, language) if is_table(path) else _read_squad(path, language)
+    examples: dict[str, LabelledExample] = {}
     for where, example in found:
         if example.key in examples:
             raise UserError(f"{where}: the id stands twice; ids have to differ")
@@ -38,7 +38,7 @@ def read(path: Path, language: str) -> list[Example]:
     return list(examples.values())
 
 
-def _check_answers(where: str, example: Example) -> None:
+def _check_answers(where: str, example: LabelledExample) -> None:
     context, gold = example.texts[1], example.gold or ()
     texts = [*example.texts, *(text for text, _ in gold)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(start, int) for _, start in gold):
@@ -54,22 +54,20 @@ def _check_answers(where: str, example: Example) -> None:
             )
 
 
-def _of_squad(path: Path, language: str) -> Iterator[tuple[str, Example]]:
-    lines = [line for _, line in read_lines(path)]
-    try:
-        tree = json.loads("\n".join(lines))
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
+def _read_squad(path: Path, language: str) -> Iterator[tuple[str, LabelledExample]]:
     place = "data"
     try:
+        tree = json.loads("\n".join(line for _, line in read_lines(path)))
         for i, article in enumerate(tree["data"]):
             for j, paragraph in enumerate(article["paragraphs"]):
                 place = f"data[{i}].paragraphs[{j}]"
                 context = paragraph["context"]
                 for k, question in enumerate(paragraph["qas"]):
                     place = f"data[{i}].paragraphs[{j}].qas[{k}]"
-                    where = f"{path}: line {line_of(question['id'], lines)}: question {question['id']!r}"
-                    yield where, _example(question, context, question.get("answers"), language, where)
+                    where = f"{path}: question {question['id']!r}"
+                    yield where, _make_example(question, context, question.get("answers"), language, where)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
     except (KeyError, TypeError, AttributeError) as error:
         missing = f"has no {error}" if isinstance(error, KeyError) else "is not as SQuAD's"
         raise UserError(
@@ -77,23 +75,17 @@ def _of_squad(path: Path, language: str) -> Iterator[tuple[str, Example]]:
         ) from None
 
 
-def line_of(key: str, lines: list[str]) -> int:
-    """Where a question's id stands, counted from 1; a file without line ends has one line."""
-    written = json.dumps(key)
-    return next((number for number, line in enumerate(lines, start=1) if written in line), 1)
-
-
-def _example(question: dict[str, Any], context: str, answers: Any, language: str, where: str) -> Example:
+def _make_example(question: dict[str, Any], context: str, answers: Any, language: str, where: str) -> LabelledExample:
     gold = None
     if answers is not None:
         gold = tuple((answer["text"], answer["answer_start"]) for answer in answers)
         if not gold:
             raise UserError(f"{where} has no answer; every question of SQuAD 1.1 has one: leave the others out")
-    return Example(str(question["id"]), (language, language), (question["question"], context), gold)
+    return LabelledExample(str(question["id"]), (language, language), (question["question"], context), gold)
 
 
-def _of_table(path: Path, language: str) -> Iterator[tuple[str, Example]]:
-    """SQuAD's columns id, question, context, answers, the last of lists `text` and `answer_start`."""
+def _read_table(path: Path, language: str) -> Iterator[tuple[str, LabelledExample]]:
+    """Reads SQuAD's columns id, question, context and answers, which has lists `text` and `answer_start`."""
     for key, row in read_rows(path):
         where = f"{path}: line {key}"
         context, given = column(row, ("context",), where), row.get("answers")
@@ -101,14 +93,14 @@ def _of_table(path: Path, language: str) -> Iterator[tuple[str, Example]]:
             both = zip(given.get("text", ()), given.get("answer_start", ()), strict=False)
             given = [{"text": text, "answer_start": start} for text, start in both]
         question = {name: column(row, (name,), where) for name in ("id", "question")}
-        yield where, _example(question, context, given, language, where)
+        yield where, _make_example(question, context, given, language, where)
 
 
-def labels(examples: list[Example]) -> list[str]:
+def labels(examples: list[LabelledExample]) -> list[str]:
     return ["first", "last"]
 
 
-def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
+def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
     tokenizer, template = encoding.tokenizer, encoding.tokenizer.pair
     contexts = list(dict.fromkeys(example.texts[1] for example in examples))
     encodings = tokenizer.backend.encode_batch(contexts, add_special_tokens=False)
@@ -130,7 +122,7 @@ def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
 
 
 def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """First token and end of the sequences that a context goes through."""
+    """First token and end of the stretches of a context, one for each sequence."""
     step = min(STRIDE, max(room // 2, 1))
     start = 0
     while start + room < tokens:
@@ -139,8 +131,8 @@ def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
     yield start, tokens
 
 
-def _answer(example: Example, spans: np.ndarray) -> np.ndarray:
-    """Numbers of the first and the last place of the first gold answer; 0, [CLS]'s, where it is not whole here."""
+def _answer(example: LabelledExample, spans: np.ndarray) -> np.ndarray:
+    """The numbers of the places where the first gold answer begins and ends; 0, [CLS]'s, where it is not whole here."""
     if not example.gold or not len(spans):
         return np.zeros(2, dtype=np.int64)
     text, start = example.gold[0]
@@ -150,7 +142,7 @@ def _answer(example: Example, spans: np.ndarray) -> np.ndarray:
     return np.array([inside[0] + 1, inside[-1] + 1], dtype=np.int64)
 
 
-def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
     first, last = (torch.tensor([int(f.places[f.labels[side]]) for f in features]) for side in (0, 1))
     return {"start_positions": first, "end_positions": last}
 
@@ -159,7 +151,9 @@ def read_logits(outputs: tuple[np.ndarray, np.ndarray], number: int, feature: Fe
     return np.stack([side[number, feature.places] for side in outputs[:2]], axis=1)
 
 
-def predict(examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]) -> list[str]:
+def predict(
+    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
+) -> list[str]:
     """The stretch with the greatest sum of both scores, of all sequences of the context."""
     best = [(-np.inf, "")] * len(examples)
     for feature, of_places in zip(features, logits, strict=True):
@@ -173,7 +167,7 @@ def predict(examples: list[Example], features: list[Feature], logits: list[np.nd
 
 
 def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int, int]:
-    """The greatest first[i] + last[j] with i <= j < i + longest, and i and j."""
+    """The greatest first[i] + last[j] with i <= j < i + longest, then i and j."""
     first, last = logits_L2[:, 0], logits_L2[:, 1]
     sums = np.full((min(longest, len(first)), len(first)), -np.inf)
     for by in range(len(sums)):
@@ -182,8 +176,10 @@ def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int,
     return float(sums[more, start]), start, start + more
 
 
-def score(examples: list[Example], predictions: list[str], language: str, mlqa: bool = False) -> dict[str, float]:
-    """Means over questions: F1 of words, share of exact matches."""
+def score(
+    examples: list[LabelledExample], predictions: list[str], language: str, mlqa: bool = False
+) -> dict[str, float]:
+    """F1 of words and share of exact matches, means over questions."""
     normalized = partial(squad.mlqa_normalized, language=language) if mlqa else squad.normalized
     f1 = exact = 0.0
     for example, prediction in zip(examples, predictions, strict=True):
@@ -193,16 +189,7 @@ def score(examples: list[Example], predictions: list[str], language: str, mlqa: 
     return {"f1": f1 / len(examples), "exact_match": exact / len(examples)}
 
 
-def switch(example: Example, translation: Example) -> list[Example]:
-    """Sentence-level code-switching (Pan et al. 2021, 2.3): (question', context) and (question, context')."""
-    (source, _), (target, _) = example.langs, translation.langs
-    return [
-        Example(example.key, (target, source), (translation.texts[0], example.texts[1]), example.gold),
-        Example(example.key, (source, target), (example.texts[0], translation.texts[1]), translation.gold),
-    ]
-
-
-def write(examples: list[Example], predictions: list[str]) -> str:
+def write(examples: list[LabelledExample], predictions: list[str]) -> str:
     answers = {example.key: text for example, text in zip(examples, predictions, strict=True)}
     return json.dumps(answers, ensure_ascii=False, indent=1) + "\n"
 
@@ -213,7 +200,7 @@ _task = partial(
     labels=labels,
     encode=encode,
     head="AutoModelForQuestionAnswering",
-    answers=answers,
+    head_labels=head_labels,
     read_logits=read_logits,
     predict=predict,
     write=write,
@@ -221,7 +208,6 @@ _task = partial(
     max_length=386,
     epochs=2,
     lr=3e-5,
-    switch=switch,
     classes=False,
 )
 XQUAD = _task(score=score, xtreme="xquad")

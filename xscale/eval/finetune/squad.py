@@ -1,7 +1,7 @@
-"""How answers are compared: SQuAD 1.1's rules (Rajpurkar et al. 2016), and MLQA's by language (Lewis et al. 2020).
+"""Comparison of answers by the rules of SQuAD 1.1 (Rajpurkar et al. 2016) and, by language, MLQA (Lewis et al. 2020).
 
-Both lower an answer's letters, take away punctuation and articles, and count the words that it shares with the gold
-answer. Of several gold answers the best counts.
+Both lower an answer's letters, remove punctuation and articles, and count the words that it shares with the gold
+answer.
 """
 
 import re
@@ -17,18 +17,18 @@ ARTICLES = {
     "de": r"\b(ein|eine|einen|einem|eines|einer|der|die|das|den|dem|des)\b",
     "ar": "ال",
 }
-"""MLQA's; its other languages, hi and zh, have none."""
+"""Articles by language, as patterns; MLQA's other languages, hi and zh, have none."""
 HAN = ("\u4e00", "\u9fa5")
 
 
 def normalized(text: str) -> str:
-    """SQuAD's: ASCII punctuation and English articles, whatever the language."""
+    """SQuAD's rules remove ASCII punctuation and English articles, whatever the language."""
     kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
     return " ".join(re.sub(ARTICLES["en"], " ", kept).split())
 
 
 def mlqa_normalized(text: str, language: str) -> str:
-    """MLQA's: all of Unicode's punctuation, the language's articles; each Chinese character is a word."""
+    """MLQA's rules remove Unicode's punctuation and the language's articles; each Chinese character is a word."""
     kept = "".join(letter for letter in text.lower() if not is_punctuation(letter))
     kept = re.sub(ARTICLES[language], " ", kept) if language in ARTICLES else kept
     if language == "zh":
@@ -42,7 +42,7 @@ def is_punctuation(letter: str) -> bool:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """Of the words of two normalised answers; 0 where they share none, also where both are empty."""
+    """F1 of the words of two normalised answers; 0 where they share none, also where both are empty."""
     predicted, wanted = prediction.split(), gold.split()
     shared = (Counter(predicted) & Counter(wanted)).total()
     if not shared:

@@ -1,49 +1,26 @@
-"""Rows of local data sets: folders of `datasets.save_to_disk`, .parquet files, .jsonl files, plain or compressed."""
+"""Rows of local data sets: a folder of `datasets.save_to_disk`, a .parquet file or a folder of them, a .jsonl file."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from xscale.data.text import files_of, read_lines
+from xscale.data.text import read_lines
 from xscale.errors import UserError
 
-Row = dict[str, Any]
+Columns = dict[str, Any]
 
 
 def is_table(path: Path) -> bool:
-    return path.is_dir() or path.suffix == ".parquet" or _is_jsonl(path)
+    return path.is_dir() or path.suffix == ".parquet" or ".jsonl" in path.suffixes
 
 
-def _is_jsonl(path: Path) -> bool:
-    return ".jsonl" in path.suffixes
-
-
-def read_rows(path: Path) -> Iterator[tuple[str, Row]]:
-    """(key, row) of a file or a directory; names in place of the numbers of labels. Raises UserError."""
-    if not path.is_dir():
-        yield from _read_file(path)
-    elif (path / "dataset_info.json").exists():
-        yield from _numbered(_of_dataset(_load(path)))
-    elif (path / "dataset_dict.json").exists():
-        splits = ", ".join(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
-        raise UserError(f"{path} has several splits; give one of them: {path}/NAME, NAME of {splits}")
-    else:
-        tables = [file for file in files_of([path]) if is_table(file)]
-        if not tables:
-            raise UserError(
-                f"{path} is no data set: neither of datasets.save_to_disk, nor with .parquet or .jsonl files"
-            )
-        yield from _numbered(row for file in tables for _, row in _read_file(file))
-
-
-def _numbered(rows: Iterable[Row]) -> Iterator[tuple[str, Row]]:
-    return ((str(number), row) for number, row in enumerate(rows, start=1))
-
-
-def _read_file(path: Path) -> Iterator[tuple[str, Row]]:
-    if not _is_jsonl(path):
-        yield from _numbered(_of_dataset(_load(path)))
+def read_rows(path: Path) -> Iterator[tuple[str, Columns]]:
+    """(key, columns) of each row, with names in place of the numbers of labels. Raises UserError."""
+    if path.is_dir() or path.suffix == ".parquet":
+        dataset = _load(path)
+        for number, row in enumerate(dataset, start=1):
+            yield str(number), {name: _named(value, dataset.features[name]) for name, value in row.items()}
         return
     for number, line in read_lines(path):
         if not line.strip():
@@ -53,7 +30,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Row]]:
         except ValueError as error:
             raise UserError(f"{path}: line {number} is not JSON ({error}); mend or remove the line") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is no JSON object; each line has to be one")
+            raise UserError(f"{path}: line {number} is not a JSON object; each line has to be one")
         yield str(number), row
 
 
@@ -64,19 +41,20 @@ def _load(path: Path) -> Any:
     from datasets.table import InMemoryTable
     from pyarrow import parquet
 
+    if (path / "dataset_dict.json").exists():
+        splits = ", ".join(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
+        raise UserError(f"{path} has several splits; give one of them: {path}/NAME, NAME of {splits}")
     try:
-        if path.is_dir():
+        if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))
         return datasets.Dataset(InMemoryTable(parquet.read_table(path)))
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
     except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} cannot be read ({str(error).splitlines()[0]}); write the data set anew") from None
-
-
-def _of_dataset(dataset: Any) -> Iterator[Row]:
-    for row in dataset:
-        yield {name: _named(value, dataset.features[name]) for name, value in row.items()}
+        raise UserError(
+            f"{path} cannot be read as a data set ({str(error).splitlines()[0]}); give a folder of "
+            f"datasets.save_to_disk, or .parquet files"
+        ) from None
 
 
 def _named(value: Any, feature: Any) -> Any:
@@ -86,8 +64,8 @@ def _named(value: Any, feature: Any) -> Any:
     return [_named(one, inner) for one in value] if inner is not None and isinstance(value, list) else value
 
 
-def column(row: Row, names: tuple[str, ...], where: str) -> Any:
-    """The first of the names that the row has. Raises UserError."""
+def column(row: Columns, names: tuple[str, ...], where: str) -> Any:
+    """The first of the named columns that the row has. Raises UserError."""
     for name in names:
         if name in row:
             return row[name]

@@ -1,7 +1,7 @@
-"""A tag for each word: parts of speech (UD's, from .conllu) and named entities (PAN-X's), `token<TAB>tag` a line.
+"""Tags of words: parts of speech (UD's, from .conllu files) and named entities (PAN-X's), `token<TAB>tag` a line.
 
 A word's tag is predicted from its first token. A sentence that is longer than a sequence goes through several, cut
-between words, so that every word has a prediction. Also local data sets with columns `tokens` and tags.
+between words, so that every word has a prediction. Local data sets with columns `tokens` and tags are read too.
 """
 
 import re
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,47 +19,35 @@ from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.finetune.tables import column, is_table, read_rows
-from xscale.eval.finetune.task import IGNORED, Encoding, Example, Feature, Task, numbers
+from xscale.eval.finetune.task import IGNORED, Encoding, Feature, LabelledExample, Task, label_numbers
 
-UPOS = [
-    "ADJ",
-    "ADP",
-    "ADV",
-    "AUX",
-    "CCONJ",
-    "DET",
-    "INTJ",
-    "NOUN",
-    "NUM",
-    "PART",
-    "PRON",
-    "PROPN",
-    "PUNCT",
-    "SCONJ",
-    "SYM",
-    "VERB",
-    "X",
-]
+UPOS = "ADJ ADP ADV AUX CCONJ DET INTJ NOUN NUM PART PRON PROPN PUNCT SCONJ SYM VERB X".split()  # noqa: SIM905
 """Universal parts of speech (UD v2)."""
 WORDS, POS_TAGS, NER_TAGS = ("tokens", "words"), ("upos", "pos_tags", "tags"), ("ner_tags", "tags")
 PREFIX = re.compile(r"[a-z][\w-]+:")
 
-Sentence = tuple[str, list[str], list[str | None]]
-"""Number of its first line, words, tags."""
+TaggedWords = tuple[str, list[str], list[str | None]]
+"""The number of a sentence's first line, its words, their tags."""
 
 
-def read_pos(path: Path, language: str) -> list[Example]:
-    """XTREME's folders have columns in the place of CoNLL-U."""
+def read_pos(path: Path, language: str) -> list[LabelledExample]:
+    """Reads CoNLL-U, or the columns of XTREME's folders."""
     kinds = f"one of UD's: {' '.join(UPOS)}"
-    columns = partial(_of_columns, is_tag=UPOS.__contains__, kinds=kinds)
-    found = _of_table(path, POS_TAGS) if is_table(path) else _of_conllu(path) if is_conllu(path) else columns(path)
-    return _examples(path, language, found, UPOS.__contains__, kinds)
+    if is_table(path):
+        found = _read_table(path, POS_TAGS)
+    elif is_conllu(path):
+        found = _read_sentences(path, _conllu_word)
+    else:
+        found = _read_sentences(path, partial(_column_word, is_tag=UPOS.__contains__, kinds=kinds))
+    return _make_examples(path, language, found, UPOS.__contains__, kinds)
 
 
-def read_ner(path: Path, language: str) -> list[Example]:
+def read_ner(path: Path, language: str) -> list[LabelledExample]:
     kinds = "O, B-TYPE or I-TYPE"
-    found = _of_table(path, NER_TAGS) if is_table(path) else _without_prefix(_of_columns(path, is_bio, kinds))
-    return _examples(path, language, found, is_bio, kinds)
+    if is_table(path):
+        return _make_examples(path, language, _read_table(path, NER_TAGS), is_bio, kinds)
+    found = _read_sentences(path, partial(_column_word, is_tag=is_bio, kinds=kinds))
+    return _make_examples(path, language, _without_prefix(found), is_bio, kinds)
 
 
 def is_conllu(path: Path) -> bool:
@@ -71,89 +60,86 @@ def is_bio(tag: str) -> bool:
     return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
 
 
-def _examples(
-    path: Path, language: str, found: Iterable[Sentence], is_tag: Callable[[str], bool], kinds: str
-) -> list[Example]:
-    """Of all sentences; raises UserError for a tag that is none."""
+def _make_examples(
+    path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
+) -> list[LabelledExample]:
+    """Raises UserError for a tag that is not one of these kinds."""
     examples = []
     for key, words, tags in found:
-        for tag in tags:
-            if tag is not None and not is_tag(tag):
-                raise UserError(f"{path}: the sentence from line {key} has the tag {tag!r}, which is not {kinds}")
+        where = f"{path}: the sentence from line {key}"
+        wrong = next((tag for tag in tags if tag is not None and not is_tag(tag)), None)
+        if wrong is not None:
+            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}")
         if len(words) != len(tags) or (None in tags and any(tags)):
-            raise UserError(f"{path}: the sentence from line {key} has words with a tag and words without; mend it")
-        gold = None if None in tags else tuple(tags)
-        examples.append(Example(key, (language,), tuple(words), gold))
+            raise UserError(f"{where} has words with a tag and words without; mend it")
+        examples.append(LabelledExample(key, (language,), tuple(words), None if None in tags else tuple(tags)))
     if not examples:
         raise UserError(f"{path} has no sentence")
     return examples
 
 
-def _of_table(path: Path, tags: tuple[str, ...]) -> Iterator[Sentence]:
+def _read_table(path: Path, tags: tuple[str, ...]) -> Iterator[TaggedWords]:
     for key, row in read_rows(path):
         where = f"{path}: line {key}"
         words, of_words = column(row, WORDS, where), column(row, tags, where)
         if not all(isinstance(one, str) for one in (*words, *of_words)):
-            raise UserError(f"{where}: words and tags have to be text; a data set's features say the tags' names")
+            raise UserError(f"{where}: words and tags have to be text; a data set's features name the tags")
         yield key, words, of_words
 
 
-def _of_conllu(path: Path) -> Iterator[Sentence]:
-    """Words alone: neither the ranges of multiword tokens nor empty nodes. Column 2 is the word, 4 its tag."""
+def _read_sentences(
+    path: Path, read_word: Callable[[str, str, int], tuple[str, str | None] | None]
+) -> Iterator[TaggedWords]:
+    """A blank line ends a sentence. read_word takes a line, its file and number, and the count of words before it in
+    the sentence; it returns word and tag, or None for a line that is not a word."""
     first, words, tags = 0, list[str](), list[str | None]()
-    for number, line in read_lines(path):
+    for number, line in (*read_lines(path), (0, "")):
         if not line.strip():
             if words:
                 yield str(first), words, tags
             words, tags = [], []
-            continue
-        if line.startswith("#"):
-            continue
-        fields = line.split("\t")
-        if len(fields) != 10:
-            raise UserError(f"{path}: line {number} has {len(fields)} columns; CoNLL-U has 10, with tabs between them")
-        if "-" in fields[0] or "." in fields[0]:
-            continue
-        if fields[0] != str(len(words) + 1) or not fields[1].strip():
-            raise UserError(
-                f"{path}: line {number}: {fields[0]!r} {fields[1]!r} is not word {len(words) + 1} of its sentence; "
-                f"words are numbered from 1, and a blank line ends a sentence"
-            )
-        if fields[3] not in UPOS:
-            raise UserError(
-                f"{path}: line {number}: {fields[3]!r} in column 4 is no part of speech of UD: {' '.join(UPOS)}"
-            )
-        first = first if words else number
-        words.append(fields[1])
-        tags.append(fields[3])
-    if words:
-        yield str(first), words, tags
+        elif found := read_word(line, f"{path}: line {number}", len(words)):
+            first = first if words else number
+            words.append(found[0])
+            tags.append(found[1])
 
 
-def _of_columns(path: Path, is_tag: Callable[[str], bool], kinds: str) -> Iterator[Sentence]:
-    """Word and tag, the first and the last column; one column alone has no tags. A blank line ends a sentence."""
-    first, words, tags = 0, list[str](), list[str | None]()
-    for number, line in read_lines(path):
-        if not line.strip() or line.startswith("-DOCSTART-"):
-            if words:
-                yield str(first), words, tags
-            words, tags = [], []
-            continue
-        fields = line.split("\t") if "\t" in line else line.split(" ")
-        tag = fields[-1].strip() if len(fields) > 1 else None
-        if not fields[0].strip():
-            raise UserError(f"{path}: line {number} begins with no word; a line is `word<TAB>tag`")
-        if tag is not None and not is_tag(tag):
-            raise UserError(f"{path}: line {number}: the tag {tag!r} is not {kinds}; a line is `word<TAB>tag`")
-        first = first if words else number
-        words.append(fields[0])
-        tags.append(tag)
-    if words:
-        yield str(first), words, tags
+def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
+    """Columns 2 and 4. Comments, ranges of multiword tokens and empty nodes are not words."""
+    if line.startswith("#"):
+        return None
+    fields = line.split("\t")
+    if len(fields) != 10:
+        raise UserError(f"{where} has {len(fields)} columns; CoNLL-U has 10, with tabs between them")
+    if "-" in fields[0] or "." in fields[0]:
+        return None
+    if fields[0] != str(before + 1) or not fields[1].strip():
+        raise UserError(
+            f"{where}: {fields[0]!r} {fields[1]!r} is not word {before + 1} of its sentence; words are numbered from "
+            f"1, and a blank line ends a sentence"
+        )
+    if fields[3] not in UPOS:
+        raise UserError(f"{where}: {fields[3]!r} in column 4 is not a part of speech of UD: {' '.join(UPOS)}")
+    return fields[1], fields[3]
 
 
-def _without_prefix(given: Iterator[Sentence]) -> list[Sentence]:
-    """WikiANN's own files say a language before each word, `en:house`, whatever the language is called here."""
+def _column_word(
+    line: str, where: str, before: int, is_tag: Callable[[str], bool], kinds: str
+) -> tuple[str, str | None] | None:
+    """The first and the last column; one column alone has no tag. CoNLL's marks of documents are not words."""
+    if line.startswith("-DOCSTART-"):
+        return None
+    fields = line.split("\t") if "\t" in line else line.split(" ")
+    tag = fields[-1].strip() if len(fields) > 1 else None
+    if not fields[0].strip():
+        raise UserError(f"{where} begins with no word; a line is `word<TAB>tag`")
+    if tag is not None and not is_tag(tag):
+        raise UserError(f"{where}: the tag {tag!r} is not {kinds}; a line is `word<TAB>tag`")
+    return fields[0], tag
+
+
+def _without_prefix(given: Iterable[TaggedWords]) -> list[TaggedWords]:
+    """WikiANN's own files have the language before each word, as in `en:house`; it is removed."""
     sentences = list(given)
     found = (PREFIX.match(word) for _, words, _ in sentences for word in words)
     prefixes = {match[0] if match else "" for match in found}
@@ -161,22 +147,22 @@ def _without_prefix(given: Iterator[Sentence]) -> list[Sentence]:
     return [(key, [word.removeprefix(prefix) or word for word in words], tags) for key, words, tags in sentences]
 
 
-def upos_labels(examples: list[Example]) -> list[str]:
+def upos_labels(examples: list[LabelledExample]) -> list[str]:
     return UPOS
 
 
-def bio_labels(examples: list[Example]) -> list[str]:
+def bio_labels(examples: list[LabelledExample]) -> list[str]:
     """O, and the beginning and the inside of every type."""
     types = sorted({tag[2:] for example in examples for tag in example.gold or () if tag != "O"})
     return ["O", *(f"{place}-{kind}" for kind in types for place in "BI")]
 
 
-def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
+def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
     pieces = word_pieces(encoding.tokenizer, {word for example in examples for word in example.texts})
     room = encoding.longest - 2
     features = []
     for i, example in enumerate(examples):
-        labels = numbers(encoding.labels, example.gold, len(example.texts))
+        labels = label_numbers(encoding.labels, example.gold, len(example.texts))
         of_words = [pieces[word][:room] for word in example.texts]
         for start, end in windows([len(tokens) for tokens in of_words], room):
             lengths = [len(tokens) for tokens in of_words[start:end]]
@@ -187,7 +173,7 @@ def encode(examples: list[Example], encoding: Encoding) -> list[Feature]:
 
 
 def word_pieces(tokenizer: Tokenizer, words: set[str]) -> dict[str, list[int]]:
-    """Tokens of each word as it has them inside a sentence; of one that the tokenizer drops, its unknown token."""
+    """The tokens that each word has inside a sentence; the unknown token for a word that the tokenizer drops."""
     listed = sorted(words)
     unknown = tokenizer.hf.unk_token_id
     instead = [tokenizer.mask_id if unknown is None else unknown]
@@ -205,7 +191,7 @@ def windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
     yield start, len(lengths)
 
 
-def answers(features: list[Feature], length: int) -> dict[str, Tensor]:
+def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
     """A word's label stands at its first token."""
     labels_BL = torch.full((len(features), length), IGNORED)
     for row, feature in zip(labels_BL, features, strict=True):
@@ -218,7 +204,7 @@ def read_logits(outputs: np.ndarray, number: int, feature: Feature) -> np.ndarra
 
 
 def predict(
-    examples: list[Example], features: list[Feature], logits: list[np.ndarray], labels: list[str]
+    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
 ) -> list[list[str]]:
     found: list[list[str]] = [[] for _ in examples]
     for feature, of_words in zip(features, logits, strict=True):
@@ -226,17 +212,16 @@ def predict(
     return found
 
 
-def score_pos(examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """Accuracy of words, which equals the F1 of all words together; F1 averaged over the tags that occur; and seqeval's
-    F1 as XTREME's evaluate.py reports it, where words of one tag that follow one another count as one."""
+def score_pos(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
+    """Accuracy of words; F1 averaged over the tags that occur; and seqeval's F1 as XTREME's evaluate.py reports it,
+    where neighbouring words of one tag count as one."""
     import seqeval.metrics
     from sklearn.metrics import accuracy_score, f1_score
 
-    gold = [tag for example in examples for tag in example.gold or ()]
-    predicted = [tag for tags in predictions for tag in tags]
+    sentences = [list(example.gold or ()) for example in examples]
+    gold, predicted = ([tag for tags in side for tag in tags] for side in (sentences, predictions))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part of speech is no entity's tag
-        sentences = [list(example.gold or ()) for example in examples]
         entities = seqeval.metrics.f1_score(sentences, predictions, zero_division=0)
     return {
         "accuracy": float(accuracy_score(gold, predicted)),
@@ -245,8 +230,8 @@ def score_pos(examples: list[Example], predictions: list[list[str]], language: s
     }
 
 
-def score_ner(examples: list[Example], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """Of whole entities, by seqeval's rules, which are conlleval's."""
+def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
+    """F1, precision and recall of whole entities by seqeval's rules, which are conlleval's."""
     from seqeval.metrics import f1_score, precision_score, recall_score
 
     gold = [list(example.gold or ()) for example in examples]
@@ -254,7 +239,7 @@ def score_ner(examples: list[Example], predictions: list[list[str]], language: s
     return {name: float(metric(gold, predictions, zero_division=0)) for name, metric in metrics.items()}
 
 
-def write(examples: list[Example], predictions: list[list[str]]) -> str:
+def write(examples: list[LabelledExample], predictions: list[Any]) -> str:
     return "".join("".join(tag + "\n" for tag in tags) + "\n" for tags in predictions)
 
 
@@ -262,7 +247,7 @@ _task = partial(
     Task,
     encode=encode,
     head="AutoModelForTokenClassification",
-    answers=answers,
+    head_labels=head_labels,
     read_logits=read_logits,
     predict=predict,
     write=write,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xscale.data.balance import FEWEST, ROOM, TURNS, cut, deal
+from xscale.data.balance import FEWEST_BINS, FREE_SHARE, ROUNDS, assign_to_bins, balance
 
 NO_BUDGET = 1 << 40
 
@@ -58,7 +58,7 @@ lists_of_tokens = st.lists(st.integers(0, 300), min_size=1, max_size=120)
 
 def of_bins(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, np.ndarray, int]:
     """Tokens and samples of each bin, and the rows."""
-    bins, rows = cut(tokens, world, max_tokens, rows)
+    bins, rows = balance(tokens, world, max_tokens, rows)
     assert bins.shape == tokens.shape and bins.min() >= 0 and bins.max() < rows * world
     counts = np.bincount(bins, minlength=rows * world)
     return np.bincount(bins, weights=tokens, minlength=rows * world), counts, rows
@@ -83,9 +83,9 @@ def test_every_sample_once_and_the_budget_held(tokens: list[int], world: int, ma
 def test_a_pure_function(tokens: list[int], world: int, max_tokens: int) -> None:
     """Of the lengths alone: the same again, of a copy, of floats, in any memory order. It leaves them as they are."""
     given_tokens = np.array(tokens)
-    bins, rows = cut(given_tokens, world, max_tokens)
+    bins, rows = balance(given_tokens, world, max_tokens)
     for same in (given_tokens.copy(), given_tokens.astype(float), np.array([tokens, tokens]).T[:, 1]):
-        again, rows_again = cut(same, world, max_tokens)
+        again, rows_again = balance(same, world, max_tokens)
         assert again.tolist() == bins.tolist() and rows_again == rows
     assert given_tokens.tolist() == tokens
 
@@ -95,7 +95,7 @@ def test_a_pure_function(tokens: list[int], world: int, max_tokens: int) -> None
 def test_no_bin_is_far_above_another(tokens: list[int], bins: int) -> None:
     """Not above the fullest that the average, or the longest sample, needs by more than one sample of each portion."""
     longest_first = np.sort(np.array(tokens))[::-1]
-    filled = np.bincount(deal(longest_first, bins), weights=longest_first, minlength=bins)
+    filled = np.bincount(assign_to_bins(longest_first, bins), weights=longest_first, minlength=bins)
     assert filled.sum() == sum(tokens)
     assert filled.max() <= max(sum(tokens) / bins, max(tokens)) + 2 * max(tokens)
 
@@ -106,7 +106,7 @@ def plainly(tokens: list[int], bins: int) -> list[int]:
     while len(dealt) < len(tokens):
         order = sorted(range(bins), key=lambda b: (filled[b], b))
         low = [b for b in order if filled[b] <= filled[order[0]] + tokens[len(dealt)]]
-        for b in order[: max(len(low), -(-bins // FEWEST))][: len(tokens) - len(dealt)]:
+        for b in order[: max(len(low), -(-bins // FEWEST_BINS))][: len(tokens) - len(dealt)]:
             filled[b] += tokens[len(dealt)]
             dealt.append(b)
     return dealt
@@ -119,22 +119,22 @@ def plainly(tokens: list[int], bins: int) -> list[int]:
 def test_deal_is_what_it_says(tokens: list[int], bins: int) -> None:
     """Bins of live runs: another way of dealing would give a resumed step other rows, and with dropout another loss."""
     longest_first = sorted(tokens, reverse=True)
-    assert len(tokens) <= TURNS * bins
-    assert deal(np.array(longest_first), bins).tolist() == plainly(longest_first, bins)
+    assert len(tokens) <= ROUNDS * bins
+    assert assign_to_bins(np.array(longest_first), bins).tolist() == plainly(longest_first, bins)
 
 
 def test_equal_lengths_keep_their_order() -> None:
     """Unstable sorts put them in another order on another machine."""
     tokens = np.tile([7, 9, 8], 500)
     longest_first = sorted(range(1500), key=lambda i: -tokens[i])
-    bins, _ = cut(tokens, 4, NO_BUDGET)
-    assert bins[longest_first].tolist() == deal(tokens[longest_first], 4).tolist()
+    bins, _ = balance(tokens, 4, NO_BUDGET)
+    assert bins[longest_first].tolist() == assign_to_bins(tokens[longest_first], 4).tolist()
 
 
 def test_there_and_back() -> None:
     """Where a step has many rounds, several are dealt out at once."""
-    tokens = np.full(2 * TURNS * 4, 7)
-    assert deal(tokens, 4)[:8].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
+    tokens = np.full(2 * ROUNDS * 4, 7)
+    assert assign_to_bins(tokens, 4)[:8].tolist() == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 # 2. Budgets
@@ -162,19 +162,19 @@ def test_no_more_rows_than_needed() -> None:
     for kind, world, max_tokens in itertools.product(KINDS, (1, 2, 8), (4096, 16384)):
         tokens = kind(rng, 2048).round()
         _, _, rows = of_bins(tokens, world, max_tokens)
-        assert rows == int(np.ceil(tokens.sum() * (1 + ROOM) / (world * max_tokens))), kind.__name__
+        assert rows == int(np.ceil(tokens.sum() * (1 + FREE_SHARE) / (world * max_tokens))), kind.__name__
 
 
 def test_nothing_to_read() -> None:
     """A step whose samples are all estimated to be dropped still has a row."""
-    bins, rows = cut(np.zeros(5), 2, 128)
+    bins, rows = balance(np.zeros(5), 2, 128)
     assert rows == 1 and np.bincount(bins, minlength=2).max() <= 3
 
 
 # 3. Balance
 
 
-def balance(kind: Kind, world: int, per_rank: int, max_tokens: int = NO_BUDGET) -> float:
+def imbalance(kind: Kind, world: int, per_rank: int, max_tokens: int = NO_BUDGET) -> float:
     """The most tokens of a bin, as a share of the average; the worst of a few steps."""
     found = []
     for seed in range(4):
@@ -186,16 +186,16 @@ def balance(kind: Kind, world: int, per_rank: int, max_tokens: int = NO_BUDGET) 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_balance(kind: Kind) -> None:
     """The fullest bin is the one that all ranks wait for."""
-    assert balance(kind, 8, 256) <= 1.005
-    assert balance(kind, 8, 256, max_tokens=4096) <= 1.01, "in several rows a rank"
-    assert balance(kind, 1024, 8) <= 1.03
-    assert balance(kind, 1024, 64, max_tokens=1024) <= 1.02, "in several rows a rank"
-    assert balance(kind, 8, 16) <= 1.02
-    assert balance(kind, 8, 8192) <= 1.005
+    assert imbalance(kind, 8, 256) <= 1.005
+    assert imbalance(kind, 8, 256, max_tokens=4096) <= 1.01, "in several rows a rank"
+    assert imbalance(kind, 1024, 8) <= 1.03
+    assert imbalance(kind, 1024, 64, max_tokens=1024) <= 1.02, "in several rows a rank"
+    assert imbalance(kind, 8, 16) <= 1.02
+    assert imbalance(kind, 8, 8192) <= 1.005
 
 
 def test_balance_where_rows_hold_a_few_samples() -> None:
-    assert balance(pairs, 8, 256, max_tokens=256) <= 1.1
+    assert imbalance(pairs, 8, 256, max_tokens=256) <= 1.1
 
 
 # 4. Time
@@ -210,7 +210,7 @@ def test_a_step_of_64k_samples_is_cut_in_milliseconds(world: int, kind: Kind, ma
     took = []
     for _ in range(5):
         started = time.thread_time()
-        cut(tokens, world, max_tokens)
+        balance(tokens, world, max_tokens)
         took.append(time.thread_time() - started)
     assert min(took) < 0.02
 
@@ -218,5 +218,5 @@ def test_a_step_of_64k_samples_is_cut_in_milliseconds(world: int, kind: Kind, ma
 def test_the_worst_step_is_cut_in_milliseconds_too() -> None:
     """One bin alone is behind, by so many samples that a portion of one each would take long."""
     started = time.thread_time()
-    cut(np.array([8192] * 1023 + [1] * 60_000), 1024, NO_BUDGET)
+    balance(np.array([8192] * 1023 + [1] * 60_000), 1024, NO_BUDGET)
     assert time.thread_time() - started < 0.5

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
-from xscale.data.packed_row import Index, Shape, Tokens, Work, gather_index, lay_out, pack_row
+from xscale.data.packed_row import Index, RowCost, RowShape, Tokens, gather_index, lay_out, pack_row
 from xscale.data.ragged import offsets
 from xscale.data.sequences import Sequences
-from xscale.data.stream_batch import AuxiliaryInputs, Reads, StreamBatch
+from xscale.data.stream_batch import AuxiliaryInputs, StateIndices, StreamBatch
 from xscale.step.step import to_device
 
 LONGEST, FILLER = 9, 77
@@ -75,7 +75,7 @@ def test_every_token_once_longest_first(parts: list[Sequences], data: st.DataObj
 @given(PARTS, st.integers(0, 200), st.integers(0, 40))
 def test_rows_filled_up_to_a_shape(parts: list[Sequences], room: int, sequences: int) -> None:
     """A row that fits has the shape exactly; one that does not is as it is. Real tokens are where they were."""
-    shape = Shape(room, sequences)
+    shape = RowShape(room, sequences)
     plain, real_places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER)
     tokens, places = lay_out(parts, ["languages"] * len(parts), LONGEST, FILLER, shape)
     n, count = sum(len(part.ids) for part in parts), sum(len(part.lengths) for part in parts)
@@ -105,18 +105,18 @@ READS = st.lists(
 )
 
 
-def reads_of(drawn: list[tuple[bool, list[list[int]]]]) -> tuple[list[Reads], list[list[int]]]:
+def reads_of(drawn: list[tuple[bool, list[list[int]]]]) -> tuple[list[StateIndices], list[list[int]]]:
     """Reads of one place each, without counts, or of several; and the places of every state."""
     reads, states = [], []
     for several, places in drawn:
         if several:
             flat = [place for of_state in places for place in of_state]
             counts = np.array([len(of_state) for of_state in places], dtype=np.int64)
-            reads.append(Reads(np.array(flat, dtype=np.int64), counts))
+            reads.append(StateIndices(np.array(flat, dtype=np.int64), counts))
             states += places
         else:
             singles = [of_state[0] for of_state in places if of_state]
-            reads.append(Reads(np.array(singles, dtype=np.int64)))
+            reads.append(StateIndices(np.array(singles, dtype=np.int64)))
             states += [[place] for place in singles]
         assert len(reads[-1]) == (len(places) if several else len(singles))
     return reads, states
@@ -137,7 +137,7 @@ def test_the_index_and_its_transpose(drawn: list[tuple[bool, list[list[int]]]]) 
 
 
 def test_a_place_that_a_state_sums_twice() -> None:
-    index = gather_index([Reads(np.array([3, 1, 3]), np.array([3]))], 4)
+    index = gather_index([StateIndices(np.array([3, 1, 3]), np.array([3]))], 4)
     assert lists(*index[:2]) == [[3, 1, 3]] and lists(*index[2:]) == [[], [0], [], [0, 0]]
 
 
@@ -156,23 +156,28 @@ def random_pieces(seed: int, empty: bool = False) -> dict[str, StreamBatch]:
 
     a, b, c, d = (some(first) for first in (1000, 2000, 3000, 4000))
     counts = np.array([] if empty else [2, 0, 3])
-    reads_d = Reads(places(d, 2), counts[:2].astype(np.int64))
-    reads_b = {"one": Reads(places(b, 4)), "sums": Reads(places(b, 5), counts.astype(np.int64))}
+    reads_d = StateIndices(places(d, 2), counts[:2].astype(np.int64))
+    reads_b = {"one": StateIndices(places(b, 4)), "sums": StateIndices(places(b, 5), counts.astype(np.int64))}
     return {
         "a": StreamBatch(
-            a, {"masked": Reads(places(a, 3))}, {"mlm": 3, "extra": 1}, 2, {"mlm": places(a, 3)}, types="languages"
+            a,
+            {"masked": StateIndices(places(a, 3))},
+            {"mlm": 3, "extra": 1},
+            2,
+            {"mlm": places(a, 3)},
+            types="languages",
         ),
         "b": StreamBatch(
             b, reads_b, {"x": 4, "y": 2}, 3, {"x": places(b, 4), "y": places(b, 2)},
             arrays={"number": np.arange(3)}, auxiliary=AuxiliaryInputs(d, reads_d), too_long=1,
         ),
-        "c": StreamBatch(c, {"first": Reads(places(c, 1))}, {"z": 1}, 1, too_long=2),
+        "c": StreamBatch(c, {"first": StateIndices(places(c, 1))}, {"z": 1}, 1, too_long=2),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", [None, Shape(300, 60)])
+@pytest.mark.parametrize("shape", [None, RowShape(300, 60)])
 @pytest.mark.parametrize("empty", [False, True])
-def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
+def test_a_row_is_its_pieces(shape: RowShape | None, empty: bool) -> None:
     for seed in range(20):
         stream_batches = random_pieces(seed, empty)
         row = pack_row(stream_batches, LONGEST, FILLER, shape)
@@ -220,7 +225,7 @@ def test_a_row_is_its_pieces(shape: Shape | None, empty: bool) -> None:
         own = sorted(split(auxiliary.sequences), key=len, reverse=True)
         assert sequences_in(tokens) == (own or [[FILLER] * 2]), "never filled up"
 
-        work = Work()
+        work = RowCost()
         for stream_batch in stream_batches.values():
             for sequence in split(stream_batch.sequences):
                 work = work._replace(tokens=work.tokens + len(sequence), squares=work.squares + len(sequence) ** 2)

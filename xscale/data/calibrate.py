@@ -1,0 +1,152 @@
+"""Measures how the tokens of each stream's samples compare with what their bytes predict, before step 1."""
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from xscale.data.calibration import Calibration, Estimate
+from xscale.data.loader import StepDataset
+from xscale.data.mixture import Mixture, StepPlan, StreamSpec
+from xscale.data.ragged import evenly_spaced
+from xscale.data.shards import Source
+from xscale.data.tokenizer import Tokenizer
+
+DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
+"""Of each stream, the first DRAWN samples are estimated; at most READ of them are tokenised, in groups of GROUP, and at
+most BEYOND of those that are estimated over max_length, one by one."""
+SHARDS, SHARDS_OF_SOURCE = 256, 4
+"""Shards that are looked into, of all sources together, but at least SHARDS_OF_SOURCE of each."""
+LINE_RECORDS, LINE_SHARDS = 1024, 8
+"""Records that tell how tokens follow from bytes, of one shard of each source together: 8 to 32 of each shard, of at
+most LINE_SHARDS shards."""
+
+Work = Callable[[], Any]
+
+
+def run_serially(works: list[Work]) -> list[Any]:
+    """The results of all works. HostGroup.share, which takes its place, shares them out among ranks."""
+    return [work() for work in works]
+
+
+def calibrate(
+    specs: list[StreamSpec],
+    sources: list[Source],
+    dataset: StepDataset,
+    *,
+    seed: int,
+    alpha: float,
+    max_length: int,
+    share: Callable[[list[Work]], list[Any]] = run_serially,
+) -> Calibration:
+    """The result is the same on every machine, however the work is shared out."""
+    shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
+    sample = min(max(LINE_RECORDS // len(sources), 8), 32)
+    dataset = copy.copy(dataset)
+    dataset.sources = [source.with_shards(shards) for source in sources]
+    tokenizer = dataset.context.tokenizer
+    lines = share(
+        [partial(bytes_to_tokens, source, tokenizer, min(shards, LINE_SHARDS), sample) for source in dataset.sources]
+    )
+    found = Calibration(lines, {})
+    settings = {"seed": seed, "alpha": alpha, "max_length": max_length}
+    estimates = share([partial(estimate_stream, spec, dataset, found, settings) for spec in specs])
+    return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
+
+
+def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
+    """The estimate of one stream, by its first samples."""
+    spec = replace(spec, samples=DRAWN)
+    mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
+    records = mixture.next_batch().records[spec.name]
+    estimated_tokens = np.bincount(records.sample, weights=records.tokens)
+    longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor cut
+    groups = similar_samples(estimated_tokens, longest)
+    rows = [{spec.name: records.select(np.flatnonzero(np.isin(records.sample, group)))} for group in groups]
+    batches = dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
+    too_long = np.array([batch.too_long for batch in batches])
+    found = estimate(estimated_tokens, groups, [batch.sequences.lengths for batch in batches], longest, too_long)
+    return replace(found, counts=dict(sum((Counter(batch.targets) for batch in batches), Counter())))
+
+
+def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
+    """Groups of samples with about the same estimate, and single samples of those estimated over max_length."""
+    shortest_first = np.argsort(estimated_tokens, kind="stable")
+    within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
+    some, single = within[:: DRAWN // READ], beyond[:: -(-len(beyond) // BEYOND) or 1]
+    groups = np.split(some, range(GROUP, len(some), GROUP)) if len(some) else []
+    return [*groups, *np.split(single, len(single))] if len(single) else groups
+
+
+def estimate(
+    estimated_tokens: np.ndarray,
+    groups: list[np.ndarray],
+    lengths: list[np.ndarray],
+    max_length: float,
+    too_long: np.ndarray | int = 0,
+) -> Estimate:
+    """The estimate of a stream from groups of samples that were read.
+
+    estimated_tokens: tokens of many samples. groups: the samples of each group are either all estimated over
+    max_length or none is. lengths: lengths of each group's sequences in a row. too_long: number of each group's samples
+    that are longer than max_length [groups].
+    """
+    expected = np.array([estimated_tokens[group].sum() for group in groups])
+    samples = np.array([len(group) for group in groups])
+    tokens = np.array([of_group.sum() for of_group in lengths])
+    over = expected > max_length * samples
+    read = np.bincount(over, weights=samples, minlength=2)
+    drawn = np.bincount(estimated_tokens > max_length, minlength=2)
+    within, beyond = np.bincount(over, weights=tokens, minlength=2)
+    found = Estimate(
+        ratio=round(float(within / expected[~over].sum()), 4) if read[0] else 1.0,
+        beyond=round(float(beyond / read[1]), 1) if read[1] else None,
+        sequences=round(sum(map(len, lengths)) / samples.sum(), 3),
+        counted=int(within),
+    )
+    estimated = np.where(over, samples * (found.beyond or 0.0), expected * found.ratio)
+    stands_for = (drawn / np.maximum(read, 1))[over.astype(int)]
+    noise = (stands_for * (tokens - estimated) ** 2).sum() / max((stands_for * estimated).sum(), 1.0)
+    average = found.row_tokens(estimated_tokens, max_length).mean()
+    share = (stands_for * too_long).sum() / len(estimated_tokens)
+    return replace(
+        found, noise=round(float(noise), 3), tokens=round(float(average), 2), too_long=round(float(share), 4)
+    )
+
+
+def bytes_to_tokens(
+    source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
+) -> tuple[float, float]:
+    """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
+    places = [
+        (shard, evenly_spaced(int(source.counts[shard]), sample))
+        for shard in evenly_spaced(len(source.counts), shards).tolist()
+    ]
+    texts = [source.read(shard, record).texts for shard, records in places for record in records.tolist()]
+    ids = iter(tokenizer.encode([text for of_record in texts for text in of_record]))
+    tokens = np.array([sum(len(next(ids)) + 1 for _ in of_record) for of_record in texts], dtype=float)
+    lengths = np.concatenate([source.lengths(*place) for place in places]).astype(float)
+    return fit_line(lengths, tokens)
+
+
+def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
+    """(a, b): a * lengths + b is close to `tokens`, and equal to them on average. Both arrays are [n_records]."""
+    variance = lengths.var()
+    slope = ((lengths - lengths.mean()) * tokens).mean() / variance if variance else 0.0
+    if slope <= 0:
+        slope = tokens.mean() / lengths.mean()
+    slope = round(float(slope), 6)
+    return slope, round(float(tokens.mean() - slope * lengths.mean()), 3)
+
+
+def tokens_per_byte(source: Source, tokenizer: Tokenizer, sample: int = 512) -> float:
+    """Tokens per stored byte of a source, from its first records. The result is the same on every machine."""
+    n = min(sample, int(source.counts[0]))
+    texts = [text for i in range(n) for text in source.read(0, i).texts]
+    tokens = sum(len(ids) + 1 for ids in tokenizer.encode(texts))
+    return round(tokens / max(int(source.lengths(0, np.arange(n)).sum()), 1), 4)

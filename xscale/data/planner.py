@@ -1,0 +1,163 @@
+"""The process that plans the steps: it draws global batches ahead of the loader, once for all ranks of a node."""
+
+import atexit
+import ctypes
+import errno
+import multiprocessing
+import os
+import signal
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+from xscale.data.forks import children_that_begin
+from xscale.data.mixture import Mixture, StepPlan
+from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
+from xscale.ranks import HostGroup, name_process
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A UserError, or an OSError of the machine, on its way from another process to the main one."""
+
+    message: str
+    errno: int | None = None
+    file: str = ""
+
+    @classmethod
+    def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
+        """Raises the error itself if it is a fault of the program."""
+        if isinstance(error, UserError):
+            return cls(f"{where}{error}")
+        if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
+            raise error
+        return cls(str(error.strerror), error.errno, str(error.filename or "a file"))
+
+    def error(self) -> Exception:
+        return RankError(self.message) if self.errno is None else OSError(self.errno, self.message, self.file)
+
+
+Plans = Iterator[StepPlan | Failure]
+
+
+class Node(NamedTuple):
+    """The ranks of one node, which get their plans from the planner of the first one."""
+
+    ranks: list[int]
+    address: bytes
+    """The name of the planner's socket. It is in no folder, so nothing is left of it when processes are killed."""
+    listener: socket.socket | None
+    """The listening socket, on the first rank."""
+
+
+def find_node(host_group: HostGroup) -> Node | None:
+    """This rank's node, or None if the rank is alone on it. All ranks call it together."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")  # Linux finds a name
+    listener.listen()
+    here = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
+    found = host_group.gather((here, listener.getsockname()))
+    ranks = [rank for rank, (of, _) in enumerate(found) if of == here]
+    first = host_group.rank == ranks[0] and len(ranks) > 1
+    if not first:
+        listener.close()
+    return Node(ranks, found[ranks[0]][1], listener if first else None) if len(ranks) > 1 else None
+
+
+def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
+    """The mixture's next steps, drawn by a process that is ahead as far as its connections hold plans. (To order a new
+    window may take longer than a step.) With a node, its first rank starts the process for all of its ranks."""
+    listener = node and node.listener
+    if node is None:
+        ours, theirs = multiprocessing.Pipe()
+    planner = None
+    if node is None or listener:
+        connect = partial(_connect_ranks, node) if node else lambda: {mixture.rank: theirs}
+        planner = multiprocessing.Process(target=_plan, args=(mixture, steps, connect), name="planner", daemon=True)
+        with children_that_begin():
+            planner.start()
+        atexit.register(planner.kill)
+        (listener or theirs).close()  # so that the connection ends with the planner
+    if node:
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(node.address)
+        ours = Connection(client.detach())
+        ours.send_bytes(str(mixture.rank).encode())
+    return _received_plans(planner, ours, steps, shared=node is not None)
+
+
+def _connect_ranks(node: Node) -> dict[int, Connection]:
+    """A connection with each rank of the node."""
+    found: dict[int, Connection] = {}
+    assert node.listener
+    with node.listener as listener:
+        while len(found) < len(node.ranks):
+            client, _ = listener.accept()
+            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            if struct.unpack("3i", peer)[1] == os.getuid():
+                connection = Connection(client.detach())
+                found[int(connection.recv_bytes())] = connection
+    return found
+
+
+def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
+    """planner: the process if this rank started it; shared: it also serves other ranks."""
+    left = steps
+    try:
+        while left:
+            if planner and planner.exitcode:  # it died: the last plan in the connection may be cut off
+                raise EOFError
+            plan = ours.recv()
+            left -= 1
+            yield plan
+            if isinstance(plan, Failure):
+                return
+    except (EOFError, ConnectionResetError):
+        how = "gone, which another rank of this node has"
+        if planner:
+            planner.join()
+            code = planner.exitcode or 0
+            how = f"killed by signal: {signal.strsignal(-code)}" if code < 0 else f"gone (exit code {code})"
+        raise RuntimeError(f"the process that plans the steps is {how}") from None
+    finally:
+        if planner and (left or not shared):
+            atexit.unregister(planner.kill)
+            planner.kill()
+            planner.join()
+        ours.close()
+
+
+def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
+    name_process(f"xscale{mixture.rank}-plan")
+    leave_signals_to_parent()
+    connections = connect()
+
+    def send(items: Sequence[StepPlan | Failure]) -> None:
+        for (rank, connection), item in zip([*connections.items()], items, strict=True):
+            try:
+                connection.send(item)
+            except (BrokenPipeError, ConnectionResetError):  # this rank has ended
+                del connections[rank]
+
+    try:
+        for _ in range(steps):
+            send(mixture.next_batch().plans([*connections]))
+    except (UserError, OSError) as error:
+        send([Failure.of_error(error)] * len(connections))
+
+
+def leave_signals_to_parent() -> None:
+    """Ignores the signals that the trainer handles, since it alone decides when to stop, and dies with the trainer."""
+    with suppress(OSError, AttributeError):
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ["OMP_NUM_THREADS"] = "1"

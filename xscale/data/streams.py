@@ -1,0 +1,37 @@
+"""The sources that each stream of a recipe reads."""
+
+from xscale.data.shards import Source
+from xscale.errors import UserError
+
+
+def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
+    """Whether a stream's `languages` name this language or pair: as "en-de" or "de-en", or each language by itself."""
+    return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
+
+
+def both_names(langs: tuple[str, ...]) -> set[str]:
+    """The names "en-de" and "de-en" of a pair; the one name of a language."""
+    return {"-".join(langs), "-".join(langs[::-1])}
+
+
+def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
+    """The numbers of the sources that a stream draws from. Raises UserError if there is none for it or a language."""
+    fitting = [i for i, source in enumerate(sources) if source.kind == reads]
+    available = sorted({sources[i].pair for i in fitting})
+    if languages is not None:
+        chosen = [i for i in fitting if matches_languages(languages, sources[i].langs)]
+        covered = {name for i in chosen for name in {*both_names(sources[i].langs), *sources[i].langs}}
+        absent = [language for language in languages if language not in covered]
+        if absent:
+            raise UserError(
+                f"streams.{stream}.languages: no {reads} data for {', '.join(absent)}; --data has "
+                f"{', '.join(available) or 'none'}. Add a shard directory or take the language out"
+            )
+        fitting = chosen
+    if not fitting:
+        kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
+        raise UserError(
+            f"streams.{stream} reads {reads} records, --data has only: {kinds}. Add a directory written by "
+            f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
+        )
+    return tuple(fitting)

@@ -1,0 +1,194 @@
+"""The runs that measure transfer between languages, and the table of their scores.
+
+A run is one training text and one seed. It is tested in the languages that its text serves: the source language's in
+all (zero-shot in the others), another language's in its own (supervised), a translated one in that (translate-train).
+"""
+
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xscale import files
+from xscale.errors import UserError
+from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, TaskData, check_labels
+
+ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
+SHORT = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
+"""The settings' names in a language's summary."""
+
+Predictions = dict[str, list[list[Any]]]
+"""Language -> for each seed, the predictions for the examples of the language's test."""
+
+
+class TrainingText(NamedTuple):
+    """A text to train on, and the tests that it serves."""
+
+    name: str
+    data: TaskData
+    groups: list[list[LabelledExample]]
+    """Examples that belong into one batch."""
+    tests: dict[str, str]
+    """Language -> setting."""
+
+
+def plan_training(
+    task: Task,
+    train: dict[str, TaskData],
+    translated: dict[str, TaskData],
+    tests: dict[str, TaskData],
+    source: str,
+    code_switch: bool,
+) -> list[TrainingText]:
+    """All runs that the texts allow. Raises UserError where a text serves no test, or texts do not fit each other."""
+    found = []
+    for language, data in train.items():
+        served = list(tests) if language == source else [language] if language in tests else []
+        if not served:
+            raise UserError(
+                f"--train {language}={data.path} serves no test: give --test {language}=FILE, or leave it out"
+            )
+        settings = {test: SUPERVISED if test == language else ZERO_SHOT for test in served}
+        found.append(TrainingText(language, data, [[example] for example in data.examples], settings))
+    for language, data in translated.items():
+        if language not in tests or language == source:
+            raise UserError(
+                f"--translated {language}={data.path} needs --test {language}=FILE, of another language than {source}"
+            )
+        groups, name = [[example] for example in data.examples], f"{language} {TRANSLATE_TRAIN}"
+        if code_switch:
+            groups, name = switch_codes(task, train.get(source), data), f"{name}, code-switched"
+        found.append(TrainingText(name, data, groups, {language: TRANSLATE_TRAIN}))
+    for training in found:
+        check_training(task, training, tests)
+    return found
+
+
+def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData]) -> None:
+    """Raises UserError."""
+    data = training.data
+    bare = next((example for example in data.examples if example.gold is None), None)
+    if bare:
+        raise UserError(f"{data.path}: line {bare.key} has no label; training text needs one everywhere")
+    if not task.classes:
+        return
+    there = {label for example in data.examples for label in example.gold or ()}
+    if len(there) < 2:
+        raise UserError(f"{data.path} has only the label {', '.join(there)}; there is nothing to learn from it")
+    for test in training.tests:
+        check_labels(task.labels(data.examples), tests[test], data.path)
+
+
+def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> list[list[LabelledExample]]:
+    """Sentence-level code-switching (Pan et al. 2021, 2.3): (a', b) and (a, b') of (a, b) and its translation (a', b').
+    A question's answers are those of its context, b or b'. Raises UserError."""
+    if source is None:
+        raise UserError("--code_switch needs --train of the source language, which the translations are of")
+    originals = {example.key: example for example in source.examples}
+    groups = []
+    for example in translated.examples:
+        if example.key not in originals:
+            raise UserError(
+                f"{translated.path}: line or question {example.key} is not in {source.path}; for --code_switch a "
+                f"translation stands on its original's line, or has its question's id"
+            )
+        original = originals[example.key]
+        if len(example.langs) < 2:
+            raise UserError(f"--code_switch is for tasks of two texts; {task.xtreme} has one")
+        if task.classes and example.gold != original.gold:
+            raise UserError(
+                f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
+                f"there it is {original.gold}"
+            )
+        first = original._replace(
+            langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
+        )
+        second = example._replace(
+            langs=(original.langs[0], example.langs[1]), texts=(original.texts[0], example.texts[1])
+        )
+        groups.append([first, second])
+    return groups
+
+
+def group_features(task: Task, training: TrainingText, encoding: Encoding) -> list[list[Feature]]:
+    """Features that belong into one batch; without code-switching each is its own group."""
+    flat = [example for group in training.groups for example in group]
+    group_of = [number for number, group in enumerate(training.groups) for _ in group]
+    features = task.encode(flat, encoding)
+    if len(flat) == len(training.groups):
+        return [[feature] for feature in features]
+    groups: list[list[Feature]] = [[] for _ in training.groups]
+    for feature in features:
+        groups[group_of[feature.example]].append(feature)
+    return groups
+
+
+def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
+    """The mean, and of several values the sample deviation."""
+    mean = {name: statistics.fmean(values)}
+    return mean | {f"{name}_std": statistics.stdev(values)} if len(values) > 1 else mean
+
+
+def predict_majority(train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
+    """The training text's most frequent label for every test example, or for each of its words."""
+    counts = Counter(label for example in train for label in example.gold or ())
+    label = max(sorted(counts), key=lambda name: counts[name])
+    return [label if len(e.langs) == 2 else [label] * len(e.texts) for e in test]
+
+
+class TransferTable:
+    """Scores by language and setting, a summary of each language, and the scores of each seed."""
+
+    def __init__(self, task: Task, tests: dict[str, TaskData]):
+        self.task, self.tests = task, tests
+        self.rows: dict[str, dict[str, float]] = {}
+        self.seeds: dict[str, dict[str, list[float]]] = {}
+        self.summary: dict[str, dict[str, float]] = {}
+
+    def add(self, training: TrainingText, found: Predictions) -> None:
+        for language, of_seeds in found.items():
+            data, setting = self.tests[language], training.tests[language]
+            if not data.labelled:
+                continue
+            scores = [self.task.score(data.examples, predictions, language) for predictions in of_seeds]
+            row = f"{language} {setting}"
+            self.seeds[row] = {metric: [score[metric] for score in scores] for metric in scores[0]}
+            self.rows[row] = {}
+            for metric, values in self.seeds[row].items():
+                self.rows[row] |= mean_and_deviation(metric, values)
+            self.rows[row]["examples"] = len(data.examples)
+            self._summarize(training, row, language)
+
+    def _summarize(self, training: TrainingText, row: str, language: str) -> None:
+        """Takes the task's first metric; delta = sup - zs (Tang et al. 2022), seed by seed."""
+        metric, short = next(iter(self.seeds[row])), SHORT[training.tests[language]]
+        summary = self.summary.setdefault(language, {})
+        summary |= mean_and_deviation(short, self.seeds[row][metric])
+        both = [self.seeds.get(f"{language} {setting}") for setting in (SUPERVISED, ZERO_SHOT)]
+        if both[0] and both[1]:
+            paired = zip(both[0][metric], both[1][metric], strict=True)
+            summary |= mean_and_deviation("delta", [supervised - zero_shot for supervised, zero_shot in paired])
+        if self.task.classes and "majority" not in summary:
+            examples = self.tests[language].examples
+            constant = predict_majority(training.data.examples, examples)
+            self.rows[f"{language} majority"] = self.task.score(examples, constant, language)
+            summary["majority"] = self.rows[f"{language} majority"][metric]
+
+
+def write_predictions(
+    folder: Path,
+    task: Task,
+    training: TrainingText,
+    tests: dict[str, TaskData],
+    found: Predictions,
+    seeds: list[int],
+) -> None:
+    """Writes FOLDER/SETTING.seed_N/TASK/test-LANGUAGE.tsv (or .json) as XTREME's evaluate.py reads it. The source
+    language's stand among the zero-shot ones too."""
+    for language, of_seeds in found.items():
+        settings = set(training.tests.values()) if language == training.name else {training.tests[language]}
+        for setting in settings:
+            for seed, predictions in zip(seeds, of_seeds, strict=True):
+                text = task.write(tests[language].examples, predictions)
+                path = folder / f"{setting}.seed_{seed}" / task.xtreme / f"test-{language}{task.suffix}"
+                files.write_text(path, text)
