@@ -9,7 +9,8 @@ killed goes on where it was, and its table is the same. Before the others, the f
 
 DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md each cell's cost,
 DIR/alignment.png words' alignment against what transfer loses, DIR/words.png translated words by t-SNE. Scale smoke
-makes its own data. `--only WORLD/ARM ...` runs some cells; several processes may run different ones.
+makes its own data. `--only WORLD/ARM ...` runs some cells; several processes may run those of different worlds, and a
+last call without it writes the table of all.
 """
 
 import argparse
@@ -24,12 +25,18 @@ from typing import Any, NamedTuple
 
 import yaml
 from made import make_data
-from tables import converged, write_all
+from tables import converged, draw_pictures, folder_name, write_tables
 from worlds import make_world
+
+from xscale import files
+from xscale.config import RECIPES, read_yaml
+from xscale.errors import UserError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 GRIDS = sorted(path.stem for path in HERE.glob("*.yaml") if path.stem != "scales")
+NOT_FINITE = 3
+"""The exit code of a training whose loss is not finite."""
 
 
 class Cell(NamedTuple):
@@ -39,30 +46,48 @@ class Cell(NamedTuple):
 
     @property
     def path(self) -> str:
-        return f"{self.world}/{self.arm}.{self.seed}".replace(" ", "_").replace("%", "percent")
+        return folder_name(f"{self.world}/{self.arm}.{self.seed}")
 
 
 class Grid:
+    """A grid's cells at a scale, and the folder where they are made."""
+
     def __init__(self, args: argparse.Namespace):
         self.out: Path = args.out.resolve()
         path = HERE / f"{args.grid}.yaml" if args.grid in GRIDS else Path(args.grid)
-        if not path.exists():
-            sys.exit(f"--grid {args.grid} is neither a file nor one of {', '.join(GRIDS)}")
+        if not path.is_file():
+            raise UserError(f"--grid {args.grid} is neither a file nor one of {', '.join(GRIDS)}")
         self.grid: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+        for arm in filter(None, [*self.grid["arms"].values(), self.grid.get("pretrain")]):
+            if not (RECIPES / f"{arm['recipe']}.yaml").exists():
+                raise UserError(f"{path}: recipe {arm['recipe']} does not exist; choose one of {RECIPES}")
         scales = yaml.safe_load((HERE / "scales.yaml").read_text(encoding="utf-8"))
         self.scale: dict[str, Any] = scales[args.scale] | self.grid.get("scales", {}).get(args.scale, {})
-        self.scale |= {key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args.set)}
+        self.scale |= read_settings(args.set, {key: value for scale in scales.values() for key, value in scale.items()})
         self.data = make_data(self.out / "made") if args.scale == "smoke" else args.data and args.data.resolve()
         if not self.data:
-            sys.exit(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
-        self.cells = [
+            raise UserError(f"--scale {args.scale} needs --data, the folder with parallel/, mono/, lexicon/ and eval/")
+        cells = [
             Cell(world, arm, seed)
             for seed in self.scale["seeds"]
             for product in self.grid["cells"]
             for world in product["worlds"]
             for arm in product["arms"]
-            if not args.only or f"{world}/{arm}" in args.only
-        ][: self.scale.get("cells")]
+        ]
+        names = dict.fromkeys(f"{cell.world}/{cell.arm}" for cell in cells)
+        if unknown := set(args.only) - names.keys():
+            raise UserError(f"--only {unknown.pop()}: there is no such cell; the grid has {', '.join(names)}")
+        wanted = set(args.only or names)
+        self.cells = [cell for cell in cells if f"{cell.world}/{cell.arm}" in wanted][: self.scale.get("cells")]
+        self.check_settings({"grid": args.grid} | self.scale)
+
+    def check_settings(self, settings: dict[str, Any]) -> None:
+        """Refuses to go on in a folder whose cells have other settings. The number of seeds may grow."""
+        path = self.out / "settings.json"
+        text = json.dumps({key: value for key, value in settings.items() if key not in ("seeds", "cells", "learns")})
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise UserError(f"{path} has other settings than this call; choose another --out, or the same --set")
+        files.write_text(path, text)
 
     def run(self, *words: object) -> None:
         """`python WORDS`, or deepspeed's launcher where the scale has ranks; what it prints goes to a log."""
@@ -89,13 +114,13 @@ class Grid:
             partial.rename(made)
 
     def world(self, name: str) -> Path:
-        folder = self.out / "worlds" / name.replace(" ", "_").replace("%", "percent")
+        folder = self.out / "worlds" / folder_name(name)
         make_world(self.grid["worlds"][name], self.scale, self.data, folder, self.run)
         return folder
 
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
         """The shipped recipe with the scale's fields and then the arm's. A stream that is null is left out."""
-        recipe = yaml.safe_load((ROOT / f"xscale/recipes/{arm['recipe']}.yaml").read_text(encoding="utf-8"))
+        recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
         fields = {
             "model.preset": self.scale["preset"],
             "model.tokenizer": str(world / "tokenizer"),
@@ -150,19 +175,18 @@ class Grid:
         started, arm, init = time.time(), self.grid["arms"][cell.arm], None
         if "pretrain" in self.grid:
             init = self.train(Cell(cell.world, "pretrained", 0), self.grid["pretrain"], self.scale["pretrain"], None)
+        scores, problem = {}, ""
         try:
             hf = self.train(cell, arm, self.scale["steps"], init) if arm else init
+            assert hf is not None
+            scores = self.measure(cell, hf)
         except CommandError as error:
-            if error.code != 3:
+            if error.code != NOT_FINITE:
                 raise
-            return {"cell": cell._asdict(), "problem": "the loss was not finite", "scores": {}}
-        assert hf is not None
-        found = {"cell": cell._asdict(), "scores": self.measure(cell, hf), **self.training(cell, started)}
+            problem = str(error)
+        found = {"cell": cell._asdict(), "scores": scores, "problem": problem, **self.training(cell, started)}
         found["predicts"] = (arm or {}).get("predicts", True)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
-        partial.rename(path)
+        files.write_text(path, json.dumps(found, indent=1))
         return found
 
     def measure(self, cell: Cell, hf: Path) -> dict[str, float]:
@@ -192,7 +216,7 @@ class Grid:
         return scores
 
     def tune(self, task: str, texts: dict[str, dict[str, str]], world: Path, hf: Path, parts: Path) -> dict[str, float]:
-        """Zero-shot, supervised and their difference. The fine-tuning's own restart keeps what was done."""
+        """Zero-shot and supervised scores, and their difference."""
         tune = self.scale["tune"]
         given = {part: [f"{lang}={world / file}" for lang, file in files.items()] for part, files in texts.items()}
         limit = ("--limit", tune["limit"], "--test_limit", tune["limit"]) if tune["limit"] else ()
@@ -205,7 +229,8 @@ class Grid:
         return {f"{task} {names[key]}": 100 * numbers[key] for key in names if key in numbers}
 
     def training(self, cell: Cell, started: float) -> dict[str, Any]:
-        """Whether the loss fell; the steps and tokens of the training, the minutes of the whole cell, the commit."""
+        """Whether the loss fell; the steps and tokens of the training, the minutes since the cell was begun or resumed,
+        the commit."""
         metrics = self.out / "runs" / cell.path / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         tenth = max(len(lines) // 10, 1)
@@ -222,6 +247,8 @@ class Grid:
 
 
 class CommandError(Exception):
+    """A public command failed with an exit code."""
+
     def __init__(self, code: int, text: str):
         super().__init__(text)
         self.code = code
@@ -247,7 +274,32 @@ def problems(done: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def main(argv: list[str] | None = None) -> None:
+def read_settings(given: list[str], fields: dict[str, Any]) -> dict[str, Any]:
+    """The values of --set. Raises UserError."""
+    found = {}
+    for one in given:
+        key, equals, text = one.partition("=")
+        if not equals or key not in fields:
+            raise UserError(f"--set {one}: needs the form KEY=VALUE, KEY one of {', '.join(fields)}")
+        found[key] = read_yaml(text)
+        if isinstance(found[key], str) != isinstance(fields[key], str):
+            raise UserError(f"--set {one}: {key} needs a value such as {fields[key]}")
+    return found
+
+
+def run_grid(grid: Grid) -> None:
+    done: list[dict[str, Any]] = []
+    for number, cell in enumerate(grid.cells, start=1):
+        print(f"cell {number} of {len(grid.cells)}: {cell.path}", flush=True)
+        done.append(grid.finish(cell))
+        write_tables(grid.out, grid.grid, grid.scale, done)
+        if number == 2 and grid.scale["learns"] and (found := problems(done)):
+            raise UserError("cells of this size do not learn; take more steps: " + "; ".join(found))
+    draw_pictures(grid.out, grid.grid, done)
+    print((grid.out / "table.md").read_text(encoding="utf-8"))
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", required=True, metavar="NAME|FILE", help=f"{', '.join(GRIDS)}, or a file")
     parser.add_argument("--scale", required=True, choices=("smoke", "cpu", "h100", "paper"))
@@ -257,17 +309,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="fields of the scale, such as steps=600"
     )
-    args = parser.parse_args(argv)
-    grid = Grid(args)
-    done: list[dict[str, Any]] = []
-    for number, cell in enumerate(grid.cells, start=1):
-        print(f"cell {number} of {len(grid.cells)}: {cell.path}", flush=True)
-        done.append(grid.finish(cell))
-        write_all(grid.out, grid.grid, grid.scale, done)
-        if number == 2 and grid.scale["learns"] and (found := problems(done)):
-            sys.exit("cells of this size do not learn; take more steps:\n" + "\n".join(found))
-    print((grid.out / "table.md").read_text(encoding="utf-8"))
+    try:
+        run_grid(Grid(parser.parse_args(argv)))
+    except (UserError, CommandError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else error.code
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

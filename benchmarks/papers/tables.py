@@ -16,18 +16,22 @@ from safetensors import safe_open
 from scipy import stats
 from sklearn.manifold import TSNE
 
+from xscale import files
+
 Done = dict[str, Any]
 """A finished cell: its world, arm and seed, scores by name, and cost."""
 WORDS = 40
 """Pairs of the t-SNE picture."""
 
 
-def write_all(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list[Done]) -> None:
+def write_tables(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list[Done]) -> None:
     """table.md depends on the cells' scores alone; what depends on the machine is in cells.md."""
-    (out / "table.md").write_text(
-        "\n\n".join([*map_worlds(done), *comparisons(grid, done), *correlations(done)]) + "\n"
-    )
-    (out / "cells.md").write_text(costs(scale, done))
+    tables = [*map_worlds(done), *comparisons(grid, done), *correlations(done)]
+    files.write_text(out / "table.md", "\n\n".join(tables) + "\n")
+    files.write_text(out / "cells.md", costs(scale, done))
+
+
+def draw_pictures(out: Path, grid: dict[str, Any], done: list[Done]) -> None:
     for name in measures(done):
         if name.endswith("Δ") and points_of(done, name):
             draw_alignment(out / "alignment.png", done, name)
@@ -35,11 +39,15 @@ def write_all(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list
     draw_words(out, grid, done)
 
 
+def folder_name(name: str) -> str:
+    return name.replace(" ", "_").replace("%", "percent")
+
+
 def converged(one: Done) -> bool:
     """Whether the loss fell, and a model that predicts tokens says more of the held-out text than their frequencies."""
     scores = one["scores"]
     says_more = not one.get("predicts", True) or scores.get("TLM loss", math.inf) < scores.get("unigram entropy", 0)
-    return not one.get("problem") and one["loss fell"] and says_more
+    return not one["problem"] and one["loss fell"] and says_more
 
 
 def measures(done: list[Done]) -> list[str]:
@@ -81,23 +89,26 @@ def spread(values: list[float], name: str) -> str:
 
 
 def comparisons(grid: dict[str, Any], done: list[Done]) -> list[str]:
-    """Two-sided paired t-tests over the seeds that both arms have."""
+    """Two-sided paired t-tests over the seeds that both sides have: two arms in each world, or two cells."""
     rows = []
-    for world in dict.fromkeys(one["cell"]["world"] for one in done):
-        for first, second in grid.get("compare", []):
+    worlds = dict.fromkeys(one["cell"]["world"] for one in done)
+    for pair in grid.get("compare", []):
+        cells = [tuple(one.split("/", 1)) for one in pair]
+        for first, second in [cells] if "/" in pair[0] else [[(world, arm) for arm in pair] for world in worlds]:
             for name in measures(done):
-                a, b = (values_of(done, world, arm, name) for arm in (first, second))
+                a, b = (values_of(done, *cell, name) for cell in (first, second))
                 differences = [a[seed] - b[seed] for seed in sorted(a.keys() & b.keys())]
-                if len(differences) < 2 or name in ("unigram entropy",) or name.endswith("majority"):
+                if not differences or name == "unigram entropy" or name.endswith("majority"):
                     continue
-                test = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
-                p = "-" if math.isnan(test) else f"{test:.3f}" if test >= 0.001 else "< 0.001"
-                rows.append([world, f"{first} - {second}", name, spread(differences, name), str(len(differences)), p])
+                p = stats.ttest_1samp(differences, 0.0).pvalue if np.ptp(differences) else math.nan
+                shown = "-" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+                sides = f"{'/'.join(first)} - {'/'.join(second)}"
+                rows.append([sides, name, spread(differences, name), str(len(differences)), shown])
     if not rows:
-        return ["No comparison has two seeds, so nothing is tested."] if grid.get("compare") else []
-    head = ["world", "arms", "measure", "difference", "seeds", "p"]
-    return ["## Comparisons\n\nPaired t-tests over seeds, two-sided, without a correction for their number.\n\n"
-            + markdown(head, rows)]  # fmt: skip
+        return ["No comparison has a seed with which both sides converged."] if grid.get("compare") else []
+    head = ["cells", "measure", "difference", "seeds", "p"]
+    return ["## Comparisons\n\nPaired t-tests over seeds, two-sided, without a correction for their number; a "
+            "single seed has no p.\n\n" + markdown(head, rows)]  # fmt: skip
 
 
 def correlations(done: list[Done]) -> list[str]:
@@ -154,18 +165,20 @@ def draw_words(out: Path, grid: dict[str, Any], done: list[Done]) -> None:
     """Yang et al. 2021, figure 2: t-SNE of the input embeddings of words and their translations, which a line joins,
     for the first two arms of the first world."""
     first = done[0]["cell"]
-    same = [one["cell"] for one in done if one["cell"]["world"] == first["world"] and not one.get("problem")]
+    same = [one["cell"] for one in done if one["cell"]["world"] == first["world"] and not one["problem"]]
     arms = {cell["arm"]: cell for cell in reversed(same) if grid["arms"][cell["arm"]]}
     names = [arm for arm in grid["arms"] if arm in arms]
     shown = [name for name in ("mlm", "align_mlm") if name in names] or names[:2]
     if not shown:
         return
-    world = out / "worlds" / first["world"].replace(" ", "_").replace("%", "percent")
+    world = out / "worlds" / folder_name(first["world"])
     figure, all_axes = plt.subplots(1, len(shown), figsize=(5 * len(shown), 4.5), squeeze=False)
     for axes, arm in zip(all_axes[0], shown, strict=True):
         cell = arms[arm]
-        hf = out / "hf" / f"{cell['world']}/{arm}.{cell['seed']}".replace(" ", "_").replace("%", "percent")
+        hf = out / "hf" / folder_name(f"{cell['world']}/{arm}.{cell['seed']}")
         pairs, table = frequent_pairs(world, hf)
+        if len(pairs) < 5:
+            continue
         rows = np.concatenate([table[[pair[side] for pair in pairs]] for side in (0, 1)]).astype(np.float64)
         places = TSNE(perplexity=min(15.0, (len(rows) - 1) / 3), metric="cosine", init="pca", random_state=0)
         flat = places.fit_transform(rows)

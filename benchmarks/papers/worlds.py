@@ -7,10 +7,11 @@ dictionaries lexicon/ (for training), withheld/ (words that no cell sees) and al
 import json
 import lzma
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from xscale.errors import UserError
 
 Run = Callable[..., None]
 """Runs `python` with these words."""
@@ -119,7 +120,9 @@ def make_real(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path
 
 
 def read(path: Path) -> list[str]:
-    """The lines of a text file, plain or .xz."""
+    """The lines of a text file, plain or .xz. Raises UserError."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; --data is the folder with parallel/, mono/, lexicon/ and eval/")
     raw = path.read_bytes()
     text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode()
     return text.removesuffix("\n").split("\n")
@@ -133,7 +136,7 @@ def text_of(block: str) -> str:
     """The sentence that a block of CoNLL-U says that it is."""
     found = [line.partition("=")[2].strip() for line in block.split("\n") if line.startswith("# text =")]
     if not found:
-        sys.exit(f"a sentence of the parses has no `# text =`: {block[:200]}")
+        raise UserError(f"a sentence of the parses has no `# text =`: {block[:200]!r}; add it, as UD's files have it")
     return found[0]
 
 
