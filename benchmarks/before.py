@@ -126,7 +126,9 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
         from xscale import train as module
     from xscale.train import parse_arguments
 
-    prepare, loop = module.prepare, module.Trainer.loop
+    # Older checkouts have the names prepare, Control and announcer.
+    resolve = "resolve_run" if hasattr(module, "resolve_run") else "prepare"
+    prepare, loop = getattr(module, resolve), module.Trainer.loop
 
     def prepare_wide(*arguments: Any) -> Any:
         job = prepare(*arguments)
@@ -134,14 +136,15 @@ def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[An
         tokenizer.vocab_size = max(vocab_size, tokenizer.vocab_size)
         return job
 
-    module.prepare = prepare_wide
+    setattr(module, resolve, prepare_wide)
     module.Trainer.loop = lambda self, batches, *more: loop(self, through(self, batches), *more)
     module.Trainer.save = lambda *arguments, **more: None
     process = ranks.find_process() if hasattr(ranks, "find_process") else ranks.find_place()
     ranks.start(process)
     args = parse_arguments(words)
     told = [module.Status(args.out, process)] if hasattr(module, "Status") else []
-    module.train_run(args, process, ranks.Control(), *told)
+    host_group = ranks.HostGroup() if hasattr(ranks, "HostGroup") else ranks.Control()
+    module.train_run(args, process, host_group, *told)
 
 
 def main(vocab_size: int, threads: int, words: list[str]) -> None:
@@ -158,7 +161,8 @@ def main(vocab_size: int, threads: int, words: list[str]) -> None:
             waiting = time.monotonic()
             if not sys.stdin.readline():
                 os._exit(0)
-            getattr(trainer, "announcer", trainer).last_flush += time.monotonic() - waiting  # older ones have no other
+            synchronizer = getattr(trainer, "synchronizer", None) or getattr(trainer, "announcer", trainer)
+            synchronizer.last_flush += time.monotonic() - waiting
             wall, cpu = time.perf_counter(), time.process_time()
             yield next(batches)
             step = Step(time.perf_counter() - wall, time.process_time() - cpu)

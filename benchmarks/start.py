@@ -42,7 +42,7 @@ RECIPES = {"pair": "tlm", "mono": "mlm"}
 MOST_LINKS = 50_000
 """Of one file; ext4 allows 65,000."""
 PHASES = {
-    "prepare": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
+    "resolve_run": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
     "save": "save", "batches": "records", "next": "records",
 }  # fmt: skip
 
@@ -139,7 +139,7 @@ def rank(words: list[str], result: str) -> None:
         setattr(owner, name, timed)
 
     for owner, name in (
-        (start, "prepare"),
+        (start, "resolve_run"),
         (start, "calibration"),
         (start, "make_engine"),
         (run_spec.RunSpec, "batches"),

@@ -33,8 +33,8 @@ from xscale import ranks
 from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
+from xscale.run.folder import STOPPED, Status
 from xscale.run.start import train_run
-from xscale.run.status import STOPPED, Status
 from xscale.step.ds_config import Hardware
 from xscale.train import parse_arguments
 

@@ -21,11 +21,11 @@ import torch
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from xscale import ranks, train
-from xscale.checkpoint import store
+from xscale.checkpoint import manager
 from xscale.ranks import HostGroup
 from xscale.run import loop, metrics
+from xscale.run.folder import Status
 from xscale.run.start import train_run
-from xscale.run.status import Status
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 now: dict[str, Any] = {"step": 0}
@@ -70,10 +70,10 @@ class Half:
 
 
 class Lines(metrics.JsonLines):
-    def _append(self, data: bytes) -> None:
+    def _append(self, data: bytes) -> str | None:
         if self.file and not isinstance(self.file, Half):
-            self.file = Half(self.file)
-        super()._append(data)
+            self.file: Any = Half(self.file)
+        return super()._append(data)
 
 
 def noted(optimizer_step: Any) -> Any:
@@ -92,19 +92,18 @@ def patch() -> None:
             raise FULL
         record(self, data)
 
-    begin = store.Saver.begin
+    begin = manager.CheckpointWriter.begin
 
-    def also_own(self: store.Saver, step: int, *args: Any, **options: Any) -> None:
+    def also_own(self: manager.CheckpointWriter, step: int, *args: Any, **options: Any) -> None:
         begin(self, step, *args, **options)
         if "own" in now:
             state = {"xscale": {"step": step}, "universal_checkpoint_info": {}}
             self.engine.save_checkpoint(now["own"], tag=str(step), client_state=state, save_latest=False)
 
-    vars(metrics)["RETRY_SECONDS"] = 0.0
-    vars(store)["write_state"] = write_state
+    vars(manager)["write_state"] = write_state
     vars(loop).update(JsonLines=Lines, optimizer_step=noted(loop.optimizer_step))
     vars(metrics)["JsonLines"] = Lines
-    RecordWriter.write, store.Saver.begin = write, also_own  # type: ignore[method-assign]
+    RecordWriter.write, manager.CheckpointWriter.begin = write, also_own  # type: ignore[method-assign]
 
 
 def run(entries: list[dict[str, Any]]) -> int:

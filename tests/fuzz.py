@@ -707,7 +707,7 @@ def make_run(case: Case) -> Path:
             "state": {"step": number, "streams": {"mlm": {"taken": [10 * number]}}},
             "calibration": {"x": 0.25},
         }
-        manifest |= {"files": {name: checkpoints._seal(step / name) for name in names}}
+        manifest |= {"files": {name: checkpoints.sealed_file(step / name) for name in names}}
         (step / checkpoints.MANIFEST).write_text(checkpoints.sealed_manifest(manifest))
     (run / "checkpoints/latest").write_text("step_00000008")
     (run / folders.IDENTITY).write_text(folders.dump(manifest["identity"]))

@@ -45,8 +45,8 @@ from xscale import ranks  # noqa: E402
 from xscale.plugins import load_plugins  # noqa: E402
 from xscale.ranks import HostGroup  # noqa: E402
 from xscale.run import loop  # noqa: E402
+from xscale.run.folder import DONE, STOPPED, Status  # noqa: E402
 from xscale.run.start import train_run  # noqa: E402
-from xscale.run.status import DONE, STOPPED, Status  # noqa: E402
 from xscale.train import parse_arguments  # noqa: E402
 
 UNTIL = int(os.environ.get("UNTIL", "0"))

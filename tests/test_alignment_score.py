@@ -18,7 +18,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.eval import run
 from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
-from xscale.run import alignment_probe
+from xscale.run import evals
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:
@@ -202,15 +202,15 @@ def test_a_run_counts_its_tokens_once(demo: Path, tmp_path: Path, monkeypatch: p
         sets = [f"data.lexicons=[{', '.join(str(demo / 'lexicon' / file) for file in files)}]"]
         run_spec = launch.run_spec_of(["--ds_config", "x", "--recipe", "mlm", "--data", str(demo), "--set", *sets])
         assert [lexicon.name for lexicon in run_spec.measured] == [file.removesuffix(".txt") for file in files]
-        found = alignment_probe.probe_of(run_spec, tmp_path)
+        found = evals.find_probes(run_spec, tmp_path)
         return {name: [w.targets_C.tolist() for w in (g.withheld, g.trained)] for name, g in found.items()}
 
-    monkeypatch.setattr(alignment_probe, "tokens_of", count)
+    monkeypatch.setattr(evals, "tokens_of", count)
     first = words("en-xx.txt")
     assert counted == ["xx"] and words("en-xx.txt") == first and counted == ["xx"]
     both = words("en-xx.txt", "xx-en.txt")
     assert counted == ["xx", "en"] and both["en-xx"] == first["en-xx"] and both["xx-en"] != first["en-xx"]
-    (tmp_path / alignment_probe.TOKENS).write_bytes((tmp_path / alignment_probe.TOKENS).read_bytes()[:99])
+    (tmp_path / evals.TOKENS).write_bytes((tmp_path / evals.TOKENS).read_bytes()[:99])
     assert words("en-xx.txt") == first and counted == ["xx", "en", "xx"]
 
 
@@ -229,7 +229,7 @@ def test_too_few_words_have_no_score(
         )
         caplog.clear()
         with caplog.at_level("INFO"):
-            found = alignment_probe.probe_of(run_spec, tmp_path)["en-xx"]
+            found = evals.find_probes(run_spec, tmp_path)["en-xx"]
         assert (f"alignment/en-xx is left out: {len(found.withheld.queries)} words" in caplog.text) == noted
         withheld, trained = found.scores(table)
         assert withheld is None and trained is not None

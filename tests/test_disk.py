@@ -17,11 +17,12 @@ from torch import nn
 
 from tests import launch
 from tests.test_training import same_checkpoint, wait_for
-from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint import manager, store
+from xscale.checkpoint.manager import CheckpointManager, CheckpointWriter
 from xscale.checkpoint.snapshot import on_host
-from xscale.checkpoint.store import Saver
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
+from xscale.report.read import read_run
 from xscale.run import metrics
 from xscale.run.metrics import JsonLines
 
@@ -71,44 +72,35 @@ class Disk:
         return taken
 
 
-def test_lines_wait_for_room(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    """No half line on the disk at any time; each step once when there is room; said once, and once when it is over."""
+def test_lines_that_find_no_room_are_a_marked_gap(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
+    """No half line is on the disk at any time; it is said once, and once when it is over; the file names the steps."""
     monkeypatch.setattr(metrics.LOG, "propagate", True)
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path, 0)
-    disk = lines.file = Disk(lines.file, 30)
+    disk: Any = Disk(lines.file, 30)
+    lines.file = disk
     for step in range(1, 9):
         lines.write({"step": step, "loss": 1.5})
+        if step > 1 and step % 2:
+            continue
         lines.flush(to_disk=True)
         assert [entry["step"] for entry in map(json.loads, path.read_text().splitlines())] == [1]
-        assert path.read_text().endswith("\n")
+        assert path.read_text().endswith("\n") and not lines.lines
     assert [record.levelname for record in caplog.records] == ["ERROR"] and "No space left" in caplog.text
     disk.room = 1 << 20
-    lines.flush()
-    assert [entry["step"] for entry in launch.metrics(tmp_path)] == [*range(1, 9)]
-    assert "works again" in caplog.records[-1].message and len(caplog.records) == 2
-
-
-def test_lines_that_wait_are_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(metrics.LOG, "propagate", True)
-    monkeypatch.setattr(metrics, "MOST_KEPT", 100)
-    monkeypatch.setattr(metrics, "BUFFER", 10)
-    lines = JsonLines(tmp_path / "metrics.jsonl", 0)
-    disk = lines.file = Disk(lines.file, 0)
-    for step in range(10, 60):
-        lines.write({"step": step})
-    assert sum(map(len, lines.lines)) == lines.size <= 100
-    disk.room = 1 << 20
+    lines.write({"step": 9, "loss": 1.5})
     lines.close()
-    kept = [entry["step"] for entry in launch.metrics(tmp_path)]
-    assert kept == [*range(60 - len(kept), 60)] and f"{50 - len(kept)} lines are lost" in caplog.text
+    assert launch.metrics(tmp_path)[1:] == [{"step": 2, "lost": [2, 8]}, {"step": 9, "loss": 1.5}]
+    assert "steps 2 to 8 are missing" in caplog.records[-1].message and len(caplog.records) == 2
+    assert read_run(tmp_path, "run", "run").metrics["loss"].index.tolist() == [1, 9]
 
 
-def test_a_board_that_fails_is_begun_again(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_board_that_fails_is_left_alone(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """It is said once, and the steps before are kept."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    monkeypatch.setattr(metrics, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(metrics.LOG, "propagate", True)
     monkeypatch.setattr("threading.excepthook", lambda args: None)
     write, full = RecordWriter.write, False
 
@@ -118,69 +110,119 @@ def test_a_board_that_fails_is_begun_again(tmp_path: Path, monkeypatch: Any) -> 
         write(self, data)
 
     monkeypatch.setattr(RecordWriter, "write", sometimes)
-    board = metrics.Board(tmp_path, 0)
+    board = metrics.Board(tmp_path, 0, {"train.lr": 0.1})
     for step in range(1, 13):
         full = 4 <= step <= 9
         board.add({"step": step, "loss": float(step)})
         board.flush()
     board.close()
-    found = {event.step: event.value for path in tmp_path.iterdir() for event in read(EventAccumulator, path)}
-    assert found == {step: float(step) for step in range(1, 13)}
-
-
-def read(accumulator: Any, path: Path) -> list[Any]:
-    events = accumulator(str(path))
+    events = EventAccumulator(str(tmp_path))
     events.Reload()
-    return events.Scalars("loss") if "loss" in events.Tags()["scalars"] else []
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert caplog.text.count("training goes on without it") == 1
+
+
+class Module(nn.Linear):
+    """As much of a step's module as is asked for."""
+
+    auxiliary_states: dict[str, Any] = {}  # noqa: RUF012
+
+    def auxiliary_bytes(self) -> int:
+        return 0
+
+
+class Engine:
+    """An engine that saves one object."""
+
+    def __init__(self) -> None:
+        self.module, self.global_steps, self.state = Module(2, 2), 0, LossScaler(1.0)
+        self.checkpoint_engine: Any = None
+
+    def save_checkpoint(self, folder: str, **_: Any) -> None:
+        self.checkpoint_engine.save({"scaler": self.state}, f"{folder}/optim_states.pt")
+
+    def _copy_recovery_script(self, folder: str) -> None:
+        pass
+
+
+def manifest(step: int) -> dict[str, Any]:
+    return {"state": {"step": step}, "identity": {"a": 1}}
 
 
 def test_no_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: Any) -> None:
-    class Module(nn.Linear):
-        auxiliary_states: dict[str, Any] = {}  # noqa: RUF012
-
-        def auxiliary_bytes(self) -> int:
-            return 0
-
-    class Engine:
-        module = Module(2, 2)
-
-    monkeypatch.setattr(checkpoints, "SPARE_BYTES", 1 << 60)
-    saver = Saver(Engine(), tmp_path / "checkpoints", HostGroup())
-    saver.begin(3, {}, lambda path: None, copies=True)
-    problem, _ = saver.finish()
-    assert "rank 0" in problem and "GB needed" in problem and saver.step is None
+    monkeypatch.setattr(manager, "SPARE_BYTES", 1 << 60)
+    writer = CheckpointWriter(Engine(), tmp_path / "checkpoints", HostGroup(), lambda path: None)
+    writer.begin(3, {}, background=True)
+    problem, _ = writer.finish()
+    assert "rank 0" in problem and "GB needed" in problem and writer.step is None
     assert not list((tmp_path / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, monkeypatch: Any, copies: bool) -> None:
+@pytest.mark.parametrize("background", [True, False])
+def test_a_type_that_a_resume_would_refuse_ends_the_save(tmp_path: Path, background: bool) -> None:
     """A DeepSpeed that writes other types than today's fails at the first save, not at a resume a month later."""
+    engine = Engine()
+    writer = CheckpointWriter(engine, tmp_path / "checkpoints", HostGroup(), lambda path: None)
+    writer.begin(0, manifest(0), background)
+    assert writer.finish()[0] == "" and (writer.folder / "latest").read_text() == "step_00000000"
+    engine.state = Fraction(1, 2)
+    writer.begin(1, manifest(1), background)
+    with pytest.raises(UserError, match=r"optim_states.pt .*fractions.Fraction.*constraints.txt"):
+        writer.finish()
+    assert sorted(path.name for path in writer.folder.iterdir()) == ["latest", "step_00000000"]
 
-    class Module(nn.Linear):
-        auxiliary_states: dict[str, Any] = {}  # noqa: RUF012
 
-        def auxiliary_bytes(self) -> int:
-            return 0
+def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypatch: Any) -> None:
+    """A kill may come before and after each change of the file system."""
+    seen, rename, replace = [], Path.rename, os.replace
+    folder = tmp_path / "checkpoints"
 
-    class Engine:
-        module, global_steps = Module(2, 2), 0
+    def look() -> None:
+        latest = (folder / "latest").read_text() if (folder / "latest").exists() else None
+        complete = [path.name for path in store.complete_steps(folder)]
+        assert latest is None or latest in complete, (latest, complete)
+        for path in store.complete_steps(folder):
+            assert store.verify(path, HostGroup()) is None
+        seen.append((latest, complete))
 
-        def save_checkpoint(self, folder: str, **_: Any) -> None:
-            self.checkpoint_engine.save({"scaler": scaler}, f"{folder}/optim_states.pt")
+    def looking(change: Any) -> Any:
+        def changed(*arguments: Any) -> Any:
+            look()
+            result = change(*arguments)
+            look()
+            return result
 
-        def _copy_recovery_script(self, folder: str) -> None:
-            pass
+        return changed
 
-    Engine.checkpoint_engine = None
-    saver = Saver(Engine(), tmp_path / "checkpoints", HostGroup())
-    scaler: Any = LossScaler(1.0)
-    saver.begin(0, {"state": {"step": 0}, "identity": {"a": 1}}, lambda path: None, copies=copies)
-    assert saver.finish()[0] == "" and (saver.folder / "latest").read_text() == "step_00000000"
-    scaler = Fraction(1, 2)
-    saver.begin(1, {}, lambda path: None, copies=copies)
-    with pytest.raises(UserError, match=r"optim_states.pt holds fractions.Fraction.*DeepSpeed.*constraints.txt"):
-        saver.finish()
-    assert sorted(path.name for path in saver.folder.iterdir()) == ["latest", "step_00000000"]
+    monkeypatch.setattr(Path, "rename", looking(rename))
+    monkeypatch.setattr(os, "replace", looking(replace))
+    saver = CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
+    for step in (0, 1):
+        saver.save(step, manifest(step), sound=True, background=False, must=True)
+    assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10
+
+
+def test_which_checkpoints_stay(tmp_path: Path) -> None:
+    """The newest, the newest that was begun while no step was skipped, and the best, whatever its age."""
+    best: set[int] = set()
+    folder = tmp_path / "checkpoints"
+    saver = CheckpointManager(
+        Engine(), folder, HostGroup(), keep=2, saved=None, write_more=lambda path: None,
+        published=lambda step, path: best,
+    )  # fmt: skip
+    for step, sound, stay in [
+        (0, True, [0]),
+        (1, True, [0, 1]),
+        (2, True, [1, 2]),
+        (3, False, [1, 2, 3]),
+        (4, False, [1, 2, 3, 4]),
+        (5, True, [1, 4, 5]),
+    ]:
+        best |= {1} if step == 1 else set()
+        saver.save(step, manifest(step), sound=sound, background=step % 2 == 0, must=False)
+        saver.settle()
+        assert steps_saved(tmp_path) == stay, step
+    assert saver.good == 5
 
 
 # Whole runs
@@ -211,7 +253,7 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def steps_saved(out: Path) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoints.complete_steps(out / "checkpoints")]
+    return [int(path.name[5:]) for path in store.complete_steps(out / "checkpoints")]
 
 
 @pytest.mark.slow
@@ -222,12 +264,19 @@ def test_a_full_disk_changes_no_run(runs: Path) -> None:
     assert not list((disturbed / "checkpoints").glob("*.incomplete"))
     assert (disturbed / "checkpoints/latest").read_text() == "step_00000012"
     same_checkpoint(disturbed / "checkpoints/step_00000012", whole / "checkpoints/step_00000012")
-    assert launch.without_times(disturbed) == launch.without_times(whole)
-    assert launch.trace(disturbed) == launch.trace(whole)
+    kept = {entry["step"]: entry for entry in launch.without_times(disturbed)}
+    lost = {
+        step for entry in kept.values() if "lost" in entry for step in range(entry["lost"][0], entry["lost"][1] + 1)
+    }
+    assert lost and lost <= {5, 6, 7, 8}
+    expected = [entry for entry in launch.without_times(whole) if entry["step"] not in lost]
+    assert [entry for entry in kept.values() if "lost" not in entry] == expected
     log = (disturbed / "run.log").read_text()
-    assert "step 4 is not saved (rank 1: [Errno 28] No space left on device)" in log and "step 6" not in log
-    for file in ("checkpoints", "metrics.jsonl", "trace/rank0.jsonl", "tb"):
+    for step in (4, 6):
+        assert f"step {step} is not saved (rank 1: [Errno 28] No space left on device)" in log
+    for file in ("metrics.jsonl", "trace/rank0.jsonl"):
         assert log.count(f"{disturbed / file}: ") == 2 and f"{disturbed / file}: works again" in log, file
+    assert log.count(f"{disturbed / 'tb'}: ") == 1
 
 
 @pytest.mark.slow
@@ -235,14 +284,14 @@ def test_what_is_written_behind_is_what_a_waiting_save_writes(runs: Path) -> Non
     """Byte for byte, of a checkpoint that training went on after; and tensor for tensor what DeepSpeed's own writes."""
     for step in (2, 8, 10):
         path = f"checkpoints/step_{step:08d}"
-        files = [checkpoints.read(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
-        assert files[0] == files[1] and {checkpoints.AUXILIARY_STATES, "hf/config.json"} < files[0].keys()
+        files = [store.read(runs / run / path).manifest["files"] for run in ("whole", "disturbed")]
+        assert files[0] == files[1] and {store.AUXILIARY_STATES, "hf/config.json"} < files[0].keys()
         own = launch.checkpoint_tensors(runs / "own" / str(step))
         ours = launch.checkpoint_tensors(runs / "disturbed" / path)
         assert own and all(torch.equal(own[name], ours[name]) for name in own)
-        assert {name for name in ours if not name.startswith(checkpoints.AUXILIARY_STATES)} == own.keys()
+        assert {name for name in ours if not name.startswith(store.AUXILIARY_STATES)} == own.keys()
     entries = launch.metrics(runs / "disturbed")
-    assert all(entry["save_blocked_s"] >= 0 for entry in entries if entry["step"] % 2)
+    assert all(entry["save_blocked_s"] >= 0 for entry in entries if entry["step"] % 2 and "lost" not in entry)
     assert any("save_write_s" in entry for entry in entries)
 
 

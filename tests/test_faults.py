@@ -29,8 +29,8 @@ from xscale.models.build import read_pretrained, trained_as
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
+from xscale.run.folder import Status
 from xscale.run.run_spec import resolve_run
-from xscale.run.status import Status
 from xscale.step.ds_config import read_ds_config
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
@@ -140,7 +140,7 @@ class Code:
 
 def seal(step: Path, number: int) -> None:
     """A manifest of what is in the folder."""
-    files = {path.name: checkpoints._seal(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
+    files = {path.name: checkpoints.sealed_file(path) for path in step.iterdir() if path.name != checkpoints.MANIFEST}
     sound = {"step": number, "world_size": 1, "identity": {"a": 1}, "state": {"step": number}, "files": files}
     (step / checkpoints.MANIFEST).write_text(json.dumps(sound))
 
@@ -375,7 +375,8 @@ def test_a_folder_that_another_run_has_is_noticed(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError, match=rf"{tmp_path} .* another run's now \(host .*, process {os.getpid()}\)"):
         first.check()
     status = Status(tmp_path, Process(0, 1, 0, 1))
-    status.ours = True
+    status.running()
+    (tmp_path / "status.json").unlink()
     with pytest.raises(UserError), status.of_failures():
         first.check()
     assert not (tmp_path / "status.json").exists()

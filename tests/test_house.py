@@ -16,8 +16,9 @@ FLOORS = (
     {"objectives"},
     {"plugins"},
     {"step"},
+    {"checkpoint"},
     {"eval"},
-    {"run", "checkpoint"},
+    {"run"},
     {"report", "dry_run"},
     {"train", "export", "conformance", "doctor", "commands"},
 )

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from xscale import ranks, train
 from xscale.errors import UserError
 from xscale.ranks import Process
-from xscale.run.folder import IDENTITY
-from xscale.run.status import STOPPED, Status
+from xscale.run.folder import IDENTITY, STOPPED, Status
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "2(x3),1"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "7", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_LOCALID": "0"}
@@ -179,11 +178,12 @@ def test_a_start_that_fails_early_writes_only_where_nobody_else_is(tmp_path: Pat
 
 EARLY = """
 import os, signal, subprocess
-from xscale.run.stop import StopRequest, hold
-hold()
+from xscale.errors import hold_signals
+hold_signals()
 os.kill(os.getpid(), signal.SIGUSR2)
 os.kill(os.getpid(), signal.SIGUSR1)
 import torch  # as long as that takes
+from xscale.run.watch import StopRequest
 child = subprocess.Popen(["sleep", "30"])
 stop = StopRequest(None)
 print(bool(stop), stop.why)
@@ -208,7 +208,7 @@ def test_a_signal_during_the_imports_is_kept(tmp_path: Path) -> None:
 HANGUP = """
 import signal, sys, time
 from pathlib import Path
-from xscale.run.stop import StopRequest
+from xscale.run.watch import StopRequest
 
 if sys.argv[2:]:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -25,8 +25,8 @@ from xscale.data.planner import Failure, Node, start_planner
 from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
+from xscale.run.folder import MACHINE, USER_ERROR, code_of, message_of
 from xscale.run.run_spec import resolve_run
-from xscale.run.status import MACHINE, USER_ERROR, code_of, message_of
 
 
 class Plans(Dataset):

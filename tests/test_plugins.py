@@ -18,7 +18,7 @@ from xscale.conformance import check_objective
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.plugins import load_plugins
-from xscale.run.status import FAULT, code_of, message_of
+from xscale.run.folder import FAULT, code_of, message_of
 
 RECIPE = "streams: {ranking: {objective: ranking, samples: 24}}\n"
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -141,7 +142,8 @@ def samples_of(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], dict[str, lis
     (stream_batches,) = launch.pieces_of(run_spec, 1)
     mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
     dataset, records = run_spec.dataset(run_spec.specs), mixture.next_batch().records
-    return stream_batches, {stream: list(dataset._examples(stream, [read])) for stream, read in records.items()}
+    in_order = {stream: read.select(np.arange(len(read.sample))) for stream, read in records.items()}
+    return stream_batches, {stream: list(dataset._examples(stream, [read])) for stream, read in in_order.items()}
 
 
 @pytest.fixture(scope="module")

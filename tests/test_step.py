@@ -19,7 +19,7 @@ from xscale.data.packed_row import pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.queue_warmup import warm_up_queues
+from xscale.run.start import warm_up_queues
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
 

@@ -28,10 +28,10 @@ from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process, without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, better, number_of
-from xscale.run.hook import environment
+from xscale.run.evals import Heldout, check_number
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run.validation import hook_environment
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -259,12 +259,11 @@ def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_pa
         dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
-def test_the_better_number() -> None:
+def test_a_number_is_found_by_its_path() -> None:
     results = {"heldout": {"tlm en-xx": {"loss": 3.0}}, "retrieval": {"en-xx": {"accuracy": 0.5}}}
-    assert number_of(results, "heldout/tlm en-xx/loss") == 3.0 and number_of(results, "heldout/mlm/loss") is None
-    assert better("heldout/tlm/loss", 2.0, 3.0) and not better("heldout/tlm/loss", 3.0, 3.0)
-    assert better("retrieval/en-xx/accuracy", 0.6, 0.5) and better("aer/en-fr/aer", 0.2, 0.3)
-    assert better("a/b/c", 0.0, None)
+    assert check_number(results, "heldout/tlm en-xx/loss") == 3.0 and check_number(results, "aer/en-fr/AER") is None
+    with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
+        check_number(results, "heldout/mlm/loss")
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
@@ -303,26 +302,6 @@ def test_what_a_terminal_would_obey_is_shown_as_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "run.log").read_text().endswith(" \\x1b[2J\\x07record\\x9b1m\tone\ntwo é\n")
 
 
-def test_a_file_that_is_removed_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The console says so. Where its folder is gone too, lines wait: another run may have the folder soon."""
-    said: list[str] = []
-    monkeypatch.setattr("xscale.run.metrics.LOG", SimpleNamespace(error=said.append, warning=said.append))
-    lines = JsonLines(tmp_path / "run" / "evals.jsonl", 0)
-    for step in (1, 2, 3):
-        lines.write({"step": step})
-        lines.flush()
-        if step == 1:
-            (tmp_path / "run" / "evals.jsonl").unlink()
-    shutil.rmtree(tmp_path / "run")
-    lines.write({"step": 4})
-    lines.flush()
-    assert not (tmp_path / "run").exists()
-    (tmp_path / "run").mkdir()
-    lines.close()
-    assert '{"step": 4}\n' in (tmp_path / "run" / "evals.jsonl").read_text()
-    assert "evals.jsonl was removed while the run goes on" in said[0]
-
-
 def test_a_hook_runs_the_code_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever package is installed, and from any folder; the user's own paths stay behind it."""
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
@@ -330,7 +309,7 @@ def test_a_hook_runs_the_code_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "own" / "xscale" / "__init__.py").write_text("")
     (tmp_path / "own" / "mine.py").write_text("import xscale; print(xscale.__file__)")
     words = ["python", "-c", "import mine"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(words, cwd=tmp_path, env=hook_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(launch.ROOT / "xscale" / "__init__.py")
 
 
@@ -476,7 +455,7 @@ def test_a_hook_measures_beside_the_run(runs: Path) -> None:
         assert found == pytest.approx(inline[step], abs=0.03), step  # of fp32 as of the run's, ties apart
     wait_for(lambda: not list((runs / "hook" / "evals").glob("*.model")), 60)
     curve = read_runs([runs / "hook"])[0].evals["retrieval", "en-xx", "accuracy"]
-    assert {0, 4, 8} <= set(curve.steps.tolist())
+    assert {0, 4, 8} <= set(curve.index.tolist())
 
 
 @pytest.mark.slow

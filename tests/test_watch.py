@@ -18,8 +18,8 @@ from tests import launch
 from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
-from xscale.run.pace import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Alike, Pace, Skips
-from xscale.run.status import STOPPED
+from xscale.run.folder import STOPPED
+from xscale.run.metrics import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Alike, Pace, Skips
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -68,14 +68,14 @@ import ctypes, os, signal, sys
 from pathlib import Path
 from xscale.ranks import Process
 from xscale.run import watch
-from xscale.run.status import Status
-from xscale.run.stop import StopRequest, hold
+from xscale.errors import hold_signals
+from xscale.run.folder import Status
+from xscale.run.watch import StopRequest
 
-hold()
+hold_signals()
 watch.END_SECONDS = 0.2
 out, alone = Path(sys.argv[1]), Process(0, 1, 0, 1)
 stop, status = StopRequest(None), Status(out, alone)
-status.ours = True
 status.running()
 found = watch.Watch(alone, ["rank 0"], out / "rank0.log", status.cut_off, stop)
 found.begin(None, 0.5 / 60)
@@ -101,7 +101,7 @@ import os, sys, time
 from pathlib import Path
 from xscale.ranks import Process
 from xscale.run import watch
-from xscale.run.stop import StopRequest
+from xscale.run.watch import StopRequest
 
 watch.END_SECONDS = 0.2
 out = Path(sys.argv[1])

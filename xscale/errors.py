@@ -1,9 +1,11 @@
 """Errors that users or machines cause, and helpers of commands that report them."""
 
 import errno
+import faulthandler
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -140,3 +142,13 @@ def number_of(variable: str, default: int) -> int:
             f"{variable}={value!r} in the environment is not a number; unset it, or let the launcher set it"
         )
     return int(value)
+
+
+def hold_signals() -> None:
+    """Keep SIGUSR2 pending, where run/watch.py sees it, for this process and all that it starts.
+
+    SLURM sends it to every process of a job: it would end one that is still importing, or a compiler. SIGUSR1, which
+    asks for stacks, writes them to the console until the rank has its log.
+    """
+    faulthandler.register(signal.SIGUSR1, 2)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})

@@ -25,7 +25,6 @@ from xscale.models.build import positions, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads
 from xscale.plugins import load_plugins
-from xscale.run.validation import BEST
 
 CHECKED = 16
 """Tokens of the sequence whose logits are compared."""
@@ -60,7 +59,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
 
 def find_best(run: Path) -> Path:
     """The checkpoint that the recipe's checkpoint.best has chosen. Raises UserError."""
-    named = run / "checkpoints" / BEST
+    named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(
             f"--best: there is no {named}; a run whose recipe sets checkpoint.best to a number of its evals writes it. "

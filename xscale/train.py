@@ -11,10 +11,10 @@ from pathlib import Path
 if Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().parent:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from xscale.run.stop import hold
+from xscale.errors import hold_signals
 
 if __name__ == "__main__":
-    hold()  # before the imports, which take seconds
+    hold_signals()  # before the imports, which take seconds
 
 import argparse
 import gc
@@ -28,8 +28,8 @@ from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
+from xscale.run.folder import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
 from xscale.run.start import train_run
-from xscale.run.status import FAULT, MACHINE, Status, code_of, lost_rank, message_of, out_of_memory
 
 DEMO = Path("data/demo")
 MOST_RANKS = 1 << 20

@@ -1,109 +1,259 @@
-"""What a run saves, and which of its checkpoints stay: the newest, the newest good one, and the best."""
+"""When a run's checkpoints are written and which of them stay: the newest, the newest good one, and those asked for.
+
+Every rank writes and hashes its own files, in the background where the recipe says so, while training goes on.
+"""
 
 import errno
+import logging
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.store import Checkpoint, Saver
+import torch
+
+from xscale import files
+from xscale.checkpoint import store
+from xscale.checkpoint.snapshot import snapshot
+from xscale.deepspeed_private import copy_script
+from xscale.errors import UserError
 from xscale.ranks import HostGroup
-from xscale.run.metrics import LOG, Alarm
-from xscale.run.validation import Validation
-from xscale.run.watch import Watch
+
+LOG = logging.getLogger("xscale")
+SPARE_BYTES = 1 << 28
+"""This much disk space must stay free after a save."""
+WriteMore = Callable[[Path], None]
+"""Writes into a checkpoint's directory what belongs there beside DeepSpeed's files, on rank 0."""
 
 
 class CheckpointManager:
-    """Of one run, on every rank; all ranks call `save` and `settle` together."""
+    """Saves the engine of one run. All ranks call `save` and `settle` together."""
 
     def __init__(
         self,
         engine: Any,
         folder: Path,
         host_group: HostGroup,
-        watch: Watch,
-        validation: Validation,
+        *,
         keep: int,
-        checkpoint: Checkpoint | None,
+        saved: int | None,
+        write_more: WriteMore,
+        note: Callable[[str], None] = lambda doing: None,
+        published: Callable[[int, Path], set[int]] = lambda step, path: set(),
     ):
-        """keep: how many of the newest stay. checkpoint: that the engine was loaded from."""
-        self.folder, self.host_group, self.watch, self.validation, self.keep = (
-            folder,
-            host_group,
-            watch,
-            validation,
-            keep,
-        )
-        self.saver, self.alarm = Saver(engine, folder, host_group), Alarm(str(folder))
-        self.saved: int | None = checkpoint.step if checkpoint else None
+        """keep: how many of the newest checkpoints stay. saved: the step that the engine was loaded from. note: called
+        with what the rank does now. published: called on rank 0 with each new checkpoint; returns the steps whose
+        checkpoints must stay."""
+        self.folder, self.host_group, self.keep, self.note, self.published = folder, host_group, keep, note, published
+        self.writer = CheckpointWriter(engine, folder, host_group, write_more)
+        self.saved = saved
         """The step of the newest checkpoint."""
-        self.good: int | None = self.saved
-        """The newest checkpoint that was begun while no step was skipped."""
+        self.good = saved
+        """The step of the newest checkpoint that was begun while no step was skipped."""
         self.sound = True
-        """Whether the checkpoint under way was."""
+        """Whether the checkpoint under way is a good one."""
         self.blocked, self.times = 0.0, dict[str, float]()
-        """Seconds that steps have waited for the checkpoint under way; what the next step's metrics say of that."""
+        """The seconds that training has waited for the checkpoint under way, and metrics for the next step."""
 
     @property
     def under_way(self) -> int | None:
         """The step of the checkpoint that is being written."""
-        return self.saver.step
+        return self.writer.step
 
-    def save(
-        self,
-        step: int,
-        manifest: dict[str, Any],
-        more: Callable[[Path], None],
-        *,
-        sound: bool,
-        behind: bool,
-        must: bool,
-    ) -> None:
-        """A checkpoint of the steps done, where there is none yet. more: writes what belongs to it beside DeepSpeed's
-        files, on rank 0. sound: no step is being skipped. behind: write while training goes on. must: wait for it, and
-        raise OSError without it."""
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint under way."""
+        return self.writer.written
+
+    def save(self, step: int, manifest: dict[str, Any], *, sound: bool, background: bool, must: bool) -> None:
+        """Save the steps done, unless that is done already. sound: no step is being skipped. background: write while
+        training goes on. must: wait for it, and raise OSError where it fails."""
         self.settle()
         if step == self.saved:
             return
-        started, self.sound = time.monotonic(), sound
-        behind = behind and not must
-        self.watch.note(f"saving step {step}")
-        self.saver.begin(step, manifest, more, copies=behind)
-        self.note_wait(started)
-        if not behind:
+        started, self.sound, background = time.monotonic(), sound, background and not must
+        self.note(f"saving step {step}")
+        self.writer.begin(step, manifest, background)
+        self._add_wait(started)
+        if not background:
             self.settle(must)
 
     def settle(self, must: bool = False) -> None:
-        """Publish the checkpoint under way, once all ranks have written it."""
-        if self.saver.step is None:
+        """Wait until all ranks have written the checkpoint under way, and publish it."""
+        if self.under_way is None:
             return
-        started, step, path = time.monotonic(), self.saver.step, self.saver.final
-        self.watch.note(f"waiting for the checkpoint of step {step}")
-        problem, seconds = self.saver.finish()
+        started, step, path = time.monotonic(), self.under_way, self.writer.final
+        self.note(f"waiting for the checkpoint of step {step}")
+        problem, seconds = self.writer.finish()
         if problem and must:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
             raise OSError(errno.EIO, text, str(self.folder))
         if problem and self.host_group.is_main:
-            self.alarm.set(
-                f"step {step} is not saved ({problem}); training goes on, older checkpoints are untouched, and the "
-                f"next save tries again"
+            LOG.error(
+                f"{self.folder}: step {step} is not saved ({problem}); training goes on, older checkpoints are "
+                f"untouched, and the next save tries again"
             )
         if not problem:
             self.saved, self.good = step, step if self.sound else self.good
             if self.host_group.is_main:
-                self.alarm.clear()
-                self.validation.saved(step, path)
-                needed = self.validation.needed() | ({self.good} if self.good is not None else set())
-                checkpoints.clean(self.folder, self.keep, needed)
-        self.note_wait(started)
+                good = {self.good} if self.good is not None else set()
+                store.clean(self.folder, self.keep, self.published(step, path) | good)
+        self._add_wait(started)
         self.times["save_write_s"] = seconds
         if not problem:
             LOG.info(f"saved {path} in {seconds:.2f} s, for which training waited {self.blocked:.2f} s")
         self.blocked = 0.0
 
-    def note_wait(self, started: float) -> None:
+    def _add_wait(self, started: float) -> None:
         seconds = time.monotonic() - started
         self.blocked += seconds
         self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
+
+    def take_times(self) -> dict[str, float]:
+        """The metrics of saving since the last call."""
+        times, self.times = self.times, {}
+        return times
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time, in two parts that all ranks do together.
+
+    `begin` takes a snapshot, and a thread of each rank writes, forces to disk and hashes its files. `finish` waits for
+    all of them and publishes the checkpoint, if no rank failed.
+    """
+
+    def __init__(self, engine: Any, folder: Path, host_group: HostGroup, write_more: WriteMore):
+        self.engine, self.folder, self.host_group, self.write_more = engine, folder, host_group, write_more
+        self.step: int | None = None
+        """The step of the checkpoint under way."""
+        self.manifest: dict[str, Any] = {}
+        self.thread: threading.Thread | None = None
+        self.problem: Exception | None = None
+        """Why this rank could not write its part."""
+        self.sealed: dict[str, Any] = {}
+        """The size and hash of each file that this rank has written."""
+        self.seconds = 0.0
+        """How long this rank has written."""
+
+    @property
+    def final(self) -> Path:
+        return self.folder / f"step_{self.step:08d}"
+
+    @property
+    def partial(self) -> Path:
+        return files.beside(self.final)
+
+    @property
+    def written(self) -> bool:
+        """Whether `finish` would not wait for this rank."""
+        return self.step is not None and not (self.thread and self.thread.is_alive())
+
+    def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
+        """manifest: what it says beside the files. background: a thread writes a copy in host memory, so that training
+        may go on; else all is written on return."""
+        assert self.step is None
+        self.step, self.manifest, self.sealed, self.thread, self.seconds = step, manifest, {}, None, 0.0
+        self.problem = self._make_room() if self.host_group.is_main else None
+        if not self.host_group.agree(self.problem is None):
+            return
+        taken = snapshot(self.engine, self.partial, background)
+        auxiliary = {name: state.state_dict() for name, state in self.engine.module.auxiliary_states.items()}
+        if self.host_group.is_main and auxiliary:
+            taken.save(auxiliary, store.AUXILIARY_STATES)
+        if taken.problem:
+            self.problem = OSError(errno.ENOMEM, f"{taken.problem}; checkpoint.background=false takes no copy")
+            return
+        if background:
+            self.thread = threading.Thread(target=self._write, args=(taken.taken,), name="checkpoint", daemon=True)
+            self.thread.start()
+        else:
+            self._write(taken.taken)
+
+    def _make_room(self) -> OSError | None:
+        """Make an empty directory, and check that the disk has room. Rank 0 only."""
+        parameters = sum(p.numel() for p in self.engine.module.parameters())
+        needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            files.remove(self.partial)
+            free = shutil.disk_usage(self.folder).free
+            if free <= needed:
+                return OSError(errno.ENOSPC, f"{free / 2**30:.1f} GB are free, {needed / 2**30:.1f} GB needed")
+            self.partial.mkdir()
+        except OSError as error:
+            return error
+        return None
+
+    def _write(self, states: dict[str, Any]) -> None:
+        """Write this rank's files."""
+        started, partial = time.monotonic(), self.partial
+        try:
+            names = list(states)
+            for name in names:
+                write_state(states.pop(name), partial / name)
+            if self.host_group.is_main:
+                self.write_more(partial)
+                copy_script(self.engine, self.folder)
+                names += [str(path.relative_to(partial)) for path in partial.glob(f"{store.HF}/*")]
+            refuse_foreign([partial / name for name in names if name.endswith(".pt")])
+            self.sealed = {name: store.sealed_file(partial / name) for name in names}
+        except Exception as error:
+            self.problem = os_error_behind(error)
+        self.seconds = time.monotonic() - started
+
+    def finish(self) -> tuple[str, float]:
+        """Publish the checkpoint. Returns what went wrong ("": nothing), and the longest time that a rank has written.
+
+        Where something did, nothing of the checkpoint stays, and older ones are untouched.
+        """
+        if self.thread:
+            self.thread.join()
+        if self.problem and not isinstance(self.problem, OSError | UserError):
+            raise self.problem
+        parts = self.host_group.gather((self.problem, self.sealed, self.seconds))
+        problem = "; ".join(f"rank {rank}: {part[0]}" for rank, part in enumerate(parts) if part[0])
+        if self.host_group.is_main:
+            sealed = dict(sorted((name, entry) for part in parts for name, entry in part[1].items()))
+            manifest = {"step": self.step, "world_size": self.host_group.size, **self.manifest, "files": sealed}
+            try:
+                if not problem:
+                    store.publish(self.partial, self.final, manifest)
+            except OSError as error:
+                problem = f"rank 0: {error}"
+            if problem:
+                files.remove(self.partial)
+        problem = self.host_group.gather(problem)[0]
+        self.step, self.thread = None, None
+        if refused := next((part[0] for part in parts if isinstance(part[0], UserError)), None):
+            raise refused
+        return problem, max(part[2] for part in parts)
+
+
+def write_state(state: Any, path: Path) -> None:
+    """torch.save into a file of Python's: a full disk is an OSError then, not a RuntimeError of unknown cause."""
+    with path.open("wb") as file:
+        torch.save(state, file)
+
+
+def os_error_behind(error: Exception) -> Exception:
+    """The OSError that caused an error, or the error itself: torch raises its own over that of a failed write."""
+    at: BaseException | None = error
+    while at and not isinstance(at, OSError):
+        at = at.__cause__ or at.__context__
+    return at if isinstance(at, OSError) else error
+
+
+def refuse_foreign(written: list[Path]) -> None:
+    """Raises UserError for files that a resume would refuse: DeepSpeed may write other types one day."""
+    for path in written:
+        if foreign := store.foreign_types(path):
+            import deepspeed
+
+            raise UserError(
+                f"{path.name} holds {', '.join(foreign)}, which a resume would refuse: DeepSpeed "
+                f"{deepspeed.__version__} writes other types than xscale knows. Install the version that "
+                f"constraints.txt names"
+            )

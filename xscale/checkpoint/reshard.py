@@ -1,8 +1,8 @@
-"""A checkpoint of another number of ranks, or another ZeRO stage: each rank reads its own share of every weight and of
-the optimizer's numbers for it, out of the files of all ranks that saved it.
+"""Loading a checkpoint of another number of ranks, or another ZeRO stage.
 
-DeepSpeed's own way, its universal checkpoints, writes all of it once more by another program before anybody reads, has
-no stage 0, and at stage 3 parts from the third step on (its groups of weights then count their steps together).
+Each rank reads its own slices of every weight, and of the optimizer's numbers for it, from the files of all ranks that
+saved them. DeepSpeed's universal checkpoints do not serve: another program has to write everything once more, they have
+no stage 0, and at stage 3 the training differs from the third step on.
 """
 
 from collections.abc import Iterator
@@ -17,80 +17,82 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of a weight, beside the optimizer's own, such as exp_avg."""
+"""The key of the weights. The optimizer has keys of its own, such as exp_avg."""
 
 
 @dataclass(frozen=True)
-class Place:
+class SavedPlace:
     """Where a parameter is in the files."""
 
     group: int
     start: int
     share: int | None
-    """Numbers of it that each rank has from `start` on (stage 3); None: the parts of the ranks are one vector."""
+    """How many of its numbers each rank has from `start` on (stage 3). None: the ranks' parts are one vector."""
 
 
-class Group(NamedTuple):
-    """What a rank has saved of a group of weights."""
+class SavedGroup(NamedTuple):
+    """What one rank has saved of a group of weights."""
 
     flats: dict[str, Tensor]
-    """By key."""
+    """The flat tensors by key."""
     steps: dict[str, Any]
-    """The optimizer's other numbers: of steps."""
+    """What the optimizer has beside tensors, such as its count of steps."""
 
     @classmethod
-    def of(cls, weights: Tensor, state: dict[str, Any]) -> "Group":
+    def from_state(cls, weights: Tensor, state: dict[str, Any]) -> "SavedGroup":
         keys = [key for key, value in state.items() if torch.is_tensor(value) and value.ndim]
         flats = {WEIGHT: weights} | {key: state[key].flatten() for key in keys}
         return cls(flats, {key: value for key, value in state.items() if key not in keys})
 
 
 class SavedPartitions:
-    """A checkpoint, by parameter. The file of a rank is opened where something of it is asked for, and mapped: what is
-    not asked for is not read."""
+    """A checkpoint's numbers by parameter. A rank's file is opened when it is needed, and mapped: only what is taken
+    is read."""
 
     def __init__(self, path: Path, names: list[str], at: float = 0.0):
-        """names: the module's parameters, in their order. at: about where among the ranks is what will be asked for,
-        0 to 1; one file there tells what all of them have alike."""
+        """names: the module's parameters, in their order. at: about where among the ranks, from 0 to 1, this rank's
+        slices are; one file there tells what is alike in all of them."""
         self.model = _load(private.model_file(path))
         self.files = private.partition_files(path)
-        self.opened: dict[int, list[Group]] = {}
-        """Groups of these ranks."""
-        self.places: dict[str, Place] = {}
+        self.opened: dict[int, list[SavedGroup]] = {}
+        """The groups of the ranks whose files are open."""
+        self.places: dict[str, SavedPlace] = {}
         if self.files:
-            # Not the last one: what fills the parts up to one length is left out of it.
+            # Not the last file: it lacks the numbers that fill up all parts to one length.
             self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
             self.scaler, self.like = None, self._whole(names)
 
-    def _partitioned(self, rank: int) -> tuple[Any, list[Group]]:
-        """Of stages 1 to 3 the places, the loss scaler and a rank's groups."""
+    def _partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
+        """Find the places at stages 1 to 3. Returns the loss scaler and a rank's groups."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0
             for name, shape in shapes.items():
                 share = -(-shape.numel() // len(self.files)) if each_cut else None
-                self.places[name] = Place(group, start, share)
+                self.places[name] = SavedPlace(group, start, share)
                 start += share if share is not None else shape.numel()
         return private.saved_scaler(start_of), self.opened[rank]
 
     def _open(self, rank: int) -> dict[str, Any]:
-        """What the file of a rank holds."""
+        """Open the file of a rank, and return its content."""
         found = _load(self.files[rank])
-        self.opened[rank] = [Group.of(*saved) for saved in private.saved_partition(found)]
+        self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
         return found
 
-    def _whole(self, names: list[str]) -> list[Group]:
-        """Stage 0: the model's weights are all there is, and the optimizer numbers them by their groups."""
+    def _whole(self, names: list[str]) -> list[SavedGroup]:
+        """Find the places at stage 0, where the model file has everything and the optimizer numbers the weights."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
-        self.places = {name: Place(group, 0, None) for group, name in enumerate(decayed_first)}
-        groups = [Group.of(weights[name].flatten(), states.get(n, {})) for n, name in enumerate(decayed_first)]
+        self.places = {name: SavedPlace(group, 0, None) for group, name in enumerate(decayed_first)}
+        groups = [
+            SavedGroup.from_state(weights[name].flatten(), states.get(n, {})) for n, name in enumerate(decayed_first)
+        ]
         self.opened[0] = groups
         return groups
 
     def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Numbers start < stop of a flattened parameter."""
+        """The numbers from start to stop of a flattened parameter."""
         place = self.places[name]
         length, within = place.share, place.start
         if length is None:
@@ -111,7 +113,7 @@ def _load(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """What this rank has of a parameter: numbers first to last of it, in its flat tensor from `at` on."""
+    """A rank's slice of a parameter: its numbers from first to last, in the rank's flat tensor from `at` on."""
 
     name: str
     first: int
@@ -119,8 +121,8 @@ class PartitionSlice:
     at: int
 
 
-def shares(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
-    """This rank's flat tensors, whose states the optimizer has, and what is in them."""
+def partition_slices(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
+    """This rank's flat tensors, for which the optimizer has states, with their slices."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     if engine.zero_optimization_stage() == 0:
         for parameter, name in names.items():
@@ -132,12 +134,12 @@ def shares(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
 
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
-    """Weights, optimizer, loss scale, schedule and counters. All ranks call it together."""
+    """Load weights, optimizer, loss scale, schedule and counters. All ranks call it together."""
     names = [name for name, _ in engine.module.named_parameters()]
     saved, base = SavedPartitions(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
     fused = any(group.get("fused") for group in base.param_groups)
     private.before_flats_change(engine)
-    for flat, of_flat in shares(engine):
+    for flat, of_flat in partition_slices(engine):
         if not of_flat:
             continue
         group = saved.places[of_flat[0].name].group

@@ -1,4 +1,4 @@
-"""What a run or another model has learnt: the model, as Hugging Face has it, and the objectives' heads."""
+"""Reading what was trained: an engine's whole state, or the Hugging Face model and the objectives' heads."""
 
 import contextlib
 import io
@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel
 
-from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint import store
+from xscale.checkpoint.reshard import load_rescaled
+from xscale.checkpoint.store import Checkpoint
 from xscale.deepspeed_private import model_file, partition_files, saved_whole
 from xscale.errors import UserError
 from xscale.models.build import dropout_fields, load_pretrained, settle_neutral
@@ -17,13 +19,29 @@ from xscale.models.heads import KeptHeads, load_heads
 from xscale.ranks import HostGroup
 
 PREFIX = "encoder.lm."
-"""Of the encoder's parameters in the engine's module."""
+"""The names of the encoder's parameters in the engine's module begin with this."""
 HEADS = "heads."
-"""Of the objectives' own parameters; the stream's name follows."""
+"""The names of the objectives' own parameters begin with this. The stream's name follows."""
+
+
+def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
+    """Load weights, optimizer, loss scale, schedule and auxiliary states, also from another number of ranks or another
+    ZeRO stage. All ranks call it together."""
+    path, stage = checkpoint.path, engine.zero_optimization_stage()
+    stage_before = checkpoint.engine["stage"] if checkpoint.engine else stage
+    if (checkpoint.ranks, stage_before) != (host_group.size, stage):
+        load_rescaled(engine, path)
+    elif engine.load_checkpoint(str(path.parent), tag=path.name)[0] is None:
+        raise UserError(f"{path}: DeepSpeed found nothing to load there")
+    assert engine.global_steps == checkpoint.step, (engine.global_steps, checkpoint.step)
+    if (auxiliary := path / store.AUXILIARY_STATES).exists():
+        for name, state in torch.load(auxiliary, map_location="cpu", weights_only=True).items():
+            engine.module.auxiliary_states[name].load_state_dict(state)
+    host_group.barrier()
 
 
 def full_weights(path: Path) -> dict[str, Tensor]:
-    """fp32 weights of the whole module, from the ZeRO partitions where there are any."""
+    """The fp32 weights of the whole module, from the ZeRO partitions where there are any."""
     if partition_files(path):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -34,20 +52,21 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """Of `model.init`: a run, a checkpoint, a Hugging Face directory or a hub name, fp32. Raises UserError."""
-    if checkpoints.is_run(Path(init)):
+    """The model and the heads of `model.init`, in fp32: of a run, a checkpoint, a Hugging Face directory or a hub name.
+    Raises UserError."""
+    if store.is_run(Path(init)):
         return load_run(init, dropout)
     return load_pretrained(init, dropout), load_heads(Path(init))
 
 
 def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """The Hugging Face model of a checkpoint or run, and its heads by stream, fp32; dropout: another one than it was
-    trained with."""
-    path = checkpoints.find(Path(path))
-    problem = checkpoints.verify(path, HostGroup())
+    """The Hugging Face model of a checkpoint or run, and its heads by stream, in fp32. dropout: replaces the trained
+    model's. Raises UserError."""
+    path = store.find(Path(path))
+    problem = store.verify(path, HostGroup())
     if problem:
         raise UserError(f"checkpoint {path} is not usable: {problem}")
-    config = AutoConfig.from_pretrained(path / checkpoints.HF, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path / store.HF, trust_remote_code=False)
     if dropout is not None:
         config.update(dropout_fields(config.model_type, dropout))
     lm = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
@@ -59,7 +78,7 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
     settle_neutral(lm)
-    return lm, _heads(trained, checkpoints.read(path).identity["recipe"]["streams"])
+    return lm, _heads(trained, store.read(path).identity["recipe"]["streams"])
 
 
 def _heads(weights: dict[str, Tensor], streams: dict[str, Any]) -> dict[str, KeptHeads]:

@@ -1,9 +1,8 @@
-"""What DeepSpeed would write of an engine: its files' content, in host memory.
+"""A snapshot of an engine: the content of the files that DeepSpeed would write, in host memory.
 
-DeepSpeed's own engines that write behind (`checkpoint.writer`, decoupled) do not serve. They hand live tensors to
-another process and wait for it before the next update, so that they hide no more than one pass of a step; they need a
-compiled aio; and a write that fails ends one rank while the others wait for it. Here DeepSpeed's interface is kept and
-nothing is written: checkpoint/store.py does that.
+DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) do not serve: they hand live
+tensors to another process and wait for it before the next update, they need a compiled aio, and a write that fails ends
+one rank while the others wait for it. Here DeepSpeed's interface is kept, and checkpoint/manager.py writes.
 """
 
 import copy
@@ -19,13 +18,14 @@ from xscale import deepspeed_private as private
 
 
 class SnapshotEngine:
-    """Takes what it is told to save. No exception of it may come between DeepSpeed's barriers: others wait there."""
+    """A checkpoint engine of DeepSpeed's that keeps what it is told to save. It raises nothing: its errors would come
+    between DeepSpeed's barriers, where other ranks wait."""
 
     def __init__(self, copies: bool):
         """copies: copy tensors, since training goes on; else take them as they are."""
         self.copies = copies
         self.taken: dict[str, Any] = {}
-        """By the file's name."""
+        """The content of each file, by its name."""
         self.problem: Exception | None = None
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -34,12 +34,12 @@ class SnapshotEngine:
     def save(self, state_dict: Any, path: str) -> None:
         try:
             self.taken[os.path.basename(path)] = on_host(state_dict) if self.copies else state_dict
-        except (MemoryError, RuntimeError) as error:  # torch's own, where memory ends
+        except (MemoryError, RuntimeError) as error:  # RuntimeError is torch's where memory ends
             self.problem = error
 
 
 def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
-    """The content of the files that this rank would write into `partial`. All ranks call it together."""
+    """The files that this rank would write into `partial`. All ranks call it together."""
     snapshot_engine = SnapshotEngine(copies)
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
     private.save_by(engine, snapshot_engine, partial.parent, partial.name, client_state)
@@ -47,15 +47,15 @@ def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
 
 
 def on_host(state: Any) -> Any:
-    """A copy with tensors in host memory that torch.save makes the same bytes of: those that share memory still do."""
+    """A copy in host memory of which torch.save makes the same bytes: tensors that share memory still do."""
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}
     for tensor in _tensors(state):
-        memo[id(tensor)] = _on_host(tensor, storages)
+        memo[id(tensor)] = _tensor_on_host(tensor, storages)
     return copy.deepcopy(state, memo)
 
 
-def _on_host(tensor: Tensor, storages: dict[int, Any]) -> Tensor:
+def _tensor_on_host(tensor: Tensor, storages: dict[int, Any]) -> Tensor:
     whole = tensor.untyped_storage()
     if whole._cdata not in storages:
         storages[whole._cdata] = whole.clone() if whole.device.type == "cpu" else whole.cpu()

@@ -15,6 +15,7 @@ import copy
 import gc
 import hashlib
 import json
+import mmap
 import os
 import resource
 import struct
@@ -194,13 +195,14 @@ class Source:
 
     def entries(self, shard: int) -> np.ndarray:
         """The verified entries of a shard [n_records]. Raises UserError."""
-        about, data = self.shards[shard], b""
-        size = about.records * IDX_DTYPE.itemsize
-        with suppress(OSError):  # the file is absent
-            data = self._file(ENTRIES).read(size, int(self.starts[shard]) * IDX_DTYPE.itemsize)
-        if len(data) < size or zlib.crc32(data) != about.idx_crc32:
-            data = self._verified_idx(shard)
-        return np.frombuffer(data, dtype=IDX_DTYPE)[: self.counts[shard]]
+        about, start = self.shards[shard], int(self.starts[shard])
+        with suppress(OSError, ValueError):  # the file is absent, or empty
+            file = self._file(ENTRIES)
+            found = file.mapped_entries()[start : start + about.records]
+            if shard in file.intact or zlib.crc32(found.data) == about.idx_crc32:
+                file.intact.add(shard)
+                return found[: self.counts[shard]]
+        return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:
         """The content of a shard's .idx. Raises UserError if it is not the one that index.json had when it was read."""
@@ -311,6 +313,11 @@ class OpenFile:
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
         self.verified = 0
         """Change time of an .idx when its checksum was right."""
+        self.mapped: np.ndarray | None = None
+        """The content of a source's file of entries, and its change time when it was mapped."""
+        self.changed = 0
+        self.intact = set[int]()
+        """The shards whose entries in the file are those of index.json."""
 
     def read(self, size: int, at: int) -> bytes:
         try:
@@ -318,6 +325,19 @@ class OpenFile:
         except OSError as error:
             error.filename = self.path
             raise
+
+    def mapped_entries(self) -> np.ndarray:
+        """The entries in the file; none if it has changed since it was mapped, as reading a file that is shorter now
+        would end the process. Raises ValueError if the file is empty."""
+        about = os.fstat(self.fd)
+        if self.mapped is None:
+            size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
+            content = mmap.mmap(self.fd, size, prot=mmap.PROT_READ)
+            self.mapped, self.changed = np.frombuffer(content, dtype=IDX_DTYPE), about.st_ctime_ns
+        if about.st_ctime_ns != self.changed:
+            self.mapped = self.mapped[:0]
+            self.intact.clear()
+        return self.mapped
 
     def close(self, close: Any = os.close) -> None:  # os is gone when the interpreter ends
         close(self.fd)

@@ -77,6 +77,9 @@ class Gathering(AuxiliaryState, Protocol):
     def gather(self) -> None:
         """Runs on all ranks after the last row of a step is read, before its first loss."""
 
+    def expect(self, counts: list[int]) -> None:
+        """Sets `counts`, before the rows of a step are read."""
+
 
 @runtime_checkable
 class HasQueue(AuxiliaryState, Protocol):

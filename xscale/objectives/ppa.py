@@ -264,6 +264,9 @@ class Moco:
         if self._batch:
             self.of_step = functools.cache(self._batch.send(self.counts))
 
+    def expect(self, counts: list[int]) -> None:
+        self.counts = counts
+
     def update(self, applied: bool) -> None:
         self._enqueue(self.step + 1)
         if applied:

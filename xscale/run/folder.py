@@ -1,66 +1,67 @@
-"""A run's directory: whose it is, who is at work in it, and where a start goes on from."""
+"""A run's directory: whose it is, where a start goes on from, and status.json, which says how the run stands.
 
+status.json is for those who do not see the exit code, as launchers lose it:
+
+    {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
+
+`status` is running, done, stopped or failed. A run was killed if it says running while no process is.
+"""
+
+import errno
 import fcntl
 import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from xscale import files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.lexicon import Lexicon
-from xscale.errors import UserError
-from xscale.ranks import HostGroup
-from xscale.run.metrics import LOG
+from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, NotFinite, Replaced, UserError
+from xscale.ranks import HostGroup, Process
+from xscale.run.metrics import LOG, log_to_files
 
-IDENTITY = "identity.json"
-STARTS, STATUS = "starts.jsonl", "status.json"
+IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""Of other trainers' runs, shards, models and tokenizers."""
+"""Files of other trainers' runs, of shards, models and tokenizers."""
+
+# Whose it is
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
-    """May `out` be this run's directory? Raises UserError where it belongs to another run, or is something else."""
+    """Raises UserError where `out` belongs to another run, or is something else."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
-    path = out / IDENTITY
-    saved = read_identity(out)
+    path, saved = out / IDENTITY, read_identity(out)
     if saved is None and not path.exists() and any(next(out.glob(name), None) for name in FOREIGN):
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved:
-        check_languages(out, saved)
-    differences = changed(saved, identity) if saved else []
-    if differences:
+    if saved and (differences := changed(saved, identity)):
         raise UserError(
             f"{out} belongs to another run; go on with what it was started with (fields that were None may be newer "
             f"than it: {STARTS} names its version of xscale), or choose another --out, to start from its weights with "
-            f"--set model.init={out}:\n" + "\n".join(f"  {line}" for line in differences)
+            f"--set model.init={out}:\n" + indented(differences)
         )
 
 
-def check_languages(where: Path, saved: dict[str, Any]) -> None:
-    """Raises UserError for a run from before token type 0 was neutral, with another table of language embeddings."""
-    older = False
-    with suppress(AttributeError, KeyError):  # of what is no run's, `compare` says so
-        streams = saved["recipe"]["streams"].values()
-        older = any(stream.get("language_embeddings") and "language_dropout" not in stream for stream in streams)
-    if older:
-        raise UserError(
-            f"{where} has language embeddings from before there was a neutral one, and cannot be resumed; start a new "
-            f"run from it, --set model.init={where} with another --out, or export it as it is"
-        )
+def indented(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def read_identity(out: Path) -> dict[str, Any] | None:
-    """Of the run in a directory, by its file or else its newest checkpoint that can be read; None: neither says."""
+    """The identity of the run in a directory, from its file or else from its newest readable checkpoint."""
     with suppress(OSError, ValueError):
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
@@ -72,7 +73,7 @@ def read_identity(out: Path) -> dict[str, Any] | None:
 
 
 def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
-    """Those whose spelling was changed, for evaluations of other processes. Rank 0 only."""
+    """Write the dictionaries whose spelling was changed, for evaluations by other processes. Rank 0 only."""
     for lexicon in (lexicon for lexicon in lexicons if lexicon.changed):
         path = out / "lexicon" / f"{lexicon.name}.{lexicon.fingerprint}.txt"
         path.parent.mkdir(exist_ok=True)
@@ -80,7 +81,7 @@ def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
 
 
 def is_idle(out: Path) -> bool:
-    """Whether a start that failed before it had the directory may say so there: in a new one, or a run's at rest."""
+    """Whether a start that failed before it had the lock may say so there: the directory is new, or its run at rest."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -96,7 +97,7 @@ def is_idle(out: Path) -> bool:
 
 
 def note_start(out: Path, step: int, ranks: int) -> None:
-    """A line of starts.jsonl: from which step, by which code, where. Rank 0 only."""
+    """Add a line to starts.jsonl: from which step, by which code and where the run starts. Rank 0 only."""
     entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
     entry |= {"host": os.uname().nodename, "job": os.environ.get("SLURM_JOB_ID"), "command": sys.argv}
     entry |= code_revision()
@@ -106,7 +107,7 @@ def note_start(out: Path, step: int, ranks: int) -> None:
 
 
 def code_revision() -> dict[str, Any]:
-    """The checkout's commit and the files that differ from it; null of code that is not in git."""
+    """The checkout's commit and the files that differ from it, or null outside of git."""
     root = Path(__file__).resolve().parents[2]
     asked = [["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]]
     try:
@@ -120,12 +121,12 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Lines for what of a run's identity is another one. Runs from before special tokens were noted may have any."""
+    """Lines about what differs in a run's identity. Older runs do not name their special tokens, and may have any."""
     return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
-    """Lines `field: was X, is now Y` for every difference of two trees."""
+    """A line `field: was X, is now Y` for every difference of two trees."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = [*saved, *(key for key in current if key not in saved)]
         return [
@@ -136,43 +137,38 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
     return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
 
 
+# Where a start goes on
+
+
 def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
-    """The checkpoint to start from, or None. Raises UserError where the run it belongs to differs."""
+    """The checkpoint to start from, or None. Raises UserError where none is usable, or it belongs to another run."""
     if resume == "never":
         return None
-    if resume == "auto":
-        found = checkpoints.newest_valid(out / "checkpoints", host_group, LOG.warning)
-        if found is None and checkpoints.complete_steps(out / "checkpoints"):
-            raise UserError(f"no checkpoint in {out / 'checkpoints'} is usable; remove them to start again")
-        if found is None and has_steps(out / "metrics.jsonl"):
-            raise UserError(
-                f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {out / 'checkpoints'} has its "
-                f"{checkpoints.MANIFEST}: bring them back, or move {out} away to start again"
-            )
+    folder = out / "checkpoints" if resume == "auto" else Path(resume)
+    if resume != "auto" and (folder / "checkpoints").is_dir():
+        folder /= "checkpoints"
+    if (folder / checkpoints.MANIFEST).exists():
+        if problem := checkpoints.verify(folder, host_group):
+            raise UserError(f"checkpoint {folder} is not usable: {problem}")
+        found: Checkpoint | None = checkpoints.read(folder)
     else:
-        path = Path(resume)
-        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        if (folder / checkpoints.MANIFEST).exists():
-            problem = checkpoints.verify(folder, host_group)
-            if problem:
-                raise UserError(f"checkpoint {folder} is not usable: {problem}")
-            found = checkpoints.read(folder)
-        else:
-            found = checkpoints.newest_valid(folder, host_group, LOG.warning)
-        if found is None:
-            raise UserError(f"--resume {resume}: no complete checkpoint there")
-    if found:
-        check_languages(found.path, found.identity)
-    differences = changed(found.identity, identity) if found else []
-    if found and differences:
+        found = checkpoints.newest_valid(folder, host_group, LOG.warning)
+    if found is None and resume != "auto":
+        raise UserError(f"--resume {resume}: no complete checkpoint there")
+    if found is None and checkpoints.complete_steps(folder):
+        raise UserError(f"no checkpoint in {folder} is usable; remove them to start again")
+    if found is None and has_steps(out / "metrics.jsonl"):
         raise UserError(
-            f"checkpoint {found.path} was made with other settings:\n" + "\n".join(f"  {line}" for line in differences)
+            f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {folder} has its {checkpoints.MANIFEST}: "
+            f"bring them back, or move {out} away to start again"
         )
+    if found and (differences := changed(found.identity, identity)):
+        raise UserError(f"checkpoint {found.path} was made with other settings:\n" + indented(differences))
     return found
 
 
 def has_steps(metrics: Path) -> bool:
-    """Whether a run has trained, going by its metrics."""
+    """Whether the metrics say that a run has trained."""
     with suppress(OSError):
         return metrics.read_bytes().count(b"\n") > 0
     return False
@@ -180,3 +176,141 @@ def has_steps(metrics: Path) -> bool:
 
 def dump(tree: dict[str, Any]) -> str:
     return json.dumps(tree, indent=2) + "\n"
+
+
+# How it stands
+
+DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
+"""The exit codes. STOPPED: the run has saved and ended early, and another start goes on."""
+NAMES = {DONE: "done", STOPPED: "stopped"}
+"""The status by exit code. All other codes are failures."""
+LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
+NO_MEMORY = ("can't allocate memory", "out of memory")
+"""What torch says of the CPU's memory, and what CUDA and NCCL say, in errors of other classes."""
+KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
+"""What torch says of a worker that somebody else has killed, and data/loader.py of its planner."""
+
+
+def code_of(error: Exception) -> int:
+    """The exit code of an error."""
+    if isinstance(error, UserError) or out_of_memory(error):
+        return USER_ERROR
+    if isinstance(error, NotFinite):
+        return NOT_FINITE
+    if isinstance(error, OSError) and error.errno in ENVIRONMENT_ERRNOS:
+        return MACHINE
+    known = isinstance(error, MachineError | dist.DistNetworkError) or lost_rank(error) or bool(killed(error))
+    return MACHINE if known else FAULT
+
+
+def lost_rank(error: Exception) -> bool:
+    """Whether a collective failed because another rank ended: NCCL has a class for it, gloo has not."""
+    return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
+
+
+def killed(error: Exception) -> str:
+    """What the error says of a process of the loader that was killed, or ""."""
+    said = (str(of) for of in (error, error.__cause__, error.__context__))
+    return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
+
+
+def out_of_memory(error: Exception) -> bool:
+    if isinstance(error, UserError | MachineError | OSError):
+        return isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in NO_MEMORY)
+
+
+def message_of(error: Exception) -> str:
+    """One line. Errors of users and machines have their remedy in it."""
+    if isinstance(error, MachineError):  # its own message, or another rank's, has the remedy
+        return str(error)
+    code = code_of(error)
+    if out_of_memory(error):
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        return (
+            f"out of memory ({said}); lower train.max_tokens, which a run may change from start to start, or take "
+            f"train.activation_checkpointing, a higher ZeRO stage or more ranks; --dry_run tells what each needs"
+        )
+    if said := killed(error):
+        return (
+            f"{said.rstrip('. ')}: the machine's memory may have run out (dmesg or the job's accounting tell of it); "
+            f"ask for more, or take fewer data.workers, and start again: the run goes on"
+        )
+    if lost_rank(error):
+        first = str(error).splitlines()[0]
+        return f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
+    if code == MACHINE and isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror}; mend that and start again: the run goes on"
+    if code == MACHINE:
+        advice = "where another run has the port, give --master_port N to the launcher, or set MASTER_PORT"
+        return f"the ranks cannot meet: {str(error).splitlines()[0]}; {advice}"
+    if code == FAULT:
+        return "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
+    return str(error)
+
+
+class Status:
+    """Writes status.json. Rank 0 writes how the run stands; failures are written by the first rank that has one."""
+
+    def __init__(self, out: Path, process: Process):
+        self.out, self.process = out, process
+        self.ours: bool | None = None
+        """Whether this run has the directory's lock. None: it has not asked for it yet."""
+        self.step: int | None = None
+        """The number of steps done."""
+
+    def refused(self) -> None:
+        """This run asks for the directory's lock now, and does not have it."""
+        self.ours = False
+
+    def running(self) -> None:
+        """This run has the directory's lock. All ranks call it."""
+        self.ours = True
+        if self.process.is_main:
+            self._write("running", None, "")
+
+    def note_step(self, step: int) -> None:
+        self.step = step
+
+    def ended(self, code: int, why: str) -> None:
+        if code not in NAMES and self.ours:
+            self.cut_off(code, why)
+        elif self.process.is_main:
+            self._tell(code, why)
+
+    def cut_off(self, code: int, why: str) -> None:
+        """The ranks do not end together: the first of them says why."""
+        if self._read() == "running":
+            self._tell(code, why)
+
+    def _tell(self, code: int, why: str) -> None:
+        try:
+            self._write(NAMES.get(code, "failed"), code, why)
+        except OSError as error:  # such as a full disk
+            LOG.warning(f"{self.out / STATUS} cannot be written ({error.strerror})")
+
+    @contextmanager
+    def of_failures(self) -> Iterator[None]:
+        """Write what goes wrong within, and raise it again."""
+        try:
+            yield
+        except Exception as error:
+            log_to_files(traceback.format_exc())
+            if isinstance(error, Replaced):
+                pass  # the directory is another run's now
+            elif self.ours or (self.ours is None and self.process.is_main and is_idle(self.out)):
+                self.ended(code_of(error), message_of(error))
+            raise
+
+    def _read(self) -> str:
+        try:
+            return json.loads((self.out / STATUS).read_text(encoding="utf-8"))["status"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return ""
+
+    def _write(self, status: str, code: int | None, why: str) -> None:
+        entry = {"status": status, "code": code, "why": why, "step": self.step, "rank": self.process.rank}
+        entry["time"] = datetime.now(UTC).isoformat(timespec="seconds")
+        own = self.out / f"{STATUS}.{self.process.rank}"  # two ranks may fail at once
+        files.write_text(own, dump(entry))
+        os.replace(own, self.out / STATUS)

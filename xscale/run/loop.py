@@ -1,4 +1,4 @@
-"""The training loop, and what it keeps between steps."""
+"""The training loop."""
 
 import json
 import math
@@ -21,54 +21,53 @@ from xscale.deepspeed_private import leave_out_step
 from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import AlignmentProbe
 from xscale.files import Lock
+from xscale.metric_keys import MetricKey
 from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
-from xscale.run.alignment_probe import probe_of
-from xscale.run.evals import Results, find_tasks
-from xscale.run.metrics import LOG, JsonLines, Reporter, StepRecord
-from xscale.run.pace import Alike, Pace, Skips
+from xscale.run.evals import Results, find_probes, find_tasks
+from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
+from xscale.run.metrics import LOG, Alike, JsonLines, Pace, Reporter, Skips, StepRecord
 from xscale.run.run_spec import RunSpec
-from xscale.run.status import MACHINE, STOPPED, USER_ERROR, code_of, message_of
-from xscale.run.stop import StopRequest
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
-from xscale.run.watch import Watch
+from xscale.run.watch import StopRequest, Watch
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
 NOT_FINITE = "not_finite.jsonl"
-"""The records of every step that was not finite, a line for each rank."""
+"""This file of a run has the records of every step that was not finite, a line for each rank."""
 MOST_SKIPPED = 100
-"""Steps in a row that fp16 may skip while it looks for a loss scale; from 2^32 to 1 are 32."""
+"""fp16 may skip so many steps in a row while it looks for a loss scale. From 2^32 to 1 are 32."""
 FEW_SAMPLES = 1000
-"""Of fewer, a share of dropped pairs says little: it is taken of so many."""
+"""The share of dropped pairs is taken of at least so many samples: of fewer it says little."""
 
 
 class TrainerContext(NamedTuple):
-    """What a trainer works with, and the next one where the run goes back."""
+    """What a trainer works with. A trainer after a rollback gets the same."""
 
     config: EngineConfig
     engine: Any
     out: Path
     process: Process
     host_group: HostGroup
+    status: Status
     stop: StopRequest
     watch: Watch
     locks: list[Lock]
-    """On `out`; of rank 0."""
+    """Rank 0's lock on `out`."""
 
 
 class UnreportedStep(NamedTuple):
-    """A step whose numbers nobody has looked at yet."""
+    """A step whose metrics have not been read from the device."""
 
     record: StepRecord
     batch: StepBatch
 
 
 class Trainer:
-    """An engine on its way through the steps of a job."""
+    """Trains an engine from a checkpoint, or from the beginning, to the last step of the run."""
 
     def __init__(
         self,
@@ -79,44 +78,48 @@ class Trainer:
         excluded_steps: list[int],
         trace: bool = False,
     ):
-        """state: what the streams have consumed. checkpoint: that the engine was loaded from. condemned: steps that
-        read their records and change nothing, since the run was not finite with them; 1 for the first."""
+        """state: what the streams have consumed. checkpoint: what the engine was loaded from. excluded_steps: 1-based
+        steps that read their records and change nothing, since the run was not finite with them."""
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
-        self.config, self.engine, self.out, self.process, self.host_group, self.stop, self.watch, locks = context
+        self.config, self.engine, self.out, self.process, self.host_group = context[:5]
+        self.status, self.stop, self.watch, locks = context[5:]
         self.step: int = state["step"]
-        """Steps done."""
+        """The number of steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
-        """The step that it began with; of each stream since then, how many pairs were over data.max_length."""
+        """The step that this trainer began with, and since then the pairs over data.max_length by stream."""
         self.warned = set(run_spec.dropped())
         self.unreported: list[UnreportedStep] = []
         self.pace, self.alike = Pace(context.watch.names), Alike()
-        auxiliary_states = context.engine.module.auxiliary_states.items()
+        auxiliary_states = self.engine.module.auxiliary_states.items()
         self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, Gathering)}
-        self.flops = StepFlops(context.engine.module.encoder)
-        self.reporter = Reporter(context.out, self.step, self.recipe) if context.process.is_main else None
-        tasks = find_tasks(run_spec, context.engine, context.process, self.measured_words, context.watch.note)
+        self.flops = StepFlops(self.engine.module.encoder)
+        self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
+        tasks = find_tasks(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was cut off has measured step 0, and saved nothing
-        self.validation = Validation(run_spec, tasks, context.out, context.host_group, measured, self.reporter)
-        folder, keep = context.out / "checkpoints", self.recipe.checkpoint.keep
+        self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
         self.checkpoint_manager = CheckpointManager(
-            context.engine, folder, context.host_group, context.watch, self.validation, keep, checkpoint
+            self.engine,
+            self.out / "checkpoints",
+            self.host_group,
+            keep=self.recipe.checkpoint.keep,
+            saved=checkpoint.step if checkpoint else None,
+            write_more=self.write_model,
+            note=self.watch.note,
+            published=self.validation.published,
         )
-        around = context.process, context.host_group, context.stop, context.watch, self.checkpoint_manager
-        self.synchronizer = StepSynchronizer(
-            self.step, self.recipe.train.steps, frozenset(self.gathering), *around, locks
-        )
-        self.trace = JsonLines(
-            context.out / "trace" / f"rank{context.process.rank}.jsonl" if trace else None, self.step
-        )
+        around = self.process, self.host_group, self.stop, self.watch, self.checkpoint_manager, locks
+        self.synchronizer = StepSynchronizer(self.step, self.recipe.train.steps, frozenset(self.gathering), *around)
+        traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
+        self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
-        """Of rank 0."""
-        if (run_spec.lexicons or run_spec.measured) and (
-            self.recipe.train.measure_every or self.measured_words in tasks.values()
-        ):
-            context.host_group.from_main(lambda: self.probes.update(probe_of(run_spec, context.out)))
+        """The words of alignment scores, on rank 0."""
+        asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
+        if asked and (run_spec.lexicons or run_spec.measured):
+            self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
+        self.status.note_step(self.step)
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
-        """To the last step, or until one of the ranks is told to stop. Returns the exit code."""
+        """Train to the last step, or until one of the ranks is told to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
         pending_step = self.synchronizer.next(batches)
         if self.stop.late and not self.stop.moved and self.process.is_main:
@@ -135,26 +138,14 @@ class Trainer:
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.excluded_steps:
-                self.leave_out(counts)
+                self.exclude_step(counts)
             else:
                 self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
-                self.unreported[-1].record.measured.update(self.checkpoint_manager.times)
-                self.checkpoint_manager.times.clear()
             self.trace_step(batch)
-            self.step, self.state, self.stop.moved = self.step + 1, batch.state, True
-            self.count_dropped(counts.too_long)
+            self.end_step(batch, counts)
             if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
                 self.checkpoint_manager.settle()
-            last, due = self.step == recipe.train.steps, self.step % recipe.checkpoint.every == 0
-            measured = self.validation.due(self.step)
-            if counts.flush or last or due or measured:
-                self.flush()
-            self.watch.stopping = last
-            if (due or measured) and self.synchronizer.stops_next():
-                due = measured = False  # it stops now, and saves
-            due |= measured and self.measure()
-            if last or due:
-                self.save(must=last)
+            self.measure_and_save(bool(counts.flush))
             pending_step, started = self.synchronizer.next(batches), time.monotonic()
         if self.too_long.total():
             long = f"{self.too_long.total():,} pairs were over data.max_length ({recipe.data.overlong})"
@@ -162,23 +153,40 @@ class Trainer:
         LOG.info(f"done: {recipe.train.steps} steps, {self.out}")
         return 0
 
-    def leave_out(self, counts: GlobalCounts) -> None:
-        """A step that reads its records and changes nothing."""
+    def exclude_step(self, counts: GlobalCounts) -> None:
+        """Make a step that reads its records and changes nothing."""
         self.flush()
         leave_out_step(self.engine)
         if self.reporter:
             numbers = {"samples": counts.samples, "tokens": counts.work.tokens}
             self.reporter.metrics.write({"step": self.step + 1, "loss": None, "skipped": 1, "excluded": True} | numbers)
 
+    def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
+        self.step, self.state = self.step + 1, batch.state
+        self.stop.note_step()
+        self.status.note_step(self.step)
+        self.count_dropped(counts.too_long)
+
+    def measure_and_save(self, flush: bool) -> None:
+        """Do what is due after a step: read the metrics, evaluate, save."""
+        last, due = self.step == self.recipe.train.steps, self.step % self.recipe.checkpoint.every == 0
+        measured = self.validation.due(self.step)
+        if flush or last or due or measured:
+            self.flush()
+        if last:
+            self.watch.note_end()
+        if (due or measured) and self.synchronizer.stops_next():
+            due = measured = False  # the run stops before the next step, and saves then
+        due |= measured and self.measure()
+        if last or due:
+            self.save(must=last)
+
     def end_all(self, error: Exception | None) -> NoReturn:
-        """Some rank could not read its records: raises its error there, and on the others what it says. What is done is
-        written first, unless another run has the directory."""
+        """End all ranks, since one could not read its records: raises its error there, and its message on the others.
+        The steps done are written first, unless another run has the directory."""
         told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
-        if replaced:
-            for lines in (self.trace, self.validation.lines, *([self.reporter.metrics] if self.reporter else [])):
-                lines.drop()
-        else:
+        if not replaced:
             self.flush()
             self.checkpoint_manager.settle()
         if error:
@@ -189,7 +197,7 @@ class Trainer:
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def count_dropped(self, too_long: Counter[str]) -> None:
-        """Of a step that is done. Warns once of each stream that drops more than a few per cent."""
+        """Warn once of each stream that drops more than a few per cent of its pairs. too_long: of the last step."""
         self.too_long.update(too_long)
         steps = self.step - self.first
         shares = {
@@ -203,10 +211,10 @@ class Trainer:
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
         lr, skipped = engine.get_lr()[0], engine.skipped_steps
-        # Also in the first step: what a measurement takes of memory shows at once.
+        # The first step measures too: the memory that it takes shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
-            auxiliary_state.counts = counts.auxiliary[stream]
+            auxiliary_state.expect(counts.auxiliary[stream])
         try:
             sums, norms = optimizer_step(
                 engine,
@@ -218,13 +226,13 @@ class Trainer:
                 world=self.process.world,
                 measure=measure and keeps_whole_weights(engine),
             )
-        except NotFinite as error:  # fp16, on all ranks
+        except NotFinite as error:  # fp16 raises it on all ranks
             self.flush()
             self.skips.count(True, None)
             self.not_finite(self.step + 1, f"the gradient ({error})", batch, finite=True)
-        measured = norms | (self.alignment_scores() if measure else {})
-        seconds, waited = time.monotonic() - started, self.synchronizer.waited
-        self.synchronizer.waited = 0.0
+        measured: dict[str, Any] = norms | (self.alignment_metrics() if measure else {})
+        seconds = time.monotonic() - started
+        measured |= self.flops.metrics(counts.work, seconds, self.process.world)
         return StepRecord(
             step=self.step + 1,
             sums=sums,
@@ -234,37 +242,35 @@ class Trainer:
             tokens=counts.work.tokens,
             samples=counts.samples,
             too_long=counts.too_long.total(),
-            data_wait_s=waited,
+            data_wait_s=self.synchronizer.take_wait(),
             step_s=seconds,
             loss_scale=float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None,
             grad_norm=engine.get_global_grad_norm(),
-            measured=measured | self.flops.metrics(counts.work, seconds, self.process.world),
+            measured=measured | self.checkpoint_manager.take_times(),
         )
 
-    def alignment_scores(self) -> dict[str, float]:
-        """On rank 0, which has the dictionaries' words."""
-        scores: dict[str, float | None] = {}
-        with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
-            for name, probes in self.probes.items():
-                scores[f"alignment/{name}"], scores[f"alignment_trained/{name}"] = probes.scores(table)
-        return {name: score for name, score in scores.items() if score is not None}
-
-    def measured_words(self) -> Results:
-        """alignment_scores, as the results of a task."""
+    def alignment_scores(self) -> Results:
+        """The alignment scores by pair of languages, on rank 0, which has the words. All ranks call it together."""
         found: Results = {}
-        for name, score in self.alignment_scores().items():
-            kind, _, pair = name.partition("/")
-            found.setdefault(pair, {})["trained" if kind.endswith("trained") else "withheld"] = score
-        return found
+        with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
+            for pair, probe in self.probes.items():
+                scores = dict(zip(("withheld", "trained"), probe.scores(table), strict=True))
+                found[pair] = {kind: score for kind, score in scores.items() if score is not None}
+        return {pair: scores for pair, scores in found.items() if scores}
+
+    def alignment_metrics(self) -> dict[str, float]:
+        names = {"withheld": "alignment", "trained": "alignment_trained"}
+        found = self.alignment_scores().items()
+        return {str(MetricKey(names[kind], pair)): score for pair, scores in found for kind, score in scores.items()}
 
     def measure(self) -> bool:
-        """The tasks of the recipe's section eval. Returns whether the step is to be saved for what it scored."""
+        """Evaluate. Returns whether the step is to be saved for its score."""
         self.watch.note(f"measuring step {self.step}")
         return self.validation.measure(self.step)
 
     def flush(self) -> None:
-        """Read pending sums from the device, add them up over ranks, and report. All ranks call it together."""
-        self.synchronizer.last_flush = time.monotonic()
+        """Read the metrics of the last steps from the device, sum them over ranks and report. All ranks call it."""
+        self.synchronizer.note_flush()
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []
@@ -294,7 +300,7 @@ class Trainer:
             self.check_finite(entry, unreported)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
-        """Raises NotFinite on all ranks, before anything of it is saved. In fp16 a skipped step is none of it."""
+        """Raises NotFinite on all ranks, before the step is saved. A step that fp16 skips is not a failure."""
         fp16 = self.engine.fp16_enabled()
         warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
         if warning and fp16 and self.process.is_main:
@@ -312,20 +318,20 @@ class Trainer:
         self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Raises NotFinite, when the records of the step are written down. finite: this rank's own losses."""
+        """Write down the records of the step and raise NotFinite. finite: whether this rank's own losses are."""
         self.checkpoint_manager.settle()
         path, newest = self.out / NOT_FINITE, self.checkpoint_manager.good
         ranks = self.host_group.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
-            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk is not what ends the run
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # NotFinite matters more than a full disk
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
             f"on from there into another --out (--resume DIR) with a lower train.lr or weight, or let the run go back "
             f"by itself (train.rollbacks)",
-            # What fp16 skips has changed nothing: of steps skipped in a row the update before them is the bad one.
+            # Steps that fp16 has skipped have changed nothing: the update before them is the bad one.
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
             newest,
         )
@@ -336,34 +342,34 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
-        self.watch.stopping = True
+        self.watch.note_end()
         self.flush()
         self.save(must=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """A checkpoint of the steps done. must: wait for it, and raise OSError without it."""
+        """Save the steps done. must: wait for it, and raise OSError where it fails."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
-        behind, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
-        self.checkpoint_manager.save(self.step, self.manifest(), self.write_more, sound=sound, behind=behind, must=must)
+        background, sound = self.recipe.checkpoint.background, not self.skips.in_a_row
+        self.checkpoint_manager.save(self.step, self.manifest(), sound=sound, background=background, must=must)
 
     def manifest(self) -> dict[str, Any]:
-        """What checkpoint.Checkpoint reads, beside its own."""
+        """What a checkpoint's manifest says beside its files (checkpoint/store.py's Checkpoint)."""
         assert self.run_spec.calibration is not None
-        kept = {"calibration": self.run_spec.calibration.to_dict(), "engine": self.config.saved()}
         return {
             "identity": self.run_spec.identity(),
             "state": self.state,
             "excluded_steps": self.excluded_steps,
-            **kept,
+            "calibration": self.run_spec.calibration.to_dict(),
+            "engine": self.config.saved(),
         }
 
-    def write_more(self, path: Path) -> None:
-        """What belongs to a checkpoint beside DeepSpeed's files. Rank 0 only."""
+    def write_model(self, path: Path) -> None:
+        """Write the model's config and the tokenizer into a checkpoint. Rank 0 only."""
         self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
         self.run_spec.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics.jsonl, TensorBoard, the trace, the console and run.log.
+"""What a run writes while it trains: metrics.jsonl, TensorBoard, the trace, the console and run.log; and its warnings.
 
 Each file has every step once: a resume first cuts what lies past its checkpoint.
 """
@@ -13,11 +13,12 @@ import os
 import signal
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections import Counter, deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from torch import Tensor
@@ -30,16 +31,20 @@ from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""Least time between progress lines where the console is not a terminal."""
-BUFFER, MOST_KEPT = 1 << 16, 1 << 26
-"""Bytes of lines after which a file of them is written without a flush; of lines that wait for a disk with room."""
-RETRY_SECONDS, MOST_ENTRIES = 600.0, 10_000
-"""How long TensorBoard's files rest after a failure; how many steps are kept for them meanwhile."""
+"""The least time between progress lines where the console is not a terminal."""
+BUFFER = 1 << 16
+"""After this many bytes, lines are written without a flush."""
+SLOW, SLOW_FLUSHES = 1.5, 10
+"""A rank is slow if it takes this many times the median of all ranks, at this many readings of the metrics in a row."""
+SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
+"""A run warns if fp16 skips more than MOST_SKIPS of SKIPS_OF steps, normally one or two, or has a scale this low."""
+ALIKE, ALIKE_STEPS = 0.99, 20
+"""If the vectors of different sentences have this mean cosine in so many steps, a contrast learns nothing."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
-    """Console lines, of other ranks than 0 warnings alone; all of them in logs/rankN.log, and rank 0's in run.log.
-    Returns the rank's own file."""
+    """Log to logs/rankN.log, on rank 0 also to run.log, and to the console, from other ranks only warnings. Returns
+    the path of the rank's own file."""
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
@@ -48,42 +53,33 @@ def start_logging(out: Path, rank: int) -> Path:
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
     own = _FileHandler(path, encoding="utf-8")
-    handlers = [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")])
-    for handler in handlers:
+    for handler in [own, console] + ([] if rank else [_FileHandler(out / "run.log", encoding="utf-8")]):
         date = "%Y-%m-%d %H:%M:%S" if handler is own else "%H:%M:%S"
         handler.setFormatter(_Printable("%(asctime)s %(message)s", datefmt=date))
         LOG.addHandler(handler)
     stacks = path.open("a")
-    faulthandler.enable(stacks)  # of a crash
-    faulthandler.register(signal.SIGUSR1, stacks)  # when somebody asks; also of the loader's processes, as they fork
+    faulthandler.enable(stacks)  # a crash writes its stacks there
+    faulthandler.register(signal.SIGUSR1, stacks)  # on request, also those of the loader's processes, which inherit it
     LOG.info(f"rank {rank}: host {os.uname().nodename}, process {os.getpid()}")
     return path
 
 
 def log_to_files(line: str) -> None:
-    """What the console shows by another way."""
+    """Log what the console shows in another way."""
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
 
 
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Such as {"data.alpha": 0.7}."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
-
-
 class _Printable(logging.Formatter):
-    """Names of files and records may hold characters that a terminal obeys."""
+    """Escapes the characters that a terminal would obey: names of files and records may hold some."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _FileHandler(logging.FileHandler):
-    """A line that a full disk does not take is on the console: no traceback a line."""
+    """Drops lines that a full disk does not take, without a traceback for each: they are on the console."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -91,33 +87,20 @@ class _FileHandler(logging.FileHandler):
 
 
 class _TqdmHandler(logging.Handler):
-    """Writes a line above the progress bar."""
+    """Writes lines above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
 
 
-class Alarm:
-    """Says once that something does not work, and once that it does again."""
-
-    def __init__(self, what: str):
-        self.what, self.on = what, False
-
-    def set(self, problem: str) -> None:
-        if not self.on:
-            LOG.error(f"{self.what}: {problem}")
-        self.on = True
-
-    def clear(self) -> None:
-        if self.on:
-            LOG.warning(f"{self.what}: works again")
-        self.on = False
+# Files of lines
 
 
 class JsonLines:
     """An append-only file of objects with a "step" field, or nothing where `path` is None.
 
-    Lines that cannot be written, as on a full disk, are kept for the next time, up to MOST_KEPT bytes.
+    Lines that cannot be written, as on a full disk, are lost: training goes on. The first line after them is
+    {"step": 5, "lost": [5, 8]}, which names the first and the last step that is missing.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -131,79 +114,63 @@ class JsonLines:
                 new.writelines(line for line in old if _step_of(line) <= after_step)
         self.path, self.file = path, path.open("ab", buffering=0)
         self.end = path.stat().st_size
-        """Of the last whole line."""
-        self.lines: deque[bytes] = deque()
-        self.size, self.lost = 0, 0
-        """Bytes of `lines`; how many lines there was no room for."""
-        self.alarm = Alarm(str(path))
+        """The end of the last whole line."""
+        self.steps, self.lines, self.size = list[int](), list[bytes](), 0
+        """Lines that wait to be written, their steps and their bytes."""
+        self.lost: list[int] = []
+        """The first and the last step of the lines lost so far, while nothing can be written."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """What is not finite, such as the gradient norm of an overflow, becomes null: JSON has no word for it."""
+        """Add a line. Numbers that are not finite, such as the norm of an overflow, become null: JSON has none."""
         if self.file:
-            self.lines.append((json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode())
+            self.steps.append(entry["step"])
+            self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
             if self.size > BUFFER:
                 self.flush()
-            while self.size > MOST_KEPT:
-                self.size -= len(self.lines.popleft())
-                self.lost += 1
 
     def flush(self, to_disk: bool = False) -> None:
-        if not self.file:
-            return
-        try:
-            if os.fstat(self.file.fileno()).st_nlink == 0:
-                self._begin_anew()
-            if self.lines:
-                self._append(b"".join(self.lines))
-                self.lines.clear()
-                self.size = 0
-            if to_disk:
+        if self.file and self.lines:
+            gap = [_encoded({"step": self.lost[0], "lost": self.lost})] if self.lost else []
+            problem = self._append(b"".join(gap + self.lines))
+            if problem and not self.lost:
+                LOG.error(f"{self.path}: {problem}; training goes on, and its lines are lost until this is mended")
+            elif self.lost and not problem:
+                LOG.warning(f"{self.path}: works again; steps {self.lost[0]} to {self.lost[1]} are missing")
+            self.lost = [*(self.lost or self.steps)[:1], self.steps[-1]] if problem else []
+            self.steps, self.lines, self.size = [], [], 0
+        if self.file and to_disk:
+            try:
                 os.fsync(self.file.fileno())
-        except OSError as error:
-            self.alarm.set(f"{error.strerror}; training goes on, and its lines are kept in memory until this is mended")
-            return
-        if self.lost:
-            LOG.error(f"{self.alarm.what}: {self.lost:,} lines are lost, for which there was no room in memory")
-            self.lost = 0
-        self.alarm.clear()
+            except OSError as error:
+                LOG.error(f"{self.path}: {error.strerror}; its last lines may be lost")
 
-    def _begin_anew(self) -> None:
-        """Of a file that somebody has removed, whose lines nobody would see. Its folder is not made again: it may be
-        another run's soon."""
+    def _append(self, data: bytes) -> str | None:
+        """Write all of it, or nothing. Returns what went wrong."""
         assert self.file
-        anew = self.path.open("ab", buffering=0)
-        self.file.close()
-        self.file, self.end = anew, self.path.stat().st_size
-        LOG.error(f"{self.path} was removed while the run goes on; a new one has the lines from now on")
-
-    def _append(self, data: bytes) -> None:
-        """All of it, or nothing: what a write that failed has left is cut off."""
-        assert self.file
-        if os.fstat(self.file.fileno()).st_size > self.end:
-            self.file.truncate(self.end)  # it could not be cut off then
         try:
+            if os.fstat(self.file.fileno()).st_size > self.end:
+                self.file.truncate(self.end)  # what a failed write has left could not be cut off then
             rest = memoryview(data)
             while rest:
                 rest = rest[self.file.write(rest) :]
-        except OSError:
+        except OSError as error:
             with suppress(OSError):
                 self.file.truncate(self.end)
-            raise
+            return error.strerror or str(error)
         self.end += len(data)
-
-    def drop(self) -> None:
-        """Nothing more is written, also not what waits."""
-        self.file = None
+        return None
 
     def close(self) -> None:
         self.flush(to_disk=True)
-        if self.file and self.lines:
-            LOG.error(f"{self.alarm.what}: its last {len(self.lines):,} lines are lost")
+
+
+def _encoded(entry: dict[str, Any]) -> bytes:
+    return (json.dumps(_finite(entry), ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _finite(value: Any) -> Any:
-    """Null in the place of every number that is none."""
+    """The value with null in the place of every number that is not finite."""
     if isinstance(value, dict):
         return {name: _finite(of) for name, of in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -218,14 +185,17 @@ def _step_of(line: bytes) -> float:
     return step if isinstance(step, int | float) and not isinstance(step, bool) else math.inf
 
 
+# Metrics of a step
+
+
 @dataclass
 class StepRecord:
-    """What a step leaves for the metrics; sums stay on the device until somebody looks."""
+    """A step's numbers. Sums stay on the device until metrics are read."""
 
     step: int
     sums: StepSums
     targets: dict[tuple[str, str], int]
-    """Of all ranks, by stream and term."""
+    """The targets of all ranks by stream and term."""
     lr: float
     skipped: int
     tokens: int
@@ -237,18 +207,16 @@ class StepRecord:
     grad_norm: Any
     """A number, or a tensor."""
     measured: dict[str, Any]
-    """Further metrics."""
+    """Metrics that other parts of the run have measured."""
 
-    def entry(
-        self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int] | None = None
-    ) -> dict[str, Any]:
-        """The step's line of metrics.jsonl. totals: `sums` of all ranks; counts: so Row.counts."""
+    def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
+        """The step's line of metrics.jsonl. totals_K and counts: the sums of all ranks."""
         shares = self.sums.shares(totals_K, recipe, self.targets)
         loss = sum(recipe.stream_weight(name, self.step - 1) * shares[f"loss/{name}"] for name in recipe.streams)
         entry = {"step": self.step, "loss": loss} | shares
         entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
-        entry |= self.sums.by_language(totals_K, recipe, counts or {})
+        entry |= self.sums.by_language(totals_K, recipe, counts)
         entry |= {name: getattr(self, name) for name in ("tokens", "samples", "too_long", "data_wait_s")}
         entry |= {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
         entry |= self.measured | {"step_s": self.step_s}
@@ -257,106 +225,91 @@ class StepRecord:
         return {name: float(v) if isinstance(v, Tensor) else v for name, v in entry.items()}
 
 
-class Board:
-    """The metrics for TensorBoard. After a failed write a new file is begun, later, with what was not flushed."""
+class MetricSink:
+    """Shows metrics elsewhere than in metrics.jsonl. One that fails is left alone from then on."""
 
-    def __init__(self, folder: Path, first_step: int):
-        self.folder, self.alarm = folder, Alarm(str(folder))
-        self.kept: deque[dict[str, Any]] = deque(maxlen=MOST_ENTRIES)
-        self.failed = 0.0
-        self.writer = self._open(first_step + 1)
+    def __init__(self, name: str):
+        self.name, self.failed = name, False
 
-    def _open(self, purge_step: int | None = None) -> Any:
+    def attempt(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+        if self.failed:
+            return None
+        try:
+            return function(*arguments, **named)
+        except Exception as error:  # these libraries raise what they like
+            self.failed = True
+            LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has everything")
+            return None
+
+
+class Board(MetricSink):
+    """The metrics for TensorBoard."""
+
+    def __init__(self, folder: Path, first_step: int, fields: dict[str, Any]):
+        """fields: the recipe's, for TensorBoard's table of runs."""
         from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter(str(self.folder), purge_step=purge_step)
-
-    def add(self, entry: dict[str, Any]) -> None:
-        self.kept.append(entry)
-        if self.writer is None and time.monotonic() - self.failed < RETRY_SECONDS:
-            return
-        with self._alarm():
-            entries = [entry] if self.writer else [*self.kept]
-            self.writer = self.writer or self._open()
-            for entry in entries:
-                for name, value in entry.items():
-                    if name != "step" and isinstance(value, int | float):
-                        self.writer.add_scalar(name, value, entry["step"])
-
-    def describe(self, fields: dict[str, Any]) -> None:
-        """The recipe's fields, for TensorBoard's table of runs."""
         from torch.utils.tensorboard.summary import hparams
 
+        super().__init__(str(folder))
+        self.writer = self.attempt(SummaryWriter, str(folder), purge_step=first_step + 1)
         plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in fields.items()}
-        if self.writer is not None:
-            with self._alarm():
-                for summary in hparams(plain, {"loss": 0}):
-                    self.writer.file_writer.add_summary(summary)
+        for summary in hparams(plain, {"loss": 0}) if self.writer else ():
+            self.attempt(self.writer.file_writer.add_summary, summary)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        for name, value in entry.items():
+            if self.writer and name != "step" and isinstance(value, int | float):
+                self.attempt(self.writer.add_scalar, name, value, entry["step"])
 
     def flush(self) -> None:
-        if self.writer is not None:
-            with self._alarm():
-                self.writer.flush()
-                self.kept.clear()
-                self.alarm.clear()
-
-    @contextmanager
-    def _alarm(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # of a thread of TensorBoard's; TensorFlow, where it is installed, has its own
-            self.alarm.set(f"{error}; training goes on, metrics.jsonl has what is missing here")
-            if self.writer is not None:
-                with suppress(Exception):
-                    self.writer.file_writer.event_writer.close()
-            self.writer, self.failed = None, time.monotonic()
+        if self.writer:
+            self.attempt(self.writer.flush)
 
     def close(self) -> None:
-        self.flush()
-        if self.writer is not None:
-            with self._alarm():
-                self.writer.close()
+        if self.writer:
+            self.attempt(self.writer.close)
 
 
-class Tracker:
-    """wandb, or what has its calls, as trackio. One that fails is left alone from then on."""
+class Tracker(MetricSink):
+    """The metrics for wandb, or for a library with its calls, such as trackio."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        self.name, self.alarm = name, Alarm(name)
-        # The same run after a resume, by the directory.
+        super().__init__(name)
+        # After a resume it is the same run, known by its directory.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
+        self.library = self.attempt(importlib.import_module, name)
         self._call("init", project=project, name=out.name, config=fields, resume="allow")
+
+    def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
+        self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
 
     def add(self, entry: dict[str, Any]) -> None:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
         self._call("log", numbers, step=entry["step"])
 
-    def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        if self.alarm.on:
-            return
-        try:
-            getattr(importlib.import_module(self.name), function)(*arguments, **named)
-        except Exception as error:
-            self.alarm.set(f"{error}; training goes on without, metrics.jsonl has everything")
-
     def close(self) -> None:
         self._call("finish")
 
 
+def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The tree's values by names such as data.alpha."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return found
+
+
 class Reporter:
-    """Rank 0's view of the run: one call for each step, in order."""
+    """What rank 0 reports: one call for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
-        self.metrics = JsonLines(out / "metrics.jsonl", first_step)
-        self.board = Board(out / "tb", first_step)
+        self.metrics, fields = JsonLines(out / "metrics.jsonl", first_step), flat(recipe.to_dict())
+        self.board = Board(out / "tb", first_step, fields)
+        self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
-        fields = flat(recipe.to_dict())
-        self.board.describe(fields)
-        self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
-        self.started, self.first_step = time.monotonic(), first_step
-        self.last_line = 0.0
+        self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0
         self.bar = tqdm(total=self.steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
 
     def report(self, entry: dict[str, Any]) -> None:
@@ -367,7 +320,7 @@ class Reporter:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
-        measured = self.measured_every and step % self.measured_every == 0  # its own loss stands before held-out ones
+        measured = self.measured_every and step % self.measured_every == 0  # the training loss comes before others
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
             if self.bar is None:
@@ -376,7 +329,7 @@ class Reporter:
                 log_to_files(self.line(entry))
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Numbers of a step, for the pictures."""
+        """Show numbers of a step in pictures."""
         self.board.add(entry)
         if self.tracker:
             self.tracker.add(entry)
@@ -404,3 +357,73 @@ class Reporter:
             self.tracker.close()
         if self.bar is not None:
             self.bar.close()
+
+
+# Warnings over many steps
+
+
+class Pace:
+    """Compares the ranks' own times: those of reading, and of passes until gradients are reduced."""
+
+    def __init__(self, names: list[str]):
+        """names: the ranks' names."""
+        self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
+
+    def metrics(self, own_R: list[float]) -> dict[str, float]:
+        """own_R: each rank's seconds a step."""
+        if len(own_R) == 1:
+            return {}
+        slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
+        same = slowest == self.slowest and self.ratio >= SLOW
+        self.slowest, self.times = slowest, self.times + 1 if same else int(self.ratio >= SLOW)
+        return {"slowest_rank": slowest, "slowest_ratio": self.ratio}
+
+    def warnings(self) -> list[str]:
+        if self.times != SLOW_FLUSHES:
+            return []
+        return [
+            f"{self.names[self.slowest]} is slow: its own part of the last steps took {self.ratio:.1f} times as long "
+            f"as the median rank's, and all wait for it; look at its machine"
+        ]
+
+
+class Skips:
+    """Counts the steps that fp16 does not apply."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+        self.last: deque[bool] = deque(maxlen=SKIPS_OF)
+        self.warned = self.low = False
+
+    def count(self, skipped: bool, scale: float | None) -> str | None:
+        """Count one step. Returns a warning, once until its cause has passed."""
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        self.last.append(skipped)
+        was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE
+        if self.low and not was_low:
+            return f"fp16's loss scale is down to {scale:g}: gradients are very large; lower train.lr, or take bf16"
+        if sum(self.last) <= MOST_SKIPS:
+            self.warned = False
+        elif not self.warned:
+            self.warned = True
+            return f"fp16 has skipped {sum(self.last)} of the last {len(self.last)} steps; lower train.lr, or take bf16"
+        return None
+
+
+class Alike:
+    """Finds streams whose vectors hardly differ between sentences."""
+
+    def __init__(self) -> None:
+        self.steps = Counter[str]()
+
+    def warnings(self, entry: dict[str, Any]) -> list[str]:
+        """entry: a step's metrics. Warns of each stream once."""
+        cosines = {name.partition("/")[2]: of for name, of in entry.items() if name.startswith("sentence_cosine/")}
+        self.steps.update(stream for stream, cosine in cosines.items() if cosine > ALIKE)
+        return [
+            f"streams.{stream}: vectors of different sentences hardly differ (mean cosine {cosine:.4f}, over {ALIKE} "
+            f"in {ALIKE_STEPS} steps), so it learns next to nothing. Random weights make one vector of all sentences' "
+            f"[CLS]: set streams.{stream}.pooling=mean, or model.attention_gain=1.0 and model.dropout=0.0"
+            for stream, cosine in cosines.items()
+            if cosine > ALIKE and self.steps[stream] == ALIKE_STEPS
+        ]

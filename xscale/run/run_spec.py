@@ -1,53 +1,56 @@
-"""A job: recipe, data, tokenizer and dictionaries resolved and checked, before any weight exists."""
+"""The run spec: recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
+import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from xscale import config
+from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_initial
 from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon
+from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import Mixture, StreamSpec, fit_row_shape, initial_state
 from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
-from xscale.data.streams import select_sources
+from xscale.data.streams import matches_languages, select_sources
 from xscale.data.tokenizer import Tokenizer
+from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
-from xscale.files import parallel_map
+from xscale.files import may_be_there, parallel_map
 from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.run.checks import (
-    check_needs,
-    check_tokenizer,
-    check_tracker,
-    find_tokenizer,
-    load_lexicons,
-    own_tokenizer,
-    stream_lexicons,
-)
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""train.max_tokens by device, where the recipe leaves it open: a GPU then works longer than its host, a CPU's caches
-hold a row."""
+"""train.max_tokens by device, where the recipe leaves it open. A GPU then works longer than its host, and a CPU's
+caches hold a row."""
 SWEPT = 0.25
-"""Share of a step that a node reads, from which on it asks for whole shards."""
+"""A node that reads at least this share of a step asks the operating system for whole shards ahead."""
 DROPPED = 0.03
-"""Share of a stream's pairs over data.max_length from which on a run warns."""
+"""A run warns if more than this share of a stream's pairs is over data.max_length."""
+LINKED_SAMPLE = 16
+"""So many records of a source are searched for word links."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
+"""A directory with a tokenizer has one or more of these files."""
+
+Fitted = tuple[int, RowShape] | None
+"""The rows of a step and their shape, from RunSpec.fit, where rows are filled up to one shape."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +63,23 @@ class RunSpec:
     specs: list[StreamSpec]
     languages: list[str]
     lexicons: tuple[Lexicon, ...]
-    """Those that objectives read, whole."""
+    """The dictionaries that objectives read, with all their words."""
     measured: tuple[Lexicon, ...]
-    """Those that the run's scores alone know."""
+    """The dictionaries that only alignment scores read."""
     dictionaries: dict[str, tuple[Lexicon, ...]]
-    """Of `lexicons`, what each stream whose objective reads them has, without the withheld words."""
+    """The dictionaries of each stream whose objective reads them, without the withheld words."""
     segments: bool
     """Whether the two sentences of a pair have token types of their own."""
     unseen: float
-    """Share of the dictionaries' entries that neither this run nor the one of model.init trains."""
+    """The share of the dictionaries' entries that neither this run nor the one of model.init trains."""
     left_out: tuple[str, ...] = ()
-    """Lines about dictionaries that could not be measured with."""
+    """Warnings about dictionaries that cannot be read for alignment scores."""
     calibration: Calibration | None = None
-    """Without it nothing can be drawn: `calibrated` adds it."""
+    """What was measured of the data. `calibrated` adds it, and nothing can be drawn before."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """With `found`, or what is measured here, by all ranks of `control`. Streams that say `tokens` get their
-        samples. Raises UserError."""
+        """The run spec with a calibration, by which streams that say `tokens` get their samples. Raises UserError.
+        found: the calibration. None: all ranks of `host_group` measure it here."""
         if found is None:
             train, data = self.recipe.train, self.recipe.data
             found = calibrate(
@@ -100,24 +103,20 @@ class RunSpec:
         return replace(self, specs=specs, calibration=found)
 
     def max_tokens(self, device: str) -> int:
-        return self.recipe.train.max_tokens or max(
-            MAX_TOKENS.get(device, MAX_TOKENS["cpu"]), self.recipe.data.max_length
-        )
+        default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
+        return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
 
     def identity(self) -> dict[str, Any]:
         """What a resume must not change."""
-        data = [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources]
         heldout = self.recipe.data.lexicon_heldout
-        lexicons = [
-            {"lexicon": lexicon.name, "fingerprint": lexicon.fingerprint, "heldout": heldout}
-            for lexicon in self.lexicons
-        ]
         return {
             "recipe": self.recipe.identity(),
-            "data": data,
+            "data": [{"source": source.name, "fingerprint": source.fingerprint} for source in self.sources],
             "tokenizer": self.tokenizer.fingerprint,
             "special_tokens": self.tokenizer.special,
-            "lexicons": lexicons,
+            "lexicons": [
+                {"lexicon": of.name, "fingerprint": of.fingerprint, "heldout": heldout} for of in self.lexicons
+            ],
         }
 
     def notes(self) -> list[str]:
@@ -149,12 +148,12 @@ class RunSpec:
         )
 
     def records(self, spec: StreamSpec) -> int:
-        """How many it draws from."""
+        """The number of records that a stream draws from."""
         return records_of(spec, self.sources)
 
     def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
-        """Of each stream that drops more than a few per cent of its pairs, a line that says so, by name. too_long:
-        shares of its pairs that are over data.max_length; None: as they were estimated."""
+        """Warnings about streams that drop more than a few per cent of their pairs, by the stream's name. too_long: the
+        share of each stream's pairs that is over data.max_length; None: the calibration's."""
         data = self.recipe.data
         if too_long is None:
             assert self.calibration is not None
@@ -171,7 +170,7 @@ class RunSpec:
         }
 
     def shortfalls(self) -> list[str]:
-        """Lines about what streams do not find in the data, as it was estimated."""
+        """Warnings about what streams do not find in the data, by the calibration."""
         assert self.calibration is not None
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
@@ -181,12 +180,12 @@ class RunSpec:
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
     def module(self) -> StepModule:
-        """With the weights of step 0: of model.init also heads, where a stream has the same objective."""
+        """The module with the weights of step 0. Streams get the heads of model.init that have their objective."""
         kept: dict[str, KeptHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
     def encoder(self, kept: dict[str, KeptHeads] | None = None) -> Encoder:
-        """kept: gets the heads that model.init has."""
+        """The encoder with the weights of step 0. kept: gets the heads of model.init."""
         model = self.recipe.model
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
@@ -236,22 +235,15 @@ class RunSpec:
         )
 
     def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
-        """Rows of a step on a rank, and a shape that nearly all fit."""
+        """The number of rows of a step on a rank, and a shape that nearly all of them fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return fit_row_shape(mixture, self.recipe.data.max_length)
 
     def dataset(self, specs: list[StreamSpec], shape: RowShape | None = None) -> StepDataset:
         recipe = self.recipe
-        language_ids = {language: number for number, language in enumerate(self.languages, start=1)}
-        data = recipe.data
-        context = Context(
-            self.tokenizer,
-            data.max_length,
-            data.overlong,
-            language_ids,
-            recipe.train.seed,
-            segments=self.segments,
-        )
+        ids = {language: number for number, language in enumerate(self.languages, start=1)}
+        limits, seed = (recipe.data.max_length, recipe.data.overlong), recipe.train.seed
+        context = Context(self.tokenizer, *limits, ids, seed, segments=self.segments)
         collates = {}
         for spec in specs:
             stream = recipe.streams[spec.name]
@@ -261,7 +253,7 @@ class RunSpec:
             of_objective = stream.objective, frozenset(objective.terms(options))
             words = objective.words(options)
             collates[spec.name] = StreamCollate(objective.collate, options, words, lexicons, names, *of_objective)
-        return StepDataset(self.sources, collates, context, recipe.train.seed, shape)
+        return StepDataset(self.sources, collates, context, seed, shape)
 
     def plans(
         self,
@@ -269,16 +261,15 @@ class RunSpec:
         device: str,
         state: dict[str, Any],
         steps: int,
-        specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, RowShape] | None = None,
+        fitted: Fitted = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
-        """Arguments as of `batches`, which takes them. Where there are workers they are drawn from now on; with a
-        control, by which all ranks call it together, once on each node."""
+        """The plans of steps, for `batches`. A process draws them ahead where there are workers: one process of each
+        node, where all ranks call this together with their `host_group`."""
         for source in self.sources:
-            source.close()  # what was looked into so far
+            source.close()  # the files that were read so far
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture = self.mixture(process, device, specs or self.specs, state, fitted[0] if fitted else 1)
+        mixture = self.mixture(process, device, self.specs, state, fitted[0] if fitted else 1)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
@@ -289,14 +280,13 @@ class RunSpec:
         device: str,
         state: dict[str, Any],
         steps: int,
-        specs: list[StreamSpec] | None = None,
-        fitted: tuple[int, RowShape] | None = None,
+        fitted: Fitted = None,
         plans: Plans | None = None,
     ) -> Iterator[StepBatch]:
-        """specs: some of the recipe's streams, or with other numbers of samples.
-        fitted: least number of rows, and the shape that they are filled up to."""
-        plans = plans or self.plans(process, device, state, steps, specs, fitted)
-        dataset = self.dataset(specs or self.specs, fitted[1] if fitted else None)
+        """This rank's part of each step. state: what the streams have consumed. fitted: from `fit`, where rows are
+        filled up to one shape. plans: from `plans`, if they were begun before."""
+        plans = plans or self.plans(process, device, state, steps, fitted)
+        dataset = self.dataset(self.specs, fitted[1] if fitted else None)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
 
@@ -316,7 +306,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
     check_language_names(sources)
     found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
     dictionaries = stream_lexicons(recipe, found)
-    check_needs(recipe, tokenizer, specs, sources)
+    check_links(recipe, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
@@ -360,11 +350,10 @@ def check_language_names(sources: list[Source]) -> None:
 
 
 def check_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
-    """Of every file of the sources, once, whatever the ranks. Raises UserError."""
+    """Check the size of every file of the sources, each by one rank. Raises UserError."""
     size = host_group.size if host_group else 1
-    owners = [
-        source for source in sources for _ in source.shards
-    ]  # no pairs: 10^5 of them would be searched for garbage
+    # Two lists, and no list of pairs: the garbage collector would search 10^5 of them.
+    owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
 
     def check(number: int) -> None:
@@ -391,7 +380,7 @@ def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
 
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
-    """How many it draws from."""
+    """The number of records that a stream draws from."""
     return sum(sources[source].records for source in spec.sources)
 
 
@@ -407,7 +396,7 @@ def shows_neutral(recipe: Recipe) -> bool:
 
 
 def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
-    """Whether recipe, tokenizer and model have token types for the two sentences of a pair."""
+    """Whether the recipe, the tokenizer and the model have token types for the two sentences of a pair."""
     if not recipe.data.segments or not tokenizer.pair.segments or any_stream(recipe, "language_embeddings"):
         return False
     return has_segments(initial_directory(recipe), recipe.model.preset)
@@ -417,3 +406,125 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
     """model.init, or the Hugging Face folder in it where it is a run."""
     init = recipe.model.init
     return init and (own_tokenizer(init) or init)
+
+
+def load_lexicons(
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, host_group: HostGroup | None = None
+) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
+    """The dictionaries in the order of their names, and warnings about those that are left out. Raises UserError where
+    one that an objective reads, or the recipe names, is missing, malformed or the wrong way round."""
+    paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
+    must = bool(recipe.data.lexicons) or any(
+        OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
+    )
+    lexicons, left_out, languages = [], [], {language for source in sources for language in source.langs}
+    forms: dict[str, Forms] = {}
+    if recipe.data.truecase and not tokenizer.lowercases:
+        spoken: set[str] = set()
+        for path in paths:
+            with suppress(UserError):  # it is raised again below
+                spoken |= {*pair_of(path, languages)}
+        forms = forms_of(spoken, sources, host_group or HostGroup(alone=True))
+    for path in paths:
+        try:
+            lexicon = load_lexicon(path, tokenizer, languages, forms)
+            check_order(lexicon, path, sources)
+            lexicons.append(lexicon)
+        except UserError as error:
+            if must:
+                raise
+            left_out.append(f"warning: no alignment score by {path}: {error}")
+    return tuple(sorted(lexicons, key=lambda lexicon: (lexicon.name, lexicon.fingerprint))), tuple(left_out)
+
+
+def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
+    """The dictionaries of each stream whose objective reads them, without the words that are withheld. Raises UserError
+    where a stream has no word."""
+    found: dict[str, tuple[Lexicon, ...]] = {}
+    kept: dict[Lexicon, Lexicon] = {}  # one object of each: a process makes its tables once
+    for name, stream in recipe.streams.items():
+        if OBJECTIVES[stream.objective].needs != "lexicon":
+            continue
+        own = [lexicon for lexicon in lexicons if of_languages(stream.languages, lexicon)]
+        kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
+        found[name] = tuple(kept[lexicon] for lexicon in own)
+        if not any(lexicon.words for lexicon in found[name]):
+            there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
+            of = f" of its languages, {', '.join(stream.languages)} (there are: {there})" if stream.languages else ""
+            raise UserError(
+                f"streams.{name} needs a dictionary{of}: set data.lexicons=[PATH/en-de.txt], or put it into "
+                f"lexicon/ beside the shards"
+            )
+    return found
+
+
+def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
+    """Whether a dictionary's pair is among a stream's languages, or has a stream's only language."""
+    if languages is None:
+        return True
+    return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
+
+
+def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+    """Raises UserError where an objective that needs word links reads a source without them."""
+    for spec in specs:
+        if OBJECTIVES[recipe.streams[spec.name].objective].needs == "links":
+            for source in spec.sources:
+                sources[source].check_links()
+                check_links_of_records(spec.name, sources[source])
+
+
+def check_links_of_records(stream: str, source: Source) -> None:
+    """Raises UserError where a record has no word links. It reads the first, the last, and others between them."""
+    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    without_readahead = source.without_readahead()
+    for shard, record in source.places(some):
+        found = without_readahead.read(shard, record)
+        if found.links is None:
+            raise UserError(
+                f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
+                f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
+                f"--links F` or `--align`, or name the pairs that have links: streams.{stream}.languages=[...]"
+            )
+
+
+def find_tokenizer(recipe: Recipe, data: Path) -> str:
+    """The tokenizer of model.tokenizer, else of model.init, else beside the shards. Raises UserError without any."""
+    if recipe.model.tokenizer:
+        return recipe.model.tokenizer
+    init = recipe.model.init
+    own = own_tokenizer(init) if init else None
+    if own:
+        return str(own)
+    if init and not Path(init).exists():
+        if not may_be_there(init):
+            raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
+        return init  # a hub name
+    for folder in (data, data.resolve().parent):
+        if (folder / "tokenizer").is_dir():
+            return str(folder / "tokenizer")
+    raise UserError(
+        f"no tokenizer{f' in model.init {init}, and none' if init else '/'} in {data} or its parent. Train one with "
+        f"`python -m data_tools.tokenizer --data {data} --out {data / 'tokenizer'}`, or set model.tokenizer"
+    )
+
+
+def check_tracker(name: str | None) -> None:
+    """Raises UserError where the tracker's library is not installed."""
+    if name and importlib.util.find_spec(name) is None:
+        raise UserError(f"train.tracker: {name} is not installed; pip install {name}, or leave it out")
+
+
+def own_tokenizer(init: str) -> Path | None:
+    """The tokenizer directory of a local `model.init`, where it has one."""
+    path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
+    return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
+
+
+def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
+    """Raises UserError where pre-trained weights would meet another tokenizer than their own."""
+    own = own_tokenizer(init) if init else None
+    if own and ((its := Tokenizer(own)).fingerprint, its.special) != (tokenizer.fingerprint, tokenizer.special):
+        raise UserError(
+            f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
+        )

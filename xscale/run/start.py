@@ -1,70 +1,71 @@
-"""From a job to an engine that is ready for its next step, and into the loop."""
+"""A start of a run: from its arguments to an engine that is ready for its next step, and into the loop."""
 
 import argparse
 import os
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from xscale import files, ranks
+from xscale import files, ranks, rng
 from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import initial_state, positions_report
-from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
+from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
 from xscale.run.evals import check_tasks
-from xscale.run.folder import dump
+from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer, TrainerContext
-from xscale.run.metrics import LOG, start_logging
-from xscale.run.queue_warmup import warm_up_queues
-from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.status import DONE, STOPPED, Status
-from xscale.run.stop import StopRequest
-from xscale.run.watch import Watch, names_of_ranks
+from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
+from xscale.run.run_spec import Fitted, RunSpec, resolve_run
+from xscale.run.watch import StopRequest, Watch, names_of_ranks
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
+from xscale.step.module import StepModule
+from xscale.step.step import to_device
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """One run, in a process group that is up. args: train.py's. Returns the exit code."""
+    """Train one run, in a process group that is up. args: train.py's. Returns the exit code."""
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_tasks(run_spec, config.stage, host_group)
     check_same(args, run_spec, config, host_group)
-    ranks.set_deterministic(run_spec.recipe.train.deterministic)
-    stop = StopRequest(run_spec.recipe.train.time_limit)
-    locks: list[files.Lock] = []  # of rank 0, held until this returns
+    train = run_spec.recipe.train
+    ranks.set_deterministic(train.deterministic)
+    stop = StopRequest(train.time_limit)
+    locks: list[files.Lock] = []  # rank 0's, held until this returns
     host_group.from_main(lambda: locks.append(take_folder(args.out, run_spec, args.resume, status)))
-    status.ours = True
+    status.running()
     if not args.out.is_dir():
         raise UserError(
             f"--out {args.out} is not there on {os.uname().nodename}, where rank {process.rank} runs; it has to be a "
             f"folder that all hosts share"
         )
-    log = start_logging(args.out, process.rank)
-    watch = Watch(process, names_of_ranks(host_group), log, status.cut_off, stop)
-    watch.begin(run_spec.recipe.train.stall_limit, run_spec.recipe.train.stop_limit)
+    watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
+    watch.begin(train.stall_limit, train.stop_limit)
     with closing(watch):
-        for lock in locks:
-            if lock.problem:
-                LOG.warning(lock.problem)
+        for problem in (lock.problem for lock in locks if lock.problem):
+            LOG.warning(problem)
         for note in [*config.notes, *run_spec.notes()]:
             LOG.info(note)
         checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), host_group)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
-        if first >= run_spec.recipe.train.steps:
-            LOG.info(f"{args.out} is complete: {first} of {run_spec.recipe.train.steps} steps")
-            status.ended(DONE, f"{first} of {run_spec.recipe.train.steps} steps")
+        if first >= train.steps:
+            LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
+            status.ended(DONE, f"{first} of {train.steps} steps")
             return DONE
         watch.note("measuring the data")
         run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, host_group))
@@ -73,77 +74,76 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
-        # From one rank, since a sum of fractions may differ in its last bit on another kind of processor.
-        fit = partial(run_spec.fit, process, hardware.device)
-        fitted = host_group.from_main(fit) if run_spec.recipe.train.compile else None
-        state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
-        left = run_spec.recipe.train.steps - first
+        fitted: Fitted = None
+        if train.compile:  # fitted by one rank: a sum of fractions may differ in its last bit on another processor
+            fitted = host_group.from_main(partial(run_spec.fit, process, hardware.device))
+        state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
         plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
         watch.note("building the engine")
         engine = make_engine(run_spec, config, checkpoint, fitted, host_group)
-        LOG.info(
-            f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
-            f"{process.world} rank(s) of {hardware.device}, ZeRO stage {config.stage}, steps {first} to "
-            f"{run_spec.recipe.train.steps}"
-            + ("; the first step compiles the encoder, which may take minutes" if run_spec.recipe.train.compile else "")
-        )
+        log_start(run_spec, engine, config, process, first)
         if not checkpoint:
             warm_up_queues(engine.module, run_spec, process, engine.device)
-        context = TrainerContext(config, engine, args.out, process, host_group, stop, watch, locks)
-        code, step = train_on(run_spec, context, checkpoint, fitted, plans, status, args.trace)
-        status.ended(code, stop.why if code == STOPPED else f"{step} of {run_spec.recipe.train.steps} steps")
+        context = TrainerContext(config, engine, args.out, process, host_group, status, stop, watch, locks)
+        code = train_on(run_spec, context, checkpoint, fitted, plans, args.trace)
+        status.ended(code, stop.why if code == STOPPED else f"{status.step} of {train.steps} steps")
     return code
+
+
+def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
+    train = run_spec.recipe.train
+    LOG.info(
+        f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
+        f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
+        + ("; the first step compiles the encoder, which may take minutes" if train.compile else "")
+    )
 
 
 def train_on(
     run_spec: RunSpec,
     context: TrainerContext,
     checkpoint: Checkpoint | None,
-    fitted: tuple[int, RowShape] | None,
+    fitted: Fitted,
     plans: Plans | None,
-    status: Status,
     trace: bool,
-) -> tuple[int, int]:
-    """The loop, from the checkpoint that the engine has, and again from another where the run goes back. plans: its
-    first. Returns the exit code and the steps done."""
+) -> int:
+    """Run the loop from the checkpoint that the engine was loaded from, and again from another after a rollback. plans:
+    those of the first loop. Returns the exit code."""
     excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
+    process, device = context.process, context.engine.device.type
     while True:
         state = checkpoint.state if checkpoint else initial_state(run_spec.specs)
         trainer = Trainer(run_spec, context, state, checkpoint, excluded_steps, trace)
-        status.step = partial(getattr, trainer, "step")
         left = run_spec.recipe.train.steps - trainer.step
-        device = context.engine.device.type
-        plans = plans or run_spec.plans(
-            context.process, device, state, left, fitted=fitted, host_group=context.host_group
-        )
-        batches = run_spec.batches(context.process, device, state, left, fitted=fitted, plans=plans)
+        plans = plans or run_spec.plans(process, device, state, left, fitted=fitted, host_group=context.host_group)
+        batches = run_spec.batches(process, device, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
                 if not checkpoint:
                     if trainer.validation.due(0):
                         trainer.measure()
                     trainer.save(must=True)  # a run that cannot save fails now, not after a day
-                return trainer.loop(batches), trainer.step
+                return trainer.loop(batches)
         except NotFinite as error:
-            checkpoint, plans = go_back(error, excluded_steps, trainer), None
+            checkpoint, plans = roll_back(error, excluded_steps, trainer), None
 
 
-def go_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Checkpoint:
-    """Load the newest good checkpoint into the engine, and condemn the step that was bad. Raises the error again where
-    the recipe's rollbacks are used up, or there is nothing to go back to."""
-    recipe, host_group, folder = trainer.recipe, trainer.host_group, trainer.out / "checkpoints"
+def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Checkpoint:
+    """Load the newest good checkpoint into the engine, and exclude the bad step. Raises the error again where the
+    recipe's rollbacks are used up, or there is no checkpoint before the step."""
+    recipe, host_group, out = trainer.recipe, trainer.host_group, trainer.out / "checkpoints"
     if len(excluded_steps) >= recipe.train.rollbacks or error.good is None or error.step <= error.good:
         raise error
-    tell = LOG.warning if host_group.is_main else LOG.info
-    tell(f"{error}")
-    found = checkpoints.newest_valid(folder, host_group, tell, error.good)
+    log = LOG.warning if host_group.is_main else LOG.info
+    log(f"{error}")
+    found = checkpoints.newest_valid(out, host_group, log, error.good)
     if found is None:
         raise error
     excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
-    checkpoints.load(trainer.engine, found, host_group)
+    load_engine(trainer.engine, found, host_group)
     follow_schedule(trainer.engine)
-    tell(
+    log(
         f"went back to step {found.step}; step {error.step} will read its records and change nothing "
         f"({len(excluded_steps)} of {recipe.train.rollbacks} rollbacks)"
     )
@@ -151,7 +151,7 @@ def go_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> Ch
 
 
 def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig, host_group: HostGroup) -> None:
-    """Raises UserError, on all ranks, where one was started otherwise than rank 0: each would plan another stream."""
+    """Raises UserError on all ranks where one was started otherwise than rank 0: each would plan another stream."""
     ours = run_spec.identity() | {
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
@@ -164,44 +164,41 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
         if lines:
             raise UserError(
                 f"rank {rank} on {host} was started otherwise than rank 0; start all ranks by the same command, with "
-                f"the same files:\n" + "\n".join(f"  {line}" for line in lines)
+                f"the same files:\n" + indented(lines)
             )
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Raises UserError where DeepSpeed could not load the checkpoint into such an engine."""
-    saved = checkpoint.engine if checkpoint else None
-    if checkpoint is None:
+    saved = checkpoint and checkpoint.engine
+    if checkpoint is None or not saved:
         return
-    if saved and saved["precision"] != config.precision:
+    if saved["precision"] != config.precision:
         raise UserError(
             f"{checkpoint.path} was saved in {saved['precision']}, this ds_config asks for {config.precision}; go on "
             f"with the former, or start a new run from it: model.init={checkpoint.path} and another --out"
         )
-    kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved} if saved else {}
-    changed = folder.compare(kept, {key: config.saved()[key] for key in kept})
-    if changed:
+    kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved}
+    if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
         raise UserError(
             f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would go on with; go on with the "
-            f"ds_config that it was started with:\n" + "\n".join(f"  {line}" for line in changed)
+            f"ds_config that it was started with:\n" + indented(changed)
         )
 
 
 def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> files.Lock:
     """Claim and lock the run's directory. Rank 0 only."""
-    status.ours = False
+    status.refused()  # until the lock is held
     folder.claim_out(out, run_spec.identity(), resume)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
-    lock = files.Lock(out)
-    status.running()
-    return lock
+    return files.Lock(out)
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """The checkpoint's, or what the ranks measure, each a share of it."""
+    """The checkpoint's calibration, or what the ranks measure, each a part of it."""
     if checkpoint and checkpoint.calibration:
         try:
             return Calibration.from_dict(checkpoint.calibration, len(run_spec.sources), list(run_spec.recipe.streams))
@@ -224,21 +221,44 @@ def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:
 
 
 def make_engine(
-    run_spec: RunSpec,
-    config: EngineConfig,
-    checkpoint: Checkpoint | None,
-    fitted: tuple[int, RowShape] | None,
-    host_group: HostGroup,
+    run_spec: RunSpec, config: EngineConfig, checkpoint: Checkpoint | None, fitted: Fitted, host_group: HostGroup
 ) -> Any:
-    """With the initial weights, or the checkpoint's everything. fitted: Job.fit's, where rows are filled up."""
+    """An engine with the initial weights, or with the checkpoint's whole state."""
     module = run_spec.module()
     for note in [] if checkpoint else module.notes:
         LOG.info(note)
     module.encoder.compiled_shape = fitted and (fitted[1].tokens, fitted[1].sequences)
     engine = engines.build_engine(module, config.resolved)
     if checkpoint:
-        checkpoints.load(engine, checkpoint, host_group)
+        load_engine(engine, checkpoint, host_group)
         follow_schedule(engine)
         consumed = positions_report(checkpoint.state, run_spec.specs, run_spec.sources)
         LOG.info(f"resumed from {checkpoint.path}: step {checkpoint.step}; " + "; ".join(consumed))
     return engine
+
+
+def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
+    """Fill queues with the initial weights before step 1, on all ranks together. The samples come in an order of their
+    own and use up none of the stream."""
+    for name, auxiliary_state in module.auxiliary_states.items():
+        if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
+            continue
+        warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
+        wanted, have, logged = auxiliary_state.prefill_samples, 0, time.monotonic()
+        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
+        steps = 2 * -(-wanted // warm_up.specs[0].samples)
+        for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
+            for number, row in enumerate(batch.rows):
+                place = (batch.step, number, process.rank)
+                torch.manual_seed(rng.torch_seed(run_spec.recipe.train.seed, "prefill", name, *place))
+                inputs = to_device(row.inputs, device)
+                (auxiliary,), (arrays,) = inputs.auxiliary.values(), inputs.arrays.values()
+                auxiliary_state.read(module.encoder, *auxiliary, arrays)
+            have = auxiliary_state.finish_warmup()
+            if time.monotonic() - logged > LINE_SECONDS:
+                logged = time.monotonic()
+                LOG.info(f"{name}: {have:,} of {wanted:,} samples read")
+            if have >= wanted:
+                break
+        if have < wanted:
+            LOG.warning(f"{name}: only {have:,} of {wanted:,}; more than half of what was read is over max_length")

@@ -1,8 +1,8 @@
-"""What ranks agree on before a step, in one small message that travels while steps before it are made.
+"""What ranks agree on before a step: one small message of each, whose sum travels while earlier steps are made.
 
-Of many ranks a message may take longer than a step. It is sent so many steps ahead that it has arrived when its step
-begins; rank 0 sees how long they take, and says in each how far ahead the ranks send from its step on. What a step
-trains does not depend on that, but a stop does: it comes as many steps later.
+With many ranks a message may take longer than a step, so it is sent enough steps ahead to arrive before its step
+begins. Rank 0 measures how many steps messages take, and each message says how far ahead the ranks send from its step
+on. What a step trains does not depend on that, but a stop comes as many steps later.
 """
 
 import time
@@ -20,15 +20,14 @@ from xscale.data.packed_row import RowCost
 from xscale.errors import UserError
 from xscale.files import Lock
 from xscale.ranks import HostGroup, Process
-from xscale.run.stop import StopRequest
-from xscale.run.watch import Watch
+from xscale.run.watch import StopRequest, Watch
 
 FLUSH_SECONDS = 1.0
-"""Metrics are read from the device this often at most, since reading waits for it."""
+"""Metrics are read from the device at most this often, since reading waits for the device."""
 FEWEST, MOST = 2, 16
-"""Steps that a message is sent ahead: one more than it takes."""
+"""How many steps ahead a message is sent: one more than it takes."""
 SEEN = 7
-"""Of so many messages the median says how many steps they take."""
+"""The median of so many messages says how many steps they take."""
 
 
 class GlobalCounts(NamedTuple):
@@ -37,35 +36,35 @@ class GlobalCounts(NamedTuple):
     targets: dict[tuple[str, str], int]
     work: RowCost
     too_long: Counter[str]
-    """By stream."""
+    """The pairs over data.max_length by stream."""
     samples: int
     flush: int
-    """How many ranks want metrics to be read."""
+    """The number of ranks that want metrics to be read."""
     written: int = 0
-    """How many ranks have written their part of the checkpoint under way."""
+    """The number of ranks that have written their part of the checkpoint under way."""
     ahead: int = FEWEST
-    """How many steps are announced before this one is made."""
+    """The number of steps that are announced before this one is made."""
     auxiliary: Mapping[str, list[int]] = {}
-    """By stream whose companion gathers, how many states it reads on each rank."""
+    """How many states the auxiliary state of each stream that gathers reads on each rank."""
 
 
 class PendingStep(NamedTuple):
-    """A step whose numbers are on their way."""
+    """An announced step, whose numbers are on their way."""
 
     batch: Any
-    """StepBatch."""
+    """The StepBatch."""
     error: Exception | None
     """Why this rank could not read its records, or may not go on."""
     sums: Callable[[], list[int]]
-    """Waits for them."""
+    """Waits for the sums over ranks and returns them."""
     counts: Callable[[], GlobalCounts]
-    """Waits for them. Of a step that has not failed."""
+    """Waits for the sums of a step that has not failed."""
     arrived: Callable[[], bool]
-    """Whether nobody has to wait."""
+    """Whether the sums are there."""
     sent: int
-    """Behind so many steps."""
+    """The number of steps that had begun when the message was sent."""
     saving: int | None
-    """The checkpoint under way when they were sent."""
+    """The checkpoint that was under way then."""
 
     def failed(self) -> bool:
         """Whether some rank could not read its records."""
@@ -77,7 +76,7 @@ class PendingStep(NamedTuple):
 
 
 class StepSynchronizer:
-    """Reads the records of steps, and sends their numbers."""
+    """Reads the records of steps, and announces them to the other ranks."""
 
     def __init__(
         self,
@@ -91,35 +90,29 @@ class StepSynchronizer:
         checkpoint_manager: CheckpointManager,
         locks: list[Lock],
     ):
-        """done: steps before the first; steps: the last; gathering: streams whose companion gathers; locks: on the
-        run's directory, of rank 0."""
-        self.announced, self.steps, self.gathering = done, steps, gathering
-        self.process, self.host_group, self.stop, self.watch, self.checkpoint_manager = (
-            process,
-            host_group,
-            stop,
-            watch,
-            checkpoint_manager,
-        )
-        self.locks = locks
+        """done: the steps before the first. steps: the last step. gathering: the streams whose auxiliary state gathers.
+        locks: on the run's directory, on rank 0."""
+        self.announced, self.steps, self.gathering, self.locks = done, steps, gathering, locks
+        self.process, self.host_group, self.stop, self.watch = process, host_group, stop, watch
+        self.checkpoint_manager = checkpoint_manager
         self.waited = 0.0
-        """Seconds that the step under way has waited for records."""
+        """The seconds of waiting for records since `take_wait`."""
         self.last_flush = time.monotonic()
-        """When metrics were read last, or rank 0 asked for it."""
+        """When metrics were last read, or rank 0 asked for it."""
         self.length = 0
-        """Numbers of a message."""
+        """The number of numbers in a message."""
         self.pending: deque[PendingStep] = deque()
-        """Steps that are announced and not begun."""
+        """The steps that are announced and have not begun."""
         self.flying: deque[PendingStep] = deque()
-        """Those whose sums were not there when a step began."""
+        """The steps whose sums had not arrived when a step began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
-        """Steps; how many of them messages took, or more."""
+        """The number of steps begun, and how many of them the last messages took at least."""
         self.error: Exception | None = None
         """Why this rank can read no more records."""
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
-        """The step that begins; None after the last. The iterator is its caller's alone: within a cycle its workers
-        would be waited for at some collection of garbage."""
+        """The step that begins, or None after the last. The caller keeps the iterator: in a reference cycle, a garbage
+        collection would wait for its workers."""
         self.begun += 1
         while self.flying and self.flying[0].arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
@@ -131,8 +124,7 @@ class StepSynchronizer:
         return pending
 
     def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
-        """Steps that have not been announced, until so many are that have not begun. What a rank cannot read is told:
-        the others send on until they come to it."""
+        """Announce steps until `ahead` of them wait. A rank that cannot read says so, and all end at that step."""
         while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
@@ -146,12 +138,21 @@ class StepSynchronizer:
             for lock in self.locks:
                 lock.check()
         except Exception as error:
-            if not self.length:  # of the first step: nobody waits for anything else
+            if not self.length:  # the first step: the other ranks wait for nothing else
                 raise
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)
         self.waited += time.monotonic() - started
         return self._send(batch)
+
+    def take_wait(self) -> float:
+        """The seconds of waiting for records since the last call."""
+        waited, self.waited = self.waited, 0.0
+        return waited
+
+    def note_flush(self) -> None:
+        """Metrics are read now."""
+        self.last_flush = time.monotonic()
 
     def stops_next(self) -> bool:
         """Whether some rank was told to stop before the step that begins next."""
@@ -170,9 +171,9 @@ class StepSynchronizer:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
-            self.last_flush = time.monotonic()
+            self.note_flush()
         ahead = min(max(FEWEST, median_low(self.took) + 1), MOST) if self.process.is_main else 0
-        asked = [int(flush), int(self.checkpoint_manager.saver.written), ahead]
+        asked = [int(flush), int(self.checkpoint_manager.written), ahead]
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.auxiliary().items() if stream in self.gathering}
         of_ranks = [n * int(of == rank) for n in own.values() for of in range(world)]

@@ -1,4 +1,4 @@
-"""When a run is measured, where the results go, and which checkpoint was best.
+"""When a run is measured, where the results go, which checkpoint is the best, and the user's command for each.
 
 evals.jsonl has an object a line, {"step", "results": {task: {row: {name: number}}}, "seconds"}. A resume cuts what lies
 past its checkpoint.
@@ -6,24 +6,32 @@ past its checkpoint.
 
 import json
 import math
+import os
+import re
+import shlex
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from xscale import files
+from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
+from xscale.config import HOOK_FIELDS
+from xscale.metric_keys import is_better
 from xscale.ranks import HostGroup
-from xscale.run.evals import Results, better, check_number
-from xscale.run.hook import Hook
+from xscale.run.evals import Results, check_number
 from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run.run_spec import RunSpec
 
-EVALS, BEST = "evals.jsonl", "best"
+EVALS = "evals.jsonl"
+CODE = Path(__file__).resolve().parents[2]
+"""The folder of the package that runs."""
 
 
 class Validation:
-    """Of one run, on every rank; files and the hook are rank 0's."""
+    """The evaluations of one run, on every rank. Rank 0 writes the files and runs the hook."""
 
     def __init__(
         self,
@@ -34,7 +42,7 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """tasks: evals.find_tasks'. step: the last one that was measured and stays; -1: none."""
+        """tasks: from evals.find_tasks. step: the last one whose evaluation stays; -1: none."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
         self.last = run_spec.recipe.train.steps
@@ -42,32 +50,34 @@ class Validation:
         self.lines = JsonLines(out / EVALS if has else None, step)
         self.hook = Hook(run_spec.recipe.checkpoint.hook, out)
         self.best: tuple[int, float] | None = None
-        """Step and number of the best checkpoint there is."""
+        """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
-        """Of an evaluation that was better, and has no checkpoint yet."""
+        """The step and the number of a better evaluation that has no checkpoint yet."""
         if self.best_of:
             host_group.from_main(self.read_best)
 
     def read_best(self) -> None:
-        """What earlier starts of the run have found, of the checkpoints that are still there. Raises UserError where
-        they have no such number. Rank 0 only."""
+        """Find the best of the checkpoints that are still there, by the evaluations of earlier starts. Raises UserError
+        where they have no such number. Rank 0 only."""
         assert self.best_of
         folder = self.out / "checkpoints"
-        there = {int(path.name.removeprefix("step_")): path for path in checkpoints.complete_steps(folder)}
+        there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
         for line in (self.out / EVALS).read_text(encoding="utf-8").splitlines():
             entry = json.loads(line)
-            number = check_number(entry.get("results"), self.best_of)
+            number = check_number(entry.get("results") or {}, self.best_of)
             if entry["step"] in there and self.compare(entry["step"], number):
                 self.best = self.candidate
         with suppress(OSError):
             if self.best is None:
-                (folder / BEST).unlink(missing_ok=True)
+                (folder / checkpoints.BEST).unlink(missing_ok=True)
             else:
-                files.write_text(folder / BEST, there[self.best[0]].name + "\n")
+                files.write_text(folder / checkpoints.BEST, there[self.best[0]].name + "\n")
 
     def compare(self, step: int, number: float | None) -> bool:
+        """Whether the step is the best so far. Rank 0 only."""
         assert self.best_of
-        if number is None or not math.isfinite(number) or not better(self.best_of, number, self.best and self.best[1]):
+        best = self.best and self.best[1]
+        if number is None or not math.isfinite(number) or not is_better(self.best_of.split("/", 2)[2], number, best):
             return False
         self.candidate = step, number
         return True
@@ -76,7 +86,7 @@ class Validation:
         return bool(self.section.tasks) and (step % self.section.every == 0 or step == self.last)
 
     def measure(self, step: int) -> bool:
-        """The tasks, on all ranks. Returns whether the step is to be saved for what it scored."""
+        """Measure the tasks, on all ranks together. Returns whether the step is to be saved for its score."""
         results, started = dict[str, Results](), time.monotonic()
         for name, task in self.tasks.items():
             results[name] = task()
@@ -102,18 +112,69 @@ class Validation:
         ]
         LOG.info(f"step {step}, measured in {seconds:.1f} s: {'; '.join(shown[:8])}{' ...' * (len(shown) > 8)}")
 
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint is whole. Rank 0 only."""
+    def published(self, step: int, path: Path) -> set[int]:
+        """Note a new checkpoint. Returns the steps whose checkpoints must stay: the best. Rank 0 only."""
         if self.candidate and self.candidate[0] == step:
             with suppress(OSError):  # the one before stays
-                files.write_text(path.parent / BEST, path.name + "\n")
+                files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
                 self.best = self.candidate
         self.hook.start(step, path)
-
-    def needed(self) -> set[int]:
-        """Checkpoints that must stay: the best. Rank 0 only."""
         return {self.best[0]} if self.best else set()
 
     def close(self) -> None:
         self.hook.look()
         self.lines.close()
+
+
+class Hook:
+    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs its failure and waits for nothing."""
+
+    def __init__(self, command: str | None, out: Path):
+        """out: the run's directory."""
+        self.command, self.folder = command, out / "evals"
+        self.started: list[tuple[int, subprocess.Popen]] = []
+
+    def start(self, step: int, checkpoint: Path) -> None:
+        """Start the command for a complete checkpoint. Rank 0 only."""
+        self.look()
+        if self.command is None:
+            return
+        out, log = self.folder / f"step_{step}.json", self.folder / f"step_{step}.log"
+        values = {"checkpoint": str(checkpoint.resolve()), "step": str(step), "out": str(out.resolve())}
+        try:
+            self.folder.mkdir(exist_ok=True)
+            with log.open("wb") as file:
+                process = subprocess.Popen(
+                    hook_words(self.command, values),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=hook_environment(),
+                    start_new_session=True,
+                )
+        except (OSError, ValueError) as error:
+            LOG.warning(f"checkpoint.hook of step {step} could not be started: {error}")
+            return
+        self.started.append((step, process))
+
+    def look(self) -> None:
+        """Log the commands that have failed."""
+        for step, process in self.started:
+            if process.poll():
+                log = self.folder / f"step_{step}.log"
+                LOG.warning(f"checkpoint.hook of step {step} failed (exit code {process.returncode}); {log} says why")
+        self.started = [of_step for of_step in self.started if of_step[1].returncode is None]
+
+
+def hook_words(command: str, values: dict[str, str]) -> list[str]:
+    """The words of the command. Values are put in after it is split, so that no character of theirs matters."""
+    fields = "|".join(HOOK_FIELDS)
+    return [re.sub(rf"\{{({fields})\}}", lambda found: values[found[1]], word) for word in shlex.split(command)]
+
+
+def hook_environment() -> dict[str, str]:
+    """The environment of a process that is no rank, in which `python -m xscale...` is the code that runs here."""
+    env = ranks.without_launcher(dict(os.environ))
+    for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):
+        env[name] = os.pathsep.join(filter(None, [own, env.get(name)]))
+    return env

@@ -1,9 +1,9 @@
-"""A thread of every rank that looks whether the run still moves, and ends it where it does not.
+"""What ends a run early: a request to stop, and a rank that hangs.
 
-Each tells the others, through the store by which they met, what its rank is doing. A rank that has come no further for
-`train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and ends with exit code 5:
-of a process that is stopped, of one that hangs in a file system, in a collective or in a lock. So does, with exit code
-75, one that was told to stop and for `train.stop_limit` minutes has not come to the end of a step.
+A thread of every rank tells the others, through the store by which they met, what its rank is doing. A rank that makes
+no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and ends with
+exit code 5. It notices processes that are stopped or gone, and hangs in a file system, a collective or a lock. A rank
+that was told to stop and does not come to the end of a step for `train.stop_limit` minutes ends with exit code 75.
 """
 
 import faulthandler
@@ -24,59 +24,134 @@ from typing import Any, NamedTuple
 import psutil
 import torch.distributed as dist
 
+from xscale.errors import hold_signals
 from xscale.ranks import HostGroup, Process
+from xscale.run.folder import STOPPED, STUCK
 from xscale.run.metrics import LOG
-from xscale.run.status import STOPPED, STUCK
-from xscale.run.stop import StopRequest
 
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+"""These signals ask a run to save and end."""
+SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
+PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 LOOK_SECONDS = 5.0
-"""Between looks, at most."""
+"""The time between looks, at most."""
 FIRST_WARNING_SECONDS = 60.0
-ANSWER = 3.0
-"""Seconds that the store is waited for. It may live in rank 0, which may be the one that is stopped: of that no timeout
-of the store's own knows."""
+ANSWER_SECONDS = 3.0
+"""How long the store is waited for. It lives in rank 0, which may be the one that is stopped; no timeout of the store's
+own notices that."""
 END_SECONDS = 8.0
-"""From a rank's last words to its end: others, which look at other moments, must have said theirs. It ends then also
-where its log is on the file system that hangs."""
-LISTEN = (0, 1)
-"""Ranks that ask who is missing; a thousand would be too many at once, and one may be missing itself."""
+"""The delay between the report of a stall and the exit, so that every rank can report, even if its log hangs."""
+LISTENERS = (0, 1)
+"""The ranks that ask who is missing. A thousand would be too many at once, and one may be missing itself."""
+
+
+class StopRequest:
+    """Whether this rank should save and end: after a signal, at the time limit, or without its launcher."""
+
+    def __init__(self, minutes: float | None):
+        """minutes: train.time_limit."""
+        self.reason = ""
+        self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
+        self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
+        """The launchers of this rank. Some of them leave their ranks running when they are killed."""
+        self.moved = False
+        """Whether a step was made since the start. A time limit shorter than a start would never advance otherwise."""
+        self.terminals = [number for number in range(3) if os.isatty(number)]
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self._note)  # SIGUSR2 may come to threads from before `hold_signals`
+        # Python runs a handler between two of its own instructions, and never while a collective hangs: a signal is
+        # also written into a pipe, at once.
+        self.woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        hold_signals()
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.reason = signal.Signals(number).name
+        if number == signal.SIGHUP:  # a terminal that is gone takes no more lines
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            for terminal in self.terminals:
+                os.dup2(nowhere, terminal)
+            os.close(nowhere)
+
+    def note_step(self) -> None:
+        """A step was made."""
+        self.moved = True
+
+    @property
+    def why(self) -> str:
+        return self.reason or "another rank was told to"
+
+    @property
+    def late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
+
+    def __bool__(self) -> bool:
+        with suppress(BlockingIOError):
+            for number in os.read(self.woken, 64):
+                self.reason = self.reason or (signal.Signals(number).name if number in SIGNALS else "")
+        if not self.reason and signal.SIGUSR2 in signal.sigpending():
+            self.reason = signal.SIGUSR2.name
+        if not self.reason and self.moved and self.late:
+            self.reason = "time limit"
+        if not self.reason and not all(map(_lives, self.launchers)):
+            self.reason = "its launcher is gone"
+        return bool(self.reason)
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        program, *words = (Path(word).name for word in process.cmdline()[:4])
+        return program in PROGRAMS or (program.startswith("python") and not SCRIPTS.isdisjoint(words))
+    return False
 
 
 class Beat(NamedTuple):
-    """What a rank's thread tells."""
+    """What a rank's thread tells the others."""
 
     number: int
-    """Of its look; one that stands still belongs to a process that is stopped."""
+    """The number of its look. It stands still if the process is stopped."""
     marks: int
-    """How far the rank has come."""
+    """The number of the rank's notes, which says how far it has come."""
     doing: str
 
 
 class Watch:
-    """What this rank is doing, and the thread that looks after it."""
+    """Notes what this rank is doing, and ends it if it hangs."""
 
     def __init__(
         self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
     ):
-        """names: host and process of each rank; stacks: the file that they are written to; ended: told the exit code
-        and why, before the run ends so."""
+        """names: host and process of each rank. stacks: the file for the stacks. ended: called with the exit code and
+        the reason before the process ends."""
         self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
         self.limit = self.stop_limit = math.inf
-        """Seconds."""
+        """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """Whether the step after which the run stops is over."""
+        """Whether the run has come to the end of its last step, and saves."""
         self.heard: dict[int, tuple[Beat, float]] = {}
-        """The last new beat of each rank, and when it came."""
+        """The last beat of each rank, and when it came."""
         self.closed = threading.Event()
         self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
-        """The rank has come so far: called from its main thread, many times a step."""
+        """The rank makes progress. Its main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
+    def note_end(self) -> None:
+        """The last step is over: what comes may take its time."""
+        self.stopping = True
+
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
-        """minutes: train.stall_limit; stop_minutes: train.stop_limit."""
+        """minutes: train.stall_limit. stop_minutes: train.stop_limit."""
         self.note("starting")
         self.limit, self.stop_limit = (math.inf if limit is None else 60 * limit for limit in (minutes, stop_minutes))
         if min(self.limit, self.stop_limit) < math.inf:
@@ -99,7 +174,7 @@ class Watch:
             if self.closed.wait(pause):
                 return
             now = time.monotonic()
-            late = now - asked - pause + max(asked - ticked - (2 * ANSWER if store else 0.0), 0.0)
+            late = now - asked - pause + max(asked - ticked - (2 * ANSWER_SECONDS if store else 0.0), 0.0)
             ticked = now
             if late > pause:
                 self._wake(late, now)
@@ -121,27 +196,27 @@ class Watch:
                 warned = 2 * still
 
     def _wake(self, late: float, now: float) -> None:
-        """This process was suspended for so long, as by SIGSTOP, docker pause or SLURM, and could not move."""
+        """This process was suspended for `late` seconds, as by SIGSTOP, docker pause or SLURM: they do not count."""
         self.since = min(self.since + late, now)
         self.heard = {rank: (beat, at + late) for rank, (beat, at) in self.heard.items()}
 
     def _doing(self) -> str:
-        """And which of the rank's processes, such as a loader, is stopped."""
+        """What the rank is doing, and which of its child processes is stopped."""
         if time.monotonic() - self.since < LOOK_SECONDS:
             return self.doing
         stopped = []
         for child in psutil.Process().children():
-            with suppress(psutil.Error):  # it has ended meanwhile
+            with suppress(psutil.Error):  # it has ended
                 if child.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     stopped.append(f"{child.name()} (process {child.pid}) is stopped")
         return "; ".join([self.doing, *stopped])
 
     def _join(self) -> dist.Store | None:
-        """A connection of the thread's own: the main thread's may be waiting for an answer."""
+        """Open a connection for this thread: the main thread's may be waiting for an answer."""
         if self.process.world == 1:
             return None
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        timeout = timedelta(seconds=ANSWER)
+        timeout = timedelta(seconds=ANSWER_SECONDS)
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
@@ -155,7 +230,7 @@ class Watch:
         if self.asking is None or not self.asking.is_alive():
             self.asking = threading.Thread(target=run, name="xscale-watch-ask", daemon=True)
             self.asking.start()
-            self.asking.join(ANSWER)
+            self.asking.join(ANSWER_SECONDS)
         return answers[0] if answers else None
 
     @staticmethod
@@ -163,10 +238,10 @@ class Watch:
         return f"xscale/beat/{rank}"
 
     def _listen(self, store: dist.Store | None) -> str:
-        """For whom this rank waits, as far as it can tell."""
+        """For whom this rank waits, as far as it knows."""
         if self.process.world == 1:
             return "it is the only rank"
-        if self.process.rank not in LISTEN:
+        if self.process.rank not in LISTENERS:
             return "logs/rank0.log may say for whom it waits"
         if store is None:
             return "the other ranks cannot be asked"
@@ -207,7 +282,7 @@ class Watch:
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         for pid in [child.pid for child in multiprocessing.active_children() if child.pid]:
-            with suppress(ProcessLookupError):  # the loader's: their stacks come to the same file (metrics.py), in turn
+            with suppress(ProcessLookupError):  # the loader's processes write their stacks to the same file
                 os.kill(pid, signal.SIGUSR1)
             time.sleep(0.2)
         LOG.error(f"rank {self.process.rank}: {why}. Its stacks are in {self.stacks}; start again: the run goes on")
@@ -216,5 +291,5 @@ class Watch:
 
 
 def names_of_ranks(host_group: HostGroup) -> list[str]:
-    """Such as "rank 3 (host node7, process 4711)"."""
+    """The names of all ranks, such as "rank 3 (host node7, process 4711)"."""
     return host_group.gather(f"rank {host_group.rank} (host {os.uname().nodename}, process {os.getpid()})")

@@ -51,7 +51,7 @@ def batch(step: int) -> Any:
 def synchronizer(rank: int, network: Network, stop: list[str]) -> StepSynchronizer:
     host_group: Any = SimpleNamespace(begin_sum=lambda numbers: network.begin_sum(rank, numbers))
     watch: Any = SimpleNamespace(note=lambda doing: None)
-    checkpoint_manager: Any = SimpleNamespace(saver=SimpleNamespace(written=False), under_way=None)
+    checkpoint_manager: Any = SimpleNamespace(written=False, under_way=None)
     told: Any = stop
     return StepSynchronizer(
         0, STEPS, frozenset(), Process(rank, RANKS, rank, RANKS), host_group, told, watch, checkpoint_manager, []
