@@ -103,7 +103,7 @@ class Grid:
                 [sys.executable, *map(str, words)], cwd=ROOT, env=environment, stdout=file, stderr=file
             )
         if done.returncode:
-            raise CommandError(done.returncode, f"`{line}` ended with exit code {done.returncode}; see {log}")
+            raise CommandError(done.returncode, f"`{line[:200]}` ended with exit code {done.returncode}; see {log}")
 
     def once(self, made: Path, *words: object) -> None:
         """Runs a command that writes one file, unless the file is there."""
