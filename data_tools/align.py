@@ -75,7 +75,7 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
 
 
 def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
-    """Likewise of texts whose words stand between spaces. The aligner sees them in lower case."""
+    """Does the same for texts whose words stand between spaces. The aligner sees them in lower case."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
@@ -101,7 +101,9 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> s
                 file.write(" ".join(f"{i}-{j}" for i, j in links) + "\n")
                 aligned, unlinked, total = aligned + 1, unlinked + (not links), total + len(links)
     if aligned != given:
-        raise UserError(f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs")
+        raise UserError(
+            f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs; give another program's links to --links"
+        )
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
 
 

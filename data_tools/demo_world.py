@@ -182,7 +182,7 @@ def english_verb(base: str, past: str = "") -> dict[str, str]:
 
 
 def rows(table: dict[str, str]) -> Iterator[tuple[str, int, list[str]]]:
-    """Label, rank and fields of each item of a table."""
+    """(label, rank, fields) of each item of a table."""
     for label, items in table.items():
         for rank, item in enumerate(items.split()):
             yield label, rank, re.split("[:/]", item)
@@ -331,7 +331,7 @@ class World:
 
 
 Topic = dict[tuple[Word | str, str], Word]
-"""The word that a document drew last from each pool."""
+"""The word that a document drew last from each pool of the world, by the pool's key."""
 
 
 class Composer:
@@ -350,6 +350,7 @@ class Composer:
         return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
     def draw(self, owner: Word | str, group: str) -> Word:
+        """A word of a pool of the world; with a topic, often the word that the document last drew from that pool."""
         if self.topic is None:
             return self.world.pools[owner, group].draw(self.rng)
         known = self.topic.get((owner, group))
@@ -456,7 +457,8 @@ class Composer:
         return order((thing, goal, place, manner), (place, goal, thing, manner))
 
     def clause(self, tense: str, depth: int, subject: Part = NOTHING, gap: str = "", ask: bool = False) -> Part:
-        """A clause: with a given subject (no tokens if left unsaid), or without its object of class `gap`."""
+        """A clause. subject: instead of a drawn one; it may have no tokens. gap: the class of the object that is left
+        out, which a relative clause describes."""
         kind = choose(self.rng, SIMPLE_VERBS if depth else ALL_VERBS)
         if gap:
             verb = self.draw("taking", gap)
@@ -504,7 +506,7 @@ class Composer:
         return Part(whole.en, whole.xx, subject.head, subject.concept, subject.person)
 
     def sentence(self) -> Part:
-        """The start symbol of the grammar; of 5 to 22 tokens."""
+        """A sentence of 5 to 22 tokens: the start symbol of the grammar."""
         while not 5 <= len((drawn := self._sentence()).en) <= 22:
             pass
         return drawn

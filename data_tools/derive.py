@@ -59,7 +59,7 @@ class Derivation:
         return self.script.map_words(words) if self.script else words
 
     def text(self, line: str, where: str) -> str:
-        """A line in the new order."""
+        """A line of text in the new order of words."""
         if self.order == "inv":
             return invert_text(line)
         if self.order == "syn":
@@ -197,7 +197,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError."""
+    """Checks that the options fit each other and the outputs can be written. Raises UserError."""
     if len(args.sources) != len(args.out):
         raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; each needs the other")
     trans, syn = args.how.startswith("trans"), args.how.endswith("syn")
@@ -209,7 +209,10 @@ def check(args: argparse.Namespace) -> None:
     if syn and args.kind != "conllu" and not args.conllu:
         raise UserError(f"--how {args.how} needs the parse of {args.sources[0]}; give it by --conllu F")
     if args.conllu and (not syn or args.kind == "conllu"):
-        raise UserError(f"--conllu is for syn of text, ner and pairs; leave it out for {args.kind} --how {args.how}")
+        raise UserError(
+            f"--conllu is for --how syn or trans.syn of text, ner and pairs; leave it out for {args.kind} "
+            f"--how {args.how}"
+        )
     outputs = [*args.out, *filter(None, [args.dictionary_out, args.tokenizer_out])]
     for path in outputs:
         if path.exists():

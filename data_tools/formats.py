@@ -82,7 +82,7 @@ def _place(fields: Any, side: int, lang: str) -> str:
 
 
 def _is_tag(line: str) -> bool:
-    """Whether the line is a tag. WikiExtractor's tags do not count, since plain text stands between them."""
+    """True if the line is a tag. WikiExtractor's tags do not count, since plain text stands between them."""
     return (
         line[0] == "<"
         and (line[1:2].isalpha() or line[1:2] in ("/", "!", "?"))

@@ -158,7 +158,7 @@ def documents(source: Source) -> str:
 
 
 def damage(source: Source, ranks: Ranks) -> list[str]:
-    """Every shard whose bytes differ from the index, with the first damaged record where it can be told."""
+    """A line for each shard whose bytes differ from the index, with the first damaged record if it is known."""
 
     def verify() -> list[str]:
         problems = []

@@ -42,7 +42,9 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
     for source in sources:
         if source.langs not in flips:
-            raise UserError(f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}")
+            raise UserError(
+                f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}; leave it out"
+            )
 
     def count() -> tuple[Counter, Counter, Counter]:
         pairs: Counter = Counter()
@@ -77,7 +79,7 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     """The commonest spelling of each word in all of the text of each language. Shards are split over the ranks."""
     absent = set(langs) - {lang for source in sources for lang in source.langs}
     if absent:
-        raise UserError(f"--truecase: there is no text in {', '.join(sorted(absent))}")
+        raise UserError(f"--truecase has no text in {', '.join(sorted(absent))}; add shards that have some")
 
     def count() -> dict[str, Counter[str]]:
         counts: dict[str, Counter[str]] = {lang: Counter() for lang in langs}
@@ -94,7 +96,7 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
 
 
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
-    """Linked at least `min_count` times, and in at least `min_share` of the occurrences of the more frequent word."""
+    """The pairs linked at least `min_count` times, and for at least `min_share` of their more frequent word."""
     kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
     return sorted(kept, key=lambda entry: (-pairs[entry], entry))
 

@@ -9,7 +9,7 @@ from typing import Any
 from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
-"""How long ranks wait while one of them works alone."""
+"""Ranks wait so long while one of them works alone."""
 
 
 class Ranks:

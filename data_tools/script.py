@@ -56,10 +56,10 @@ class Script:
         used = set(alphabet)
 
         def find_image(char: str) -> str:
-            kind = self._kind(char)
+            kind = self._class_of(char)
             if kind is None:
                 raise UserError(f"{self.path}: the tokenizer changes its own character {char!r}; train another one")
-            found = next((c for c in _candidates() if c not in used and self._kind(c) == kind), None)
+            found = next((c for c in _candidates() if c not in used and self._class_of(c) == kind), None)
             if found is None:
                 raise UserError(
                     f"{self.path}: no character is left to be the image of {char!r} (U+{ord(char):04X}); train a "
@@ -73,8 +73,9 @@ class Script:
         return {ord(char): absent for char in image.values()} | image
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
-    def _kind(self, char: str) -> tuple[Any, ...] | None:
-        """The class that word rules and tokenizer give to a character; None if the tokenizer changes the character."""
+    def _class_of(self, char: str) -> tuple[Any, ...] | None:
+        """The class that word rules and tokenizer give to a character, which its image shares. None: the tokenizer
+        changes the character."""
         inside = f"a{char}a"
         there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
         if there.replace(" ", "") != inside:
@@ -108,7 +109,7 @@ class Script:
         return "".join(f"{number}\t{number + self.size}\n" for number in self.shifted)
 
     def save_doubled(self, out: Path) -> None:
-        """The tokenizer with twice as many ids. An id i + V of which i is special or kept is an unused token's."""
+        """Writes the tokenizer with twice as many ids. Id i + V is i's image, or unused if i is special or kept."""
         vocabulary = {self.tokens[number]: number for number in sorted(self.tokens)}
         shifted = frozenset(self.shifted)
         for number in range(self.size):

@@ -32,9 +32,9 @@ from .ranks import Ranks, run
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
-"""Never in one token with a word: `en.` would be neither."""
+"""Symbols are never in one token with a word: `en.` would be neither."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""GPT-2's, but that a mark belongs to its letter and `'s` is no token."""
+"""The pattern of GPT-2's words, but a mark belongs to its letter and `'s` is no token."""
 COVERAGE = 0.9995
 _ALPHABET = 1000
 """Most frequent characters that a vocabulary holds whatever the coverage."""
@@ -46,7 +46,7 @@ _SAMPLE = 2000
 """Texts of a language by which the trained tokenizer is judged, or twice as many."""
 
 Texts = Iterable[tuple[str, str]]
-"""(language, text)"""
+"""Pairs of a language and a text."""
 
 
 def train(
@@ -116,7 +116,7 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
 
     def is_inside(char: str) -> bool:
-        """Whether the character can be inside a word. The normalizer puts spaces around Chinese ones."""
+        """True if the character can be inside a word. The normalizer puts spaces around Chinese ones."""
         return " " not in normalizer.normalize_str("a" + char)
 
     with _spooled(texts, normalizer) as (lines, seen):
@@ -272,7 +272,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         there = ((language, text) for language, text in texts() if text.strip())
         first = next(there, None)
         if first is None:
-            raise UserError(f"{', '.join(map(str, args.data + args.text))}: no text to train on")
+            raise UserError(
+                f"{', '.join(map(str, args.data + args.text))}: no text to train on; give other shards or files"
+            )
         tokenizer = try_to_train(sample.of(chain([first], there)), args)
         with files.publish(args.out) as partial:
             tokenizer.save_pretrained(partial)

@@ -106,7 +106,7 @@ def _counts(head: Parsed, dependent: Parsed) -> tuple[int, int] | None:
 
 
 def _is_tree_without_crossings(dependents: list[list[int]], roots: list[int]) -> bool:
-    """Whether every word hangs on a root, and the words below each are neighbours."""
+    """True if every word hangs on a root, and the words below each are neighbours."""
     spans: dict[int, tuple[int, int, int]] = {}
     todo = [(root, False) for root in roots]
     while todo:

@@ -29,7 +29,7 @@ PATTERNS = {
     Class.LETTER: r"[\p{L}\p{N}]",
     Class.SYMBOL: r"[\s\S]",
 }
-"""The first that fits."""
+"""Regular expressions of the classes; a code point has the first class that fits."""
 
 
 def ranges() -> list[tuple[int, Class]]:

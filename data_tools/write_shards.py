@@ -44,9 +44,9 @@ LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
 class Line(NamedTuple):
     number: int
-    """Over all input files; of monolingual text, of the line at which its document starts."""
+    """Its number over all input files; for monolingual text, that of the line at which the document starts."""
     reason: str
-    """Why nothing of it is kept, or ""."""
+    """The reason why nothing of it is kept, or ""."""
     records: list[Record] = []  # noqa: RUF012 (nobody appends)
     dropped_links: int = 0
     """Links of a word and a symbol."""
@@ -59,7 +59,7 @@ class Links(NamedTuple):
     tokenised: tuple[Path, Path] | None = None
     """The texts whose white-space words they count; None: those of the pairs themselves."""
     by_words: bool = False
-    """They count words as data/words.py does."""
+    """True if the links count words as data/words.py does."""
 
     @property
     def paths(self) -> tuple[Path, ...]:

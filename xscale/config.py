@@ -156,8 +156,8 @@ class TrainConfig:
     without saving, with exit code 75 and every rank's stack in its log. Under SLURM, choose less than the lead of
     --signal, so that the job can still be requeued."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
-    """How often a run whose loss or gradient is not finite may go back to its newest good checkpoint and skip the bad
-    step. After that it ends with exit code 3."""
+    """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
+    skips the bad step. After that it ends with exit code 3."""
 
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:

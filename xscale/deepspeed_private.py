@@ -74,7 +74,7 @@ def compile_operator(builder: str) -> None:
 
 
 def is_cut_up(weight: Tensor) -> bool:
-    """Whether stage 3 has partitioned the weight. It gathers the weight when the weight's module is called."""
+    """True if stage 3 has partitioned the weight. It gathers the weight when the weight's module is called."""
     return hasattr(weight, "ds_id")
 
 
@@ -91,7 +91,7 @@ def drop_gradients(module: nn.Module) -> None:
 
 
 def is_bf16_optimizer(engine: Any) -> bool:
-    """Whether the engine uses BF16_Optimizer: at stage 1 in bf16 with gradients in fp32."""
+    """True if the engine uses BF16_Optimizer: at stage 1 in bf16 with gradients in fp32."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     return isinstance(engine.optimizer, BF16_Optimizer)
@@ -169,7 +169,7 @@ def leave_out_step(engine: Any) -> None:
 
 
 def no_smaller_scale(error: Exception) -> bool:
-    """Whether the error says that fp16 cannot lower its loss scale any more."""
+    """True if the error says that fp16 cannot lower its loss scale any more."""
     return "loss scale already at minimum" in str(error)
 
 

@@ -266,7 +266,7 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
             found = load_ds_config(path, run_spec.recipe, world, hardware)
             check_module(module, found.stage)
             if cost.offloads(found.resolved) and not shutil.which("c++"):
-                raise UserError("offload compiles DeepSpeed's Adam: no C++ compiler (c++)")
+                raise UserError("offload compiles DeepSpeed's Adam: install a C++ compiler (c++)")
             good.append(path.stem + (f" (in {found.precision})" if found.notes else ""))
         except UserError as error:
             refused.setdefault(str(error).splitlines()[-1].strip(), []).append(path.stem)
@@ -277,7 +277,7 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
 
 
 def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
-    """Whether the disk of --out has room for the checkpoints."""
+    """Lines about the room for checkpoints on the disk of --out."""
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     keep = run_spec.recipe.checkpoint.keep
     yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"

@@ -119,7 +119,7 @@ def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
 def cost_lines(
     run_spec: RunSpec, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """How a step is cut into rows, and the memory, FLOPs and communication of a rank."""
+    """Lines about the rows of a step, and the memory, FLOPs and communication of a rank."""
     rows, shape = run_spec.fit(process, device)
     world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
     yield (

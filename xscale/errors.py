@@ -99,7 +99,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 def can_be_encoded(text: str) -> bool:
-    """Whether the text has no half of a surrogate pair, as paths and JSON may have."""
+    """False if the text has half of a surrogate pair, as paths and JSON may have."""
     try:
         text.encode()
     except UnicodeEncodeError:

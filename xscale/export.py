@@ -69,8 +69,8 @@ def find_best(run: Path) -> Path:
 
 
 def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
-    """How our forward pass of the trained model differs from transformers' pass of what it loads from `folder`; None if
-    they agree."""
+    """The difference, in words, between our forward pass of the trained model and transformers' pass of what it loads
+    from `folder`; None if they agree."""
     kept = load_heads(folder)
     for name, trained in heads.items():
         if name not in kept or _differing(trained.weights, kept[name].weights):

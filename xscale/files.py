@@ -173,7 +173,7 @@ class Lock:
 
 
 def may_be_there(path: Path | str) -> bool:
-    """Whether the path exists, or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
+    """True if the path exists, or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
     return path.exists() or bool(on_hub)

@@ -43,5 +43,5 @@ def direction(name: str) -> int:
 
 
 def is_better(name: str, number: float, than: float | None) -> bool:
-    """Whether a number is better than an earlier one. The first one is better than none."""
+    """True if a number is better than an earlier one. The first one is better than none."""
     return than is None or (number < than if direction(name) < 0 else number > than)

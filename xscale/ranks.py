@@ -1,4 +1,4 @@
-"""Where this process stands among the others, whichever launcher started it; and the small talk between ranks."""
+"""The place of this process among the others, whichever launcher started it, and the ranks' small messages."""
 
 import contextlib
 import ctypes
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(minutes=30)
 SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
 """The variables that name the networks on which ranks listen, and the network of a run of one rank."""
 NAME_SECONDS = 30
-"""How long ranks wait for a host to know the name in MASTER_ADDR."""
+"""Ranks wait so long for a host to know the name in MASTER_ADDR."""
 
 _LAUNCHERS = {
     # name: (rank, world, local rank, local world)
@@ -171,7 +171,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """A node may go by another name in SLURM than in the network."""
+    """True if the network knows the name. A node may have another name in SLURM than in the network."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -179,16 +179,19 @@ def _resolves(host: str) -> bool:
 
 
 def _wait_for_name(host: str) -> None:
-    """Some clusters make the first rank's name known a while after the others have begun. Raises DistNetworkError."""
+    """Waits until the name of the first rank's host is known, which takes a while on some clusters. Raises
+    DistNetworkError."""
     deadline = time.monotonic() + NAME_SECONDS
     while not _resolves(host):
         if time.monotonic() > deadline:
-            raise dist.DistNetworkError(f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows")
+            raise dist.DistNetworkError(
+                f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows; export its address"
+            )
         time.sleep(1)
 
 
 def allow_open_files() -> None:
-    """The usual soft limit is 1,024; a rank keeps thousands of shards open."""
+    """Raises the limit of open files, usually 1,024: a rank keeps thousands of shards open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -269,7 +272,7 @@ class HostGroup:
     """
 
     def __init__(self, alone: bool = False) -> None:
-        """All ranks make it together; `alone`: this process agrees with nobody, whatever other ranks do."""
+        """alone: the group is this process, whatever other ranks do; else all ranks make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
 
@@ -289,7 +292,7 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> "Message":
-        """Send the numbers on their way. Other messages may overtake it."""
+        """Begins a sum over ranks. Other messages may overtake the numbers."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 

@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def plan(args: argparse.Namespace, process: Process) -> int:
-    """A dry run, of rank 0."""
+    """Makes a dry run on rank 0. Returns the exit code."""
     if process.is_main:
         load_plugins_and_data(args, process)
         dry_run(args, process)

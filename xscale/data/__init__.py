@@ -1,1 +1,1 @@
-"""From shards on disk to micro-batches: index -> order -> mixture -> encode -> masking -> collate -> loader."""
+"""The way from shards on disk to micro-batches: index -> order -> mixture -> encode -> masking -> collate -> loader."""

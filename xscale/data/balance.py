@@ -7,7 +7,7 @@ FREE_SHARE = 0.03
 ROUNDS = 32
 """A step is assigned in about so many rounds, whatever its size; more rounds balance better and take longer."""
 FEWEST_BINS = 8
-"""A round fills at least an eighth of the bins."""
+"""A round assigns samples to at least 1 / FEWEST_BINS of the bins."""
 
 
 def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, int]:

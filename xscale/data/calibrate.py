@@ -18,7 +18,7 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 
 DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
-"""Of each stream, the first DRAWN samples are estimated; at most READ of them are tokenised, in groups of GROUP, and at
+"""The first DRAWN samples of each stream are estimated; at most READ of them are tokenised, in groups of GROUP, and at
 most BEYOND of those that are estimated over max_length, one by one."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """Shards that are looked into, of all sources together, but at least SHARDS_OF_SOURCE of each."""
@@ -30,7 +30,7 @@ Work = Callable[[], Any]
 
 
 def run_serially(works: list[Work]) -> list[Any]:
-    """The results of all works. HostGroup.share, which takes its place, shares them out among ranks."""
+    """Does all works in this process; HostGroup.share, which takes its place, splits them over ranks."""
     return [work() for work in works]
 
 
@@ -44,7 +44,7 @@ def calibrate(
     max_length: int,
     share: Callable[[list[Work]], list[Any]] = run_serially,
 ) -> Calibration:
-    """The result is the same on every machine, however the work is shared out."""
+    """The calibration of a run; the same on every machine, however the work is shared out."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)

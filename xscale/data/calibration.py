@@ -16,7 +16,7 @@ class Estimate:
     """The correction from byte-based token estimates to a stream's real lengths in rows."""
 
     ratio: float = 1.0
-    """Tokens in a row for each estimated token; of pairs, for those estimated at data.max_length at most."""
+    """Real tokens in a row for each estimated token. Pairs that are estimated over data.max_length do not count."""
     beyond: float | None = None
     """Mean tokens in a row of a pair that is estimated to be longer, few where these are dropped. None: use `ratio`."""
     tokens: float = 0.0
@@ -66,7 +66,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """Raises ValueError, KeyError or TypeError unless `tree` has so many sources and these streams."""
+        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if sources or streams are others."""
         found = {name: Estimate(**fields) for name, fields in tree["streams"].items()}
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(found) != set(streams):

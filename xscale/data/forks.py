@@ -15,12 +15,12 @@ from functools import partial
 from unittest import mock
 
 BEGIN_SECONDS = 20
-"""How long a child may take to come out of its fork before another one is made."""
+"""A child that takes longer to come out of its fork is replaced by another."""
 
 
 @contextmanager
 def children_that_begin() -> Iterator[None]:
-    """Within, os.fork returns to a parent whose child has come out of it too."""
+    """A context in which os.fork returns to the parent once the child has come out of it too."""
     with mock.patch.object(os, "fork", partial(_fork, os.fork)):
         yield
 

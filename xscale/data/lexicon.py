@@ -33,7 +33,8 @@ from xscale.data.words import split
 from xscale.errors import UserError
 
 _ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
-"""A language of a pair that is joined by its only "-"; of other pairs: as zh, zh-CN, zh-Hans, es-419 are written."""
+"""Patterns of a language in the name of a pair. _ONE: "-" stands only between the two. _WITH_PARTS: languages have it
+too, as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
 """Records of each language whose words decide whether the columns are swapped."""
 _BATCH = 10_000
@@ -58,7 +59,7 @@ class Lexicon:
         return "-".join(self.langs)
 
     def kept(self, heldout: float) -> "Lexicon":
-        """Without the entries of which either word is withheld from the objectives: about this share of them."""
+        """The dictionary without the entries withheld from the objectives. heldout: about their share."""
         return _kept(self, heldout)
 
     def summary(self) -> str:
@@ -98,12 +99,12 @@ def same_word(word: str) -> str:
 
 
 def withheld(word: str, heldout: float) -> bool:
-    """Whether no objective sees the entries of this word; `heldout` of all words are so."""
+    """True if no objective sees the entries of this word. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
 Word = tuple[int, ...]
-"""Its token ids."""
+"""The token ids of a word."""
 
 
 @lru_cache(maxsize=256)
@@ -147,8 +148,8 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
 def load_lexicon(
     path: Path, tokenizer: Tokenizer, languages: Collection[str] = (), forms: Mapping[str, Forms] | None = None
 ) -> Lexicon:
-    """languages: of pair_of. forms: of each language whose words are respelled (data/truecase.py). Raises UserError
-    naming file and line."""
+    """Reads a dictionary. languages: see pair_of. forms: the spellings of each language whose words are respelled
+    (data/truecase.py). Raises UserError naming file and line."""
     langs = pair_of(path, languages)
     given = read_entries(path)
     words, changed = truecased(given, langs, forms or {})
@@ -203,8 +204,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """("en", "zh-CN") of "en-zh-CN": both are among `languages`, or else look like languages. None: no cut, or several,
-    give two such."""
+    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". Both are among `languages`, or else look like
+    languages. None: the name has no such cut, or several."""
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
@@ -233,7 +234,7 @@ def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     seen = {language: _words_of(language, sources) for language in lexicon.langs}
     absent = [language for language, found in seen.items() if not found]
     if absent:
-        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; its dictionary can't be used")
+        raise UserError(f"{path}: --data has no text in {', '.join(absent)}; add shards, or leave the dictionary out")
     first, second = (seen[language] for language in lexicon.langs)
     words = [(a.lower(), b.lower()) for a, b in lexicon.words]
     straight = sum((a in first) + (b in second) for a, b in words)

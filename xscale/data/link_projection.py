@@ -57,8 +57,8 @@ def project_links(
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """Of each white-space word of `tokenised`, the places of its characters in the text. Raises ValueError where the
-    two are not of the same sentence."""
+    """The places in the text of the characters of each white-space word of `tokenised`. Raises ValueError unless both
+    are the same sentence."""
     if tokenised is text:
         return [list(range(*match.span())) for match in _WORD.finditer(text)]
     tokens = tokenised.split()

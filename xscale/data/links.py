@@ -38,9 +38,9 @@ class WordLinks:
 @dataclass(frozen=True)
 class WordTokens:
     places: np.ndarray
-    """Word by word, in the order of the text [T]."""
+    """The places of all words, word by word, in the order of the text [T]."""
     starts: np.ndarray
-    """Where in `places` each word begins [W + 1]."""
+    """The index in `places` at which each word begins [W + 1]."""
 
     def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """All places of each of some words, one word after the other, and how many each has."""
@@ -49,7 +49,7 @@ class WordTokens:
 
 
 def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """Links of a word and a symbol are left out; and, without `symbols`, those of two symbols.
+    """The links of pairs. Those of a word and a symbol are left out; without `symbols`, also those of two symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -135,7 +135,7 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
-    """Which of the masked tokens [M] have a link [R], and the sum of the states that each is linked with: A^T H there.
+    """The masked tokens [M] that have a link [R], and the sum of the states that each is linked with: A^T H there.
 
     A[i, j] = 1 where (i, j) or (j, i) is a link [tokens, tokens]; a state's places are in ascending order.
     """

@@ -28,7 +28,7 @@ from xscale.ranks import Process, name_process
 from xscale.record import Record
 
 CHARACTERS = 64
-"""Of a pair that is too long, so many characters are tokenised for each token that a sequence may have."""
+"""Characters of a text that are tokenised at most, for each token of a sequence; see `shortened`."""
 
 Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
 """The function takes (samples, options of the stream, context); a sample is a list of one or more examples."""
@@ -36,16 +36,16 @@ Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
 
 @dataclass(frozen=True)
 class StreamCollate:
-    """How a stream's samples become stream batches."""
+    """The making of stream batches from a stream's samples."""
 
     collate: Collate
     options: Any
     words: bool = False
-    """Whether the examples carry the words of their texts."""
+    """True if the examples carry the words of their texts."""
     lexicons: tuple[Any, ...] | None = None
     """The stream's own lexicons; None: use the context's."""
     names: tuple[str, ...] = ()
-    """The value of Context.names."""
+    """Languages and pairs whose losses are reported separately (Context.names)."""
     objective: str = ""
     """Name of the objective; "" if the stream is not a recipe's."""
     terms: frozenset[str] = frozenset()
@@ -223,7 +223,7 @@ class StepDataset(Dataset):
         return {i: of_text.borders() for i, of_text in zip(long, words, strict=True)}
 
     def follows(self, records: SampledRecords) -> np.ndarray:
-        """Whether each record continues the document of the record before it in its sample [n_records]."""
+        """True for each record that continues the document of the record before it in its sample [n_records]."""
         found = np.zeros(len(records.sample), dtype=bool)
         same = [a[1:] == a[:-1] for a in (records.sample, records.source, records.shard)]
         found[1:] = np.logical_and.reduce([*same, records.record[1:] == records.record[:-1] + 1])

@@ -1,4 +1,4 @@
-"""Which tokens are masked, and by what (Devlin et al. 2019).
+"""The choice of masked tokens, and of what replaces them (Devlin et al. 2019).
 
 Of the maskable tokens (all but special ones) each is chosen with `mask_prob`; a chosen token becomes [MASK] with
 80 %, a random ordinary token with 10 %, and stays with 10 %. Every choice is a function of the record's identity
@@ -12,7 +12,8 @@ from xscale.data.sequences import Sequences
 from xscale.data.tokenizer import Tokenizer
 
 KEEP, RANDOM = 0.9, 0.8
-"""Above KEEP a chosen token stays, above RANDOM it becomes a random one, below it becomes [MASK]."""
+"""Bounds of a number drawn from [0, 1) for a chosen token: from KEEP on the token stays, from RANDOM on it becomes a
+random one, and below it becomes [MASK]."""
 
 
 def mask_tokens(

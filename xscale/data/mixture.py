@@ -63,7 +63,7 @@ class SampledRecords:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one rank does in one optimizer step."""
+    """The work of one rank in one optimizer step."""
 
     step: int
     rows: list[dict[str, SampledRecords]]
@@ -206,7 +206,7 @@ class Mixture:
 
 
 def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """order.Look for a source."""
+    """The function order.Look of a source."""
     lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
@@ -243,7 +243,7 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
 
 
 def best_deviations(relative: float, ranks: int) -> float:
-    """How many standard deviations above the mean a compiled row should hold, for the least expected time of a step.
+    """The room of a compiled row, in standard deviations above the mean, for the least expected time of a step.
 
     Room costs time in every row; a row that does not fit costs more, and all ranks wait for it. relative: standard
     deviation of a row's tokens over their mean.

@@ -32,7 +32,7 @@ document of the record before it [n]."""
 
 
 class TextPacking(NamedTuple):
-    """How running text is packed into samples."""
+    """The rule that packs running text into samples."""
 
     tokens: Callable[[np.ndarray], np.ndarray]
     """The function estimates tokens from bytes; an estimate is at least 1."""

@@ -11,7 +11,7 @@ _BOM = "\ufeff"
 
 
 def parse_line(line: bytes, strict: bool = False) -> Record:
-    """strict: refuse a field that stands twice, which takes time."""
+    """The record of a line of JSON. strict: refuse a field that stands twice, which takes time."""
     return Record.from_dict(parse_json(line, strict))
 
 
@@ -76,6 +76,6 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
 
 
 def sample_key(name: str) -> str:
-    """WebDataset's rule: the path up to the first dot of the file's name."""
+    """The key of a tar member, by WebDataset's rule: the path up to the first dot of the file's name."""
     directory, slash, base = name.rpartition("/")
     return directory + slash + base.partition(".")[0]

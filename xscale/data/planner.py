@@ -32,7 +32,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """Raises the error itself if it is a fault of the program."""
+        """A failure that tells the user of the error. Raises the error itself if it is a fault of the program."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
         if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -107,7 +107,8 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """planner: the process if this rank started it; shared: it also serves other ranks."""
+    """The plans that the planner sends. planner: its process, if this rank started it. shared: it serves other ranks
+    too."""
     left = steps
     try:
         while left:

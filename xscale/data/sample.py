@@ -8,7 +8,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE, RUN = 100_000, 64
-"""At most SAMPLE records of a language are read; of more records, runs of RUN consecutive ones."""
+"""SAMPLE: records of a language that are read at most. RUN: records that are read in sequence, if it has more."""
 _CHUNK = 1024
 
 

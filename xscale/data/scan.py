@@ -27,7 +27,7 @@ from xscale.record import Record
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """What one pass over a tar finds."""
+    """The findings of one pass over a tar."""
 
     shard: Shard
     layout: str
@@ -96,22 +96,22 @@ def scan_shard(
         except (ValueError, tarfile.TarError, EOFError) as error:
             raise UserError(f"{path}: record {len(ranges)}: {error}") from None
     if not ranges or found_langs is None or survey is None:
-        raise UserError(f"{path} holds no record (an empty or cut-off tar)")
+        raise UserError(f"{path} holds no record (an empty or cut-off tar); write it again")
     idx = np.array(ranges, dtype=IDX_DTYPE)
     shard = Shard(path.name, len(ranges), size, sha256_file(path), zlib.crc32(idx.tobytes()))
     return ScannedShard(shard, layouts.pop(), found_langs, idx, survey)
 
 
 def _check_end(fd: int, offset: int) -> None:
-    """tarfile takes a damaged header, or the file's end, for the end of the archive."""
+    """Raises ValueError unless the archive ends here. tarfile takes a damaged header or the file's end for its end."""
     rest = os.pread(fd, 1 << 20, offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
         raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
 
 
 def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
-    """Members of a tar of so many bytes, without directories. layouts: gets theirs. Raises ValueError for what is no
-    file, is cut off, or is of a second layout."""
+    """Members of a tar of so many bytes, without directories. Their layout is added to `layouts`. Raises ValueError
+    for a member that is no file, is cut off, or has a second layout."""
     for member in tar:
         if member.offset_data + member.size > size:
             raise ValueError("the file ends inside a member")

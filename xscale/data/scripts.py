@@ -1,4 +1,4 @@
-"""Which scripts a language is written in, by its code; of the languages that corpora usually have."""
+"""The scripts that a language is written in, by its code, for the languages that corpora usually have."""
 
 import re
 
@@ -36,18 +36,18 @@ _LANGUAGES = {
     "THAANA": "dv",
     "OL": "sat",
 }
-"""Script, by how the names of Unicode's characters begin: codes."""
+"""Script, as its characters' names begin in Unicode -> the codes of its languages."""
 _TAGS = {
     **{tag: ("CJK",) for tag in ("hans", "hant", "hani")},
     **{"latn": ("LATIN",), "cyrl": ("CYRILLIC",), "grek": ("GREEK",), "arab": ("ARABIC",), "deva": ("DEVANAGARI",)},
     **{"hebr": ("HEBREW",), "beng": ("BENGALI",), "hang": ("HANGUL",), "kore": ("HANGUL", "CJK")},
     **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
 }
-"""ISO 15924's, as in zh_Hant."""
+"""The scripts of ISO 15924's tags, as in zh_Hant."""
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
-    """Those that a language's texts may be in; () where the code says nothing."""
+    """The scripts that a language's texts may be in; () if the code does not tell."""
     code, *tags = re.split("[-_]", lang.lower())
     for tag in tags:
         if len(tag) == 4 and tag.isalpha():

@@ -34,7 +34,7 @@ class Example:
     links: str | None = None
     """The record's word links, in Pharaoh form."""
     follows: bool = False
-    """Whether it continues the document of the example before it in its sample."""
+    """True if it continues the document of the example before it in its sample."""
     borders: Sequence[int] = ()
     """Tokens before which a text that is longer than a sequence may be cut, in order."""
 

@@ -90,7 +90,7 @@ class Source:
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
         self.readahead = False
-        """Whether shards are read through, so that a whole shard is requested when it is opened."""
+        """True if shards are read through: a whole shard is requested when it is opened."""
 
     @property
     def kind(self) -> str:
@@ -181,7 +181,7 @@ class Source:
         return self.look(shard, records)[0]
 
     def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Whether records of one shard continue the document of the record before, from its entries alone."""
+        """True for each record of one shard that continues the document of the record before, by its entries alone."""
         return self.look(shard, records)[1]
 
     def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:

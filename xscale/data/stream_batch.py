@@ -45,7 +45,7 @@ class Context:
     stream: str = ""
     share: StreamShare = StreamShare()
     segments: bool = False
-    """Whether the two sentences of a pair have token types of their own."""
+    """True if the two sentences of a pair have token types of their own."""
     names: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 

@@ -5,7 +5,7 @@ from xscale.errors import UserError
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """Whether a stream's `languages` name this language or pair: as "en-de" or "de-en", or each language by itself."""
+    """True if a stream's `languages` name this language or pair: "en-de", "de-en", or each language by itself."""
     return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
 
 

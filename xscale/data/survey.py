@@ -1,4 +1,4 @@
-"""What the texts of a source look like, as far as it can be told without knowing their languages.
+"""The look of a source's texts, as far as it can be told without knowing their languages.
 
 A survey takes memory that is bounded, and whatever the order in which records come and surveys are joined, it says the
 same: duplicates are counted among the texts whose 64-bit hash lies below a limit, which is halved whenever there are
@@ -20,15 +20,15 @@ HASHES = 1 << 16
 BATCH = 256
 """Records that are looked at together."""
 ONE_IN = 16
-"""Of the texts past a survey's first BATCH: so many have their letters counted."""
+"""Past a survey's first BATCH, one text of so many has its letters counted."""
 OCTAVE = 8
-"""Steps of a length to its double."""
+"""Lengths are rounded to so many steps in each doubling."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
-"""Bounds beyond which a source is warned of. FEWEST: pairs of which a correlation says something."""
+"""Bounds beyond which a source causes a warning. FEWEST: pairs below which a correlation says nothing."""
 
 
 class Survey:
-    """Of records of one language or pair of languages."""
+    """The statistics of records of one language or pair of languages."""
 
     def __init__(self, sides: int):
         self.records = self.same = 0
@@ -84,9 +84,12 @@ class Survey:
             self._forget(side)
 
     def result(self) -> dict[str, Any]:
-        """duplicates: share of a side's texts that came before; scripts: shares of a side's letters, the largest first;
+        """Returns what was measured, by name.
+
+        duplicates: share of a side's texts that came before; scripts: shares of a side's letters, the largest first;
         same_text: share of pairs whose sides are equal; length_ratio: characters of the second by those of the first;
-        length_correlation: of the logarithms of both."""
+        length_correlation: correlation of the logarithms of both.
+        """
         self.flush()
         found: dict[str, Any] = {
             "duplicates": [round(1 - len(seen) / max(seen.total(), 1), 4) for seen in self.seen],
@@ -127,7 +130,7 @@ def _shares(letters: Counter[str]) -> dict[str, float]:
 
 @lru_cache(maxsize=1 << 16)
 def script_of(character: str) -> str:
-    """As the names of Unicode's characters begin: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
+    """The first word of the character's name in Unicode: LATIN, CYRILLIC, CJK, HIRAGANA, ..."""
     words = unicodedata.name(character, "OTHER").replace("-", " ").split()
     return words[1] if words[0] in ("FULLWIDTH", "HALFWIDTH") and len(words) > 1 else words[0]
 

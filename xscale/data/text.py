@@ -33,14 +33,14 @@ _FORMS = {
 }
 """First bytes of what is no plain text."""
 _OLD_MAC = 8
-"""Carriage returns within a file's first line from which on they are its line ends."""
+"""A file whose first line has so many carriage returns is taken to end its lines with them."""
 _END = re.compile(
     r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
     r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
 )
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 _INITIAL_LENGTH = 8
-"""Characters, more than a match of _INITIAL has: of a longer piece no more are looked at."""
+"""The last characters of a piece that are searched for _INITIAL; no match is as long."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -63,7 +63,9 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
             f"file, e.g. with `iconv -t UTF-8`"
         ) from None
     except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged") from None
+        raise UserError(
+            f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged, copy it again"
+        ) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read after line {number} ({error.strerror})") from None
 
@@ -150,7 +152,7 @@ def stretch(text: str, number: int, of: int) -> str:
 
 
 def _end_of(text: str, number: int, of: int) -> int:
-    """Where the first `number` stretches end."""
+    """The index at which the first `number` stretches end."""
     end = len(text) * number // of
     if number in (0, of):
         return end

@@ -18,13 +18,13 @@ from xscale.files import may_be_there
 
 
 class PairTemplate(NamedTuple):
-    """How the tokenizer joins two sentences: first, A, between, B, last."""
+    """The special tokens around two sentences A and B: first, A, between, B, last."""
 
     first: list[int]
     between: list[int]
     last: list[int]
     segments: bool
-    """Whether A and B have token types of their own, 0 and 1."""
+    """True if A and B have token types of their own, 0 and 1."""
 
     @property
     def special(self) -> int:
@@ -33,11 +33,11 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""Ids for each token, where a tokenizer has ids without a token."""
+"""A tokenizer with more ids than so many times its tokens is refused."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """None for one that there is not."""
+    """The ids of the special tokens; None for a token that the tokenizer does not have."""
     found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
     found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -65,7 +65,7 @@ UNKNOWN = 0.002
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """What is said of the share of unknown tokens by language. path: the tokenizer."""
+    """The lines for the console on unknown tokens, with their share by language. path: the tokenizer."""
     said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
     much = [language for language, share in shares.items() if share > UNKNOWN]
     return [f"unknown tokens: {said}"] * bool(shares) + [
@@ -108,7 +108,7 @@ class Tokenizer:
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
         self.vocab_size = max(ids) + 1
-        """Ids, some of which may be no token's."""
+        """The number of ids, some of which may belong to no token."""
         if self.vocab_size > MOST_GAPS * len(ids):
             raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; mend its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
@@ -127,12 +127,12 @@ class Tokenizer:
             wrong = f"tokenizer {path} cannot join two sentences ({error}); mend post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
-        """Whether a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
+        """True if a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
         normalizer = self.backend.normalizer
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """Ids by use, which tokenizer.json alone does not say."""
+        """The special tokens' ids by their use, which tokenizer.json alone does not tell."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     def encode(self, texts: list[str]) -> list[list[int]]:
@@ -163,12 +163,12 @@ class Tokenizer:
         return ids, token_words(texts, counts, spans)
 
     def unknown(self, texts: list[list[int]]) -> float:
-        """Share of the tokens of texts that stand for what the vocabulary lacks."""
+        """The share of the texts' tokens that are the unknown token."""
         tokens = np.array([token for ids in texts for token in ids])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """By an example; [CLS] A [SEP] B [SEP] where the tokenizer has no template that begins and ends so."""
+        """The template, found by an example; [CLS] A [SEP] B [SEP] if the tokenizer has none for pairs."""
         found = self.backend.encode("a", "b")
         types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
         sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]

@@ -27,7 +27,7 @@ def count_words(texts: Iterable[list[str]]) -> Counter[str]:
 
 
 def commonest(counts: Mapping[str, int]) -> Forms:
-    """Of equally common ones the last in the order of code points, which is rather the one in lower case."""
+    """The commonest spelling of each word. The last by code points wins a tie: rather the one in lower case."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -36,7 +36,7 @@ def commonest(counts: Mapping[str, int]) -> Forms:
 
 
 def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGroup) -> dict[str, Forms]:
-    """Of each language, the same on all ranks. Raises UserError, on all."""
+    """The commonest spellings of each language, the same on all ranks. Raises UserError on all."""
     found: dict[str, Counter[str]] = {}
     parts, problem = min(host_group.size, COUNTING), ""
     if host_group.rank < parts:

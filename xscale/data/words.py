@@ -1,4 +1,4 @@
-"""What a word is: a function of the text alone, whatever the tokenizer and wherever its white space is.
+"""Words: a function of the text alone, whatever the tokenizer and wherever its white space is.
 
 A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
 Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
@@ -26,23 +26,23 @@ TABLE = Path(__file__).with_name("words.txt")
 
 
 class Class(IntEnum):
-    """Of a code point."""
+    """The class of a code point."""
 
     BREAK = 0
     """White space, controls, and U+200B."""
     LETTER = 1
     MARK = 2
     FORMAT = 3
-    """Has no width: stays with what it follows."""
+    """A character without width, which stays with what it follows."""
     JOINER = 4
-    """U+200D: makes one of the symbols beside it."""
+    """U+200D, which joins the symbols beside it into one."""
     OWN = 5
     """A character of a script that is written without spaces."""
     OWN_MARK = 6
     OWN_PUNCTUATION = 7
     SYMBOL = 8
     TONE = 9
-    """Of an emoji's skin."""
+    """A tone of an emoji's skin."""
 
 
 @lru_cache(maxsize=1)
@@ -54,24 +54,24 @@ def table() -> np.ndarray:
 
 
 VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
-"""Of the segmentation: links count words, so those of another version are of other words."""
+"""The version of the segmentation. Links count words, so links of another version mean other words."""
 
 
 class Segmented(NamedTuple):
-    """The words of some texts. A text's characters are chars[i] to chars[i + 1], its words words[i] to words[i + 1]."""
+    """The words of some texts. Words and characters are counted through all texts."""
 
     chars: np.ndarray
-    """[texts + 1]"""
+    """The first character of each text, and the end of the last [texts + 1]."""
     words: np.ndarray
-    """[texts + 1]"""
+    """The first word of each text, and the end of the last [texts + 1]."""
     word_of: np.ndarray
     """Number of each character's word among those of all texts, -1 for one that has none [C]."""
     is_word: np.ndarray
-    """Of each of all texts' words, False for a symbol."""
+    """True for each word of all texts that is no symbol."""
 
 
 def segment(texts: list[str]) -> Segmented:
-    """All texts at once, by a few passes of numpy over their characters."""
+    """Segments all texts at once, by a few passes of numpy over their characters."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     c = table()[codes]
@@ -112,14 +112,14 @@ class TokenWords(NamedTuple):
     of_token: np.ndarray
     """Number of each token's first word; -1 for a token that has none, such as a lone white space [N]."""
     tokens: np.ndarray
-    """Every token of every word, by token [T]."""
+    """The tokens of all words, in ascending order; one that several words share stands once for each [T]."""
     words: np.ndarray
-    """Number of its word [T]."""
+    """The word of each of `tokens` [T]."""
     is_word: np.ndarray
-    """Of each word of the text; False for a symbol [W]."""
+    """True for each word of the text that is no symbol [W]."""
 
     def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """Of the tokens from `start` to `end` alone. The words stay, some of them without a token."""
+        """The words of the tokens from `start` to `end`. All words stay, some of them without a token."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
@@ -150,8 +150,9 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 
 
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
-    """counts: tokens of each text; spans: (first character, end) in its text of all texts' tokens [tokens, 2].
+    """The words of each text, and the tokens that overlap them.
 
+    counts: tokens of each text. spans: the characters of every token in its text, first and end [tokens, 2].
     A token belongs to every word of which it has a character; if one of them is a word, not to symbols (Unigram
     tokenizers have `en.`).
     """
@@ -187,7 +188,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of it can be seen, such as one that is a no-break space and a U+200B."""
+    """True if nothing of the text can be seen, such as a no-break space and a U+200B."""
     return not any(map(_is_seen, text))
 
 
@@ -197,7 +198,7 @@ def _is_seen(character: str) -> bool:
 
 
 def stands_alone(text: str) -> bool:
-    """Whether it begins with a character of a script that is written without spaces."""
+    """True if the text begins with a character of a script that is written without spaces."""
     return bool(text) and _is_own(text[0])
 
 

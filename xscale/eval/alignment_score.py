@@ -28,7 +28,7 @@ from xscale.errors import UserError
 from xscale.eval.model import Exported
 
 FEWEST = 20
-"""With fewer words a share of them says nothing."""
+"""Words below which a share of them says nothing."""
 _CHUNK = 1024
 
 

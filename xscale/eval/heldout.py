@@ -48,7 +48,9 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     batches = [tlm.collate(some, options, context_of(model, source)) for some in batches_of(pairs, "heldout")]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
-        raise UserError(f"{source.directory}: no pair has a token to predict in the model's {model.longest} positions")
+        raise UserError(
+            f"{source.directory}: give pairs with a token to predict in the model's {model.longest} positions"
+        )
     dropped = float(sum(batch.too_long for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
 
@@ -82,7 +84,7 @@ def context_of(model: Exported, source: Source) -> Context:
 
 
 def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name: str) -> Iterator[list[list[Example]]]:
-    """Samples of one text or pair each, (languages, token ids), longest first. name: of the masks' randomness."""
+    """Samples of one text or pair each, (languages, token ids), longest first. name: seeds the masks."""
     identities = rng.hash64(rng.key(name), np.arange(len(texts)))
     samples = [[Example(langs, ids, None, identities[i])] for i, (langs, ids) in enumerate(texts)]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
@@ -112,7 +114,7 @@ def masked_sums(
 
 
 def scores(sums: Tensor, loss_name: str, ids: list[list[int]]) -> dict[str, float]:
-    """ids: token ids of the texts, for the unigram entropy in nats."""
+    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats."""
     loss, right, targets = sums.tolist()
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()
@@ -122,8 +124,8 @@ def scores(sums: Tensor, loss_name: str, ids: list[list[int]]) -> dict[str, floa
 
 
 def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """For each stream of AlignLM, STREAM_mono_loss of masked tokens and, where records have links, STREAM_bi_loss of
-    those with a word link; nats a token, with accuracy and number of targets."""
+    """The losses of each stream of AlignLM, in nats a token, with accuracy and number of targets: STREAM_mono_loss of
+    masked tokens and, where records have links, STREAM_bi_loss of those with a word link."""
     found: dict[str, float] = {}
     for name, kept in model.heads.items():
         if kept.objective != "alignlm":

@@ -84,7 +84,7 @@ def evaluate(
 
 
 def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
-    """lexicons: of the same two languages."""
+    """The test dictionary of lexicons of the same two languages."""
     first, second = sorted(lexicons[0].langs)
     pairs = dict.fromkeys(
         (tuple(lexicon.ids[flip][i]), tuple(lexicon.ids[1 - flip][i]))

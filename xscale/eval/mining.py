@@ -40,7 +40,7 @@ class Bitext:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates, best first."""
+    """Pairs of sentences that may be translations, best first."""
 
     pairs: np.ndarray
     """Number in the first list, number in the second [C, 2]."""

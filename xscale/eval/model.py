@@ -74,8 +74,8 @@ class Exported:
 
 
 def tokenizer_of(path: Path, rows: int) -> Tokenizer:
-    """Raises UserError for a tokenizer that is not the model's. rows: number of the model's embeddings. Without a file
-    transformers makes a tokenizer that knows no word."""
+    """The tokenizer beside a model with so many `rows` of embeddings. Raises UserError if it is not the model's, or
+    there is none: transformers then makes one that knows no word."""
     tokenizer = Tokenizer(path)
     if not len(tokenizer.ordinary_ids):
         raise UserError(

@@ -60,8 +60,8 @@ def evaluate(
 def variants(
     model: Exported, poolings: Sequence[str], layers: Sequence[int], margins: Sequence[str] = MARGINS[:1]
 ) -> list[tuple[str, str, int, str]]:
-    """(name, pooling, layer, margin) of every combination. The name says what was asked for beside others, or differs
-    from mean-pooled last states and cosine; it is "" for these alone. layers: counted from the end."""
+    """(name, pooling, layer, margin) of every combination. The name has the choices that were asked for beside others,
+    or that are not the defaults: mean-pooled last states and cosine. layers: counted from the end."""
     found = []
     for pooling, layer, margin in product(poolings, layers, margins):
         name = [*name_choice(pooling, poolings, POOLINGS[0]), *name_choice(margin, margins, MARGINS[0])]
@@ -71,7 +71,7 @@ def variants(
 
 
 def name_choice(choice: str, asked: Sequence[str], default: str) -> list[str]:
-    """The choice, where several were asked for or it is not the default."""
+    """The choice, if several were asked for or it is not the default; else nothing."""
     return [choice] if len(set(asked)) > 1 or choice != default else []
 
 

@@ -16,8 +16,11 @@ def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
 
 
 def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
-    """pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which have weights of 0. config: the
-    model's. longest: tokens of a sentence. The folder has the tokenizer."""
+    """Writes the files of sentence-transformers into a folder that has the tokenizer.
+
+    pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which have weights of 0. config: the
+    model's. longest: tokens of a sentence.
+    """
     parts: dict[str, tuple[str, dict[str, Any] | None]] = {"": ("Transformer", None)}
     if pooling == "mean":
         parts["0_WordWeights"] = ("WordWeights", _weights(Tokenizer(folder), config.vocab_size))

@@ -196,7 +196,7 @@ def dropout_fields(model_type: str, dropout: float) -> dict[str, float]:
 
 
 def has_segments(init: str | Path | None, preset: str) -> bool:
-    """Whether the model has token types for the two sentences of a pair; False if `init` cannot be read."""
+    """True if the model has token types for the two sentences of a pair; False if `init` cannot be read."""
     if init is None:
         return preset_config(preset, 8, 0, 8, 0.0).model_type == "bert"
     return getattr(_config_of(init), "type_vocab_size", 0) > 1 and not trained_as(init).get("language_embeddings")

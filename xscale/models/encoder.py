@@ -121,7 +121,7 @@ class Encoder(nn.Module):
         return [*inputs, last]
 
     def checkpoint_activations(self) -> None:
-        """From now on the forward pass keeps only the layers' inputs; the backward pass recomputes the rest."""
+        """Makes forward passes keep only the layers' inputs; backward passes recompute the rest."""
         if self._states is not padded_states:
             self._checkpointing = True
             return

@@ -45,7 +45,7 @@ class AlignLMOptions:
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
-    """Which sub-words of two linked words are linked: all to all, or the first to the first."""
+    """The sub-words of two linked words that are linked: all to all, or the first to the first."""
     normalize: Literal["sum", "mean"] = "sum"
     """H* is the sum or the mean of the linked states."""
     shuffle_sides: bool = False

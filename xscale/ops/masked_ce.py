@@ -130,7 +130,7 @@ def _losses_and_sums(
 def _add_gradients(
     d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
 ) -> None:
-    """`scale` times the chunk's, whose rows begin at `start`: what `sums` hold before the first counts as 0."""
+    """Adds `scale` times a chunk's gradients to `sums`. The chunk begins at row `start`; the first one overwrites."""
     d_features_MH, d_weight_VH, d_bias_V = sums
     if d_features_MH is not None:
         _product(d_logits_CV, weight_VH, scale, out=d_features_MH[start : start + len(features_CH)])
@@ -153,8 +153,8 @@ def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False)
 
 
 def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their product, in `dtype`. Without a pass over it where a CPU sees that it is the total itself: autograd copies
-    what is still needed for another backward pass."""
+    """Returns total * d_loss in `dtype`; on a CPU the total itself if the factor is 1. autograd copies what another
+    backward pass still needs."""
     if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
         return total
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))

@@ -7,9 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH = {"BLOCK": 4096, "num_warps": 8}
-"""16 numbers a thread at a time."""
+"""The sizes of a launch: each thread takes 16 numbers at a time."""
 ALIGNED = 16
-"""A row of logits begins at a multiple of it, and 16-byte loads and stores of 8 halves need no care at its end."""
+"""Rows of logits begin at multiples of so many numbers, so that 16-byte loads and stores need no care at their ends."""
 
 
 def losses_(

@@ -38,7 +38,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
-        """Turned back."""
+        """Turns the gradient back, by the opposite angles."""
         (cos_N11D, sin_N11D), heads = ctx.saved_tensors, ctx.heads
         if kernel := _kernel(grad_NX):
             grad_NX = grad_NX.contiguous()
@@ -56,7 +56,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
-    """[N, 2, A, D]"""
+    """Returns a view of the queries and keys [N, 2, A, D]."""
     return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
 
 

@@ -1,1 +1,1 @@
-"""What runs did and what their models can do, on a page or in the console."""
+"""The report of runs and their models, on a page or in the console."""

@@ -1,4 +1,4 @@
-"""What runs did and what their models can do, on one HTML page.
+"""A report of runs and their models, on one HTML page or in the console.
 
 python -m xscale.report RUN_DIR ... --out report.html     a page of one run, or of several side by side
 python -m xscale.report RUN_DIR RUN_DIR                   without --out: compared in the console
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Raises UserError."""
+    """Writes the page, or without --out prints to the console. Raises UserError."""
     check(args)
     runs, scores = read_runs(args.runs), read_scores(args.scores)
     if args.out is None:

@@ -80,7 +80,7 @@ BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 class Chart(NamedTuple):
     title: str
     lines: dict[str, list[pd.Series | None]]
-    """By label, such as a language, a curve for each of `names`; None: it has no such curve."""
+    """Curves by label, such as a language: one for each of `names`, None for a name without one."""
     names: list[str]
     """The labels of the runs, or of the models."""
     better: int = 0
@@ -146,7 +146,7 @@ def eval_title(task: str, number: str, whose: str = "") -> str:
 
 
 def column(row: str, name: str) -> str:
-    """Directions as arrows, one column for all pairs of languages: `en->de` of the row `en-de` is →, `de->en` is ←."""
+    """A number's name as a column of all pairs of languages: `en->de` of row `en-de` is →, and `de->en` is ←."""
     pair, *rest = name.split(" ", 1)
     first, arrow, second = pair.partition("->")
     arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
@@ -158,7 +158,7 @@ def is_empty(curves: list[pd.Series | None]) -> bool:
 
 
 def is_size(curves: list[pd.Series | None]) -> bool:
-    """Whether the numbers are whole and the same at each step, like the number of sentences."""
+    """True if the numbers are whole and the same at each step, like the number of sentences."""
     known = [curve.dropna().unique() for curve in curves if curve is not None]
     return all(len(values) == 1 and values[0] == round(values[0]) and values[0] > 1 for values in known if len(values))
 

@@ -154,7 +154,7 @@ def late(curve: pd.Series) -> float:
 
 
 def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
-    """Each line's look is that of its number, whether the lines before it are there or not."""
+    """Draws lines, each in the look of its number, whether the lines before it are there or not."""
     for number, (label, curve) in enumerate(lines.items()):
         if curve is None or not curve.notna().any():
             continue

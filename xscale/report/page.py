@@ -84,7 +84,7 @@ def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
 
 
 def summary(runs: list[Run], pictures: Pictures) -> Section:
-    """What was trained, how far, and the few numbers that matter with their trend."""
+    """The section that says what was trained and how far, with the few numbers that matter and their trend."""
     section = Section("Summary")
     headlines = tables.headlines(runs)
     section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]

@@ -57,7 +57,7 @@ class Scores:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Raises UserError."""
+    """The runs in some folders, with short labels. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     names = short_names(folders)
     return [read_run(*of_run) for of_run in zip(folders, names, labels(names), strict=True)]

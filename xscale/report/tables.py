@@ -46,7 +46,7 @@ class Headline(NamedTuple):
 
 
 def number(value: Cell) -> str:
-    """Four digits."""
+    """A cell's text: a number with four digits."""
     if value is None or isinstance(value, str):
         return value or "–"
     if not math.isfinite(value):
@@ -59,7 +59,7 @@ def is_numeric(values: Sequence[Cell]) -> bool:
 
 
 def run_table(runs: list[Run]) -> Table:
-    """What each run trained, and how far it came."""
+    """A line for each run: what it trained, and how far it came."""
     rows: list[list[Cell]] = []
     for run in runs:
         tokens, seconds, skipped = (total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped"))
@@ -177,15 +177,15 @@ def summary(runs: list[Run]) -> Table:
 
 
 def without_language(key: MetricKey) -> str:
-    """What a metric of a language or a pair shares with that of others; nothing for other metrics."""
+    """The part of a metric's name that languages or pairs share; "" for a metric of neither."""
     if key.language:
         return str(key._replace(language=""))
     return key.name if key.name in ("alignment", "alignment_trained") else ""
 
 
 def without_row(task: str, row: str, name: str) -> str:
-    """What the number of a row shares with that of another language's row. Rows of a run's held-out text are `STREAM`
-    and `STREAM LANGUAGE`, those of mteb are no languages, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
+    """The part of a number's name that rows of languages share; "" for a row of none. Rows of a run's held-out text are
+    `STREAM` and `STREAM LANGUAGE`, those of mteb are no languages, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
     first, _, rest = row.partition(" ")
     if task == "mteb" or (task == "heldout" and not rest):
         return ""
@@ -222,7 +222,7 @@ def by_name(value: Any) -> Any:
 
 
 def score_tables(scores: list[Scores]) -> list[Table]:
-    """For each task a line for each model and row, and a column for each number; without rows of transfer."""
+    """A table for each task: a line for each model and row, a column for each number. Rows of transfer are left out."""
     found = []
     for task in dict.fromkeys(task for model in scores for task in model.results):
         of_task = [
@@ -256,7 +256,7 @@ def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[s
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
-    """Whether a row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
+    """True if a row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
     return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
 
 

@@ -98,7 +98,7 @@ def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], 
 
 
 def names_language(name: str, language: str) -> bool:
-    """Whether `en-de ...` has the language of a row such as `de` or `de zero-shot`."""
+    """True if a name such as `en-de ...` has the language of a row such as `de` or `de zero-shot`."""
     return language.split()[0] in re.split(r"[^\w]+|_", name)
 
 

@@ -75,7 +75,7 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def offloads(ds_config: dict[str, Any]) -> bool:
-    """Whether the optimizer is in host memory."""
+    """True if the optimizer is in host memory."""
     zero = ds_config.get("zero_optimization", {})
     return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 

@@ -166,7 +166,7 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
 
 
 def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """DeepSpeed counts a step as one pass on each rank, whatever the streams and rows are."""
+    """Writes the batch sizes that make DeepSpeed count a step as one pass on each rank, whatever its rows are."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
         if (given := resolved.get(key, AUTO)) != AUTO:

@@ -55,7 +55,7 @@ def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """Whether each rank has all weights; stage 3 partitions them."""
+    """True if each rank has all weights; stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
@@ -132,7 +132,7 @@ def take_step(engine: Any) -> bool:
 
 
 def reduces_on_request(engine: Any) -> bool:
-    """Stage 0 does, and so does BF16_Optimizer, which DeepSpeed uses at stage 1 in bf16 with gradients in fp32."""
+    """True at stage 0, and for BF16_Optimizer, which DeepSpeed uses at stage 1 in bf16 with gradients in fp32."""
     return engine.zero_optimization_stage() == 0 or private.is_bf16_optimizer(engine)
 
 

@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises UserError."""
+    """Checks the values of the flags. Raises UserError."""
     for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
         value = getattr(args, name)
         if value is not None and not (0 < value < float("inf") or (name == "warmup" and value == 0)):

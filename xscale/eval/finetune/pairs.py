@@ -30,7 +30,7 @@ CLS = np.zeros(1, dtype=np.int64)
 NO_GOLD = "-"
 """MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
 NO_LABEL = None, "", -1, "-1"
-"""-1 is the number that `datasets` has for an absent label."""
+"""The marks of an absent label; `datasets` has -1."""
 
 
 def read(path: Path, language: str) -> list[LabelledExample]:

@@ -51,7 +51,7 @@ def read_ner(path: Path, language: str) -> list[LabelledExample]:
 
 
 def is_conllu(path: Path) -> bool:
-    """By its name; else by the first line of a word, which has 10 columns."""
+    """True if the name has .conllu, or the first line of a word has 10 columns."""
     words = (line for _, line in read_lines(path) if line.strip() and not line.startswith("#"))
     return ".conllu" in path.suffixes or len(next(words, "\t" * 9).split("\t")) == 10
 
@@ -63,13 +63,13 @@ def is_bio(tag: str) -> bool:
 def _make_examples(
     path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
 ) -> list[LabelledExample]:
-    """Raises UserError for a tag that is not one of these kinds."""
+    """The sentences that were found, as examples. Raises UserError for a tag that is not one of `kinds`."""
     examples = []
     for key, words, tags in found:
         where = f"{path}: the sentence from line {key}"
         wrong = next((tag for tag in tags if tag is not None and not is_tag(tag)), None)
         if wrong is not None:
-            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}")
+            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}; mend it")
         if len(words) != len(tags) or (None in tags and any(tags)):
             raise UserError(f"{where} has words with a tag and words without; mend it")
         examples.append(LabelledExample(key, (language,), tuple(words), None if None in tags else tuple(tags)))
@@ -90,8 +90,8 @@ def _read_table(path: Path, tags: tuple[str, ...]) -> Iterator[TaggedWords]:
 def _read_sentences(
     path: Path, read_word: Callable[[str, str, int], tuple[str, str | None] | None]
 ) -> Iterator[TaggedWords]:
-    """A blank line ends a sentence. read_word takes a line, its file and number, and the count of words before it in
-    the sentence; it returns word and tag, or None for a line that is not a word."""
+    """The sentences of a file; a blank line ends one. read_word takes a line, its file and number, and the count of
+    words before it in the sentence; it returns word and tag, or None for a line that is not a word."""
     first, words, tags = 0, list[str](), list[str | None]()
     for number, line in (*read_lines(path), (0, "")):
         if not line.strip():
@@ -105,7 +105,7 @@ def _read_sentences(
 
 
 def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
-    """Columns 2 and 4. Comments, ranges of multiword tokens and empty nodes are not words."""
+    """The word and tag in columns 2 and 4. Comments, ranges of multiword tokens and empty nodes are not words."""
     if line.startswith("#"):
         return None
     fields = line.split("\t")
@@ -126,7 +126,8 @@ def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
 def _column_word(
     line: str, where: str, before: int, is_tag: Callable[[str], bool], kinds: str
 ) -> tuple[str, str | None] | None:
-    """The first and the last column; one column alone has no tag. CoNLL's marks of documents are not words."""
+    """The word and tag in the first and last column; no tag if there is one only. CoNLL's marks of documents are no
+    words."""
     if line.startswith("-DOCSTART-"):
         return None
     fields = line.split("\t") if "\t" in line else line.split(" ")

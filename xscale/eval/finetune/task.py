@@ -1,4 +1,4 @@
-"""What a fine-tuning task is: how its files are read, encoded, predicted, scored and written.
+"""A fine-tuning task: how its files are read, encoded, predicted, scored and written.
 
 Shape letters: S states that are read of a sequence, C outputs of the head, B sequences, L tokens of the longest one.
 """
@@ -64,7 +64,7 @@ class Feature(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """How examples become features."""
+    """The settings that turn examples into features."""
 
     tokenizer: Tokenizer
     longest: int
@@ -101,7 +101,7 @@ class Task:
     epochs: int = 10
     lr: float = 2e-5
     classes: bool = True
-    """Whether an answer is one of a few labels, so that there is a most frequent one."""
+    """True if an answer is one of a few labels, so that there is a most frequent one."""
 
 
 def label_numbers(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from xscale.eval.finetune.task import Feature, Task
 from xscale.eval.model import Exported
 
 PREDICTED_AT_ONCE = 64
-"""Sequences of a batch that is only predicted, on each rank."""
+"""Sequences of a batch on each rank, when the model predicts without training."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,9 @@ class FineTuner:
         try:
             return getattr(transformers, self.task.head).from_pretrained(path, **names)
         except ValueError:
-            raise UserError(f"{path}: transformers has no {self.task.head} for this type of model") from None
+            raise UserError(
+                f"{path}: transformers has no {self.task.head} for this type of model; take one of another type"
+            ) from None
 
     def arguments(self, groups: list[list[Feature]], seed: int) -> transformers.TrainingArguments:
         size = sum(map(len, groups)) / len(groups)
@@ -159,6 +161,6 @@ def without_unknown_auto(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def silence_libraries() -> None:
-    """transformers and accelerate list what is known: that the head is new, and the arguments of each run."""
+    """Silences lines that transformers and accelerate repeat: that the head is new, and the arguments of each run."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("accelerate").setLevel(logging.ERROR)

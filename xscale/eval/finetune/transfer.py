@@ -40,7 +40,7 @@ def plan_training(
     source: str,
     code_switch: bool,
 ) -> list[TrainingText]:
-    """All runs that the texts allow. Raises UserError where a text serves no test, or texts do not fit each other."""
+    """All trainings that the texts allow. Raises UserError if a text serves no test, or texts do not fit each other."""
     found = []
     for language, data in train.items():
         served = list(tests) if language == source else [language] if language in tests else []
@@ -65,7 +65,7 @@ def plan_training(
 
 
 def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData]) -> None:
-    """Raises UserError."""
+    """Checks the labels of a training text and of its tests. Raises UserError."""
     data = training.data
     bare = next((example for example in data.examples if example.gold is None), None)
     if bare:
@@ -94,7 +94,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
             )
         original = originals[example.key]
         if len(example.langs) < 2:
-            raise UserError(f"--code_switch is for tasks of two texts; {task.xtreme} has one")
+            raise UserError(f"--code_switch is for tasks of two texts, and {task.xtreme} has one; leave it out")
         if task.classes and example.gold != original.gold:
             raise UserError(
                 f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
