@@ -97,20 +97,22 @@ def test_table_leaves_out_what_did_not_converge(driver: Any) -> None:
 
 @pytest.mark.slow
 def test_a_killed_grid_has_the_same_table(tmp_path: Path) -> None:
-    """Killed while it trains, then while it measures; then the cell alone from its beginning."""
+    """Killed while it trains and resumed; then trained and measured from its beginning, but for the fine-tuning."""
     words = ["--grid", "tang", "--scale", "smoke", "--only", "trans.inv/align_mlm", "--out", str(tmp_path)]
     command = [sys.executable, str(PAPERS / "run.py"), *words]
-    for made in ("runs/trans.inv/align_mlm.0/checkpoints/step_00000002", "parts/trans.inv/align_mlm.0.withheld.json"):
-        with subprocess.Popen(command, env=launch.environment()) as running:
-            while running.poll() is None and not (tmp_path / made).exists():
-                time.sleep(0.05)
-            launch.kill(running)
-        assert running.returncode < 0
-    subprocess.run(command, env=launch.environment(), check=True)
-    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    cell = "trans.inv/align_mlm.0"
+    with subprocess.Popen(command, env=launch.environment()) as running:
+        while running.poll() is None and not (tmp_path / f"runs/{cell}/checkpoints/step_00000002").exists():
+            time.sleep(0.05)
+        launch.kill(running)
+    assert running.returncode < 0 and not (tmp_path / "table.md").exists()
+    made: list[tuple[str, bytes]] = []
+    for _ in range(2):
+        subprocess.run(command, env=launch.environment(), check=True)
+        table = (tmp_path / "table.md").read_text(encoding="utf-8")
+        made.append((table, (tmp_path / f"hf/{cell}/model.safetensors").read_bytes()))
+        for path in [tmp_path / "runs", tmp_path / "hf", tmp_path / "scores", *tmp_path.glob(f"parts/{cell}.[aw]*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert made[0] == made[1]
     assert "align_mlm, seed 0: did not converge" in table and "pos Δ" in table  # 4 steps
     assert "| 4 |" in (tmp_path / "cells.md").read_text() and (tmp_path / "words.png").stat().st_size > 1000
-    for folder in ("runs", "hf", "parts", "scores"):
-        shutil.rmtree(tmp_path / folder)
-    subprocess.run(command, env=launch.environment(), check=True)
-    assert (tmp_path / "table.md").read_text(encoding="utf-8") == table
