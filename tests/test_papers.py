@@ -76,12 +76,13 @@ def test_cells_of_one_folder_have_the_same_settings(driver: Any, tmp_path: Path)
         grid("steps=300")
 
 
-def test_table_leaves_out_what_did_not_converge(driver: Any) -> None:
+def test_table_leaves_out_what_did_not_converge(driver: Any, tmp_path: Path) -> None:
     tables = importlib.import_module("tables")
     values = {"mlm": [20.0, 31.0, 25.0, 90.0], "align_mlm": [40.0, 47.0, 49.0, 1.0]}
 
     def cell(arm: str, seed: int) -> dict[str, Any]:
         scores = {"retrieval": values[arm][seed], "TLM loss": 9.0 if seed == 3 else 5.0, "unigram entropy": 6.0}
+        scores |= {"aligned all": values[arm][seed] / 2, "pos Δ": 60 - values[arm][seed]}
         return {"cell": {"world": "w", "arm": arm, "seed": seed}, "scores": scores, "problem": "", "loss fell": True}
 
     done = [cell(arm, seed) for arm in values for seed in range(4)]
@@ -93,6 +94,9 @@ def test_table_leaves_out_what_did_not_converge(driver: Any) -> None:
     for pair in (["align_mlm", "mlm"], ["w/align_mlm", "w/mlm"]):
         (found,) = tables.comparisons({"compare": [pair]}, done)
         assert f"| w/align_mlm - w/mlm | retrieval | 20.0 ± 4.0 | 3 | {p:.3f} |" in found
+    assert "rho -1.000" in tables.correlations(done)[0] and "6 cells" in tables.correlations(done)[0]
+    tables.draw_alignment(tmp_path / "alignment.png", done, "pos Δ")
+    assert (tmp_path / "alignment.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
