@@ -1,0 +1,122 @@
+"""benchmarks/papers: a grid that is killed and resumed has the same table, and the shipped grids fit the recipes."""
+
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import yaml
+
+from tests import launch
+from xscale.config import RECIPES, load_recipe
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+
+PAPERS = launch.ROOT / "benchmarks" / "papers"
+GRIDS = sorted(path.stem for path in PAPERS.glob("*.yaml") if path.stem != "scales")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(PAPERS)
+    return importlib.import_module("run")
+
+
+@pytest.mark.parametrize("scale", ["cpu", "h100", "paper"])
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale: str) -> None:
+    args = Namespace(grid=name, scale=scale, out=tmp_path, data=tmp_path, only=[], set=[])
+    grid = driver.Grid(args)
+    for product in grid.grid["cells"]:
+        assert set(product["worlds"]) <= grid.grid["worlds"].keys() and set(product["arms"]) <= grid.grid["arms"].keys()
+    cells = [f"{world}/{arm}" for part in grid.grid["cells"] for world in part["worlds"] for arm in part["arms"]]
+    assert {one for pair in grid.grid["compare"] for one in pair} <= grid.grid["arms"].keys() | set(cells)
+    assert "steps" in grid.scale and {"epochs", "limit", "lr", "seeds"} == grid.scale["tune"].keys()
+    options = {objective: of.options for objective, of in OBJECTIVES.items()}
+    for arm in filter(None, [*grid.grid["arms"].values(), grid.grid.get("pretrain")]):
+        shipped = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
+        assert {key.split(".")[1] for key in arm if key.startswith("streams.")} <= shipped["streams"].keys(), arm
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(grid.recipe(arm, 20, tmp_path, None)), encoding="utf-8")
+        assert load_recipe(str(tmp_path / "recipe.yaml"), [], options).train.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--grid", "tong"], r"--grid tong .*tang"),
+        (["--only", "trans/xml"], r"--only trans/xml.*trans/xlm"),
+        (["--set", "stps=3"], r"--set stps=3.*steps"),
+        (["--set", "steps=abc"], r"--set steps=abc.*steps"),
+        (["--scale", "paper"], r"--scale paper needs --data"),
+        (["--data", "nowhere"], r"nowhere/parallel/bible/bible.en.xz.*--data"),
+    ],
+)
+def test_errors_name_value_and_remedy(
+    driver: Any, tmp_path: Path, capsys: pytest.CaptureFixture, words: list[str], told: str
+) -> None:
+    data = [] if "paper" in words else ["--data", str(tmp_path)]
+    code = driver.main(["--grid", "tang", "--scale", "cpu", "--out", str(tmp_path), *data, *words])
+    assert code == 2 and re.fullmatch(rf"error: .*{told}.*\n", capsys.readouterr().err)
+
+
+def test_cells_of_one_folder_have_the_same_settings(driver: Any, tmp_path: Path) -> None:
+    def grid(*given: str) -> Any:
+        return driver.Grid(Namespace(grid="tang", scale="cpu", out=tmp_path, data=tmp_path, only=[], set=given))
+
+    assert grid("steps=200", "seeds=[0]").scale["steps"] == 200
+    assert len(grid("steps=200", "seeds=[0, 1]").cells) == 24
+    with pytest.raises(UserError, match=r"settings.json.*--out"):
+        grid("steps=300")
+
+
+def test_table_leaves_out_what_did_not_converge(driver: Any, tmp_path: Path) -> None:
+    tables = importlib.import_module("tables")
+    values = {"mlm": [20.0, 31.0, 25.0, 90.0], "align_mlm": [40.0, 47.0, 49.0, 1.0]}
+
+    def cell(arm: str, seed: int) -> dict[str, Any]:
+        scores = {"retrieval": values[arm][seed], "TLM loss": 9.0 if seed == 3 else 5.0, "unigram entropy": 6.0}
+        scores |= {"aligned all": values[arm][seed] / 2, "pos Δ": 60 - values[arm][seed]}
+        return {"cell": {"world": "w", "arm": arm, "seed": seed}, "scores": scores, "problem": "", "loss fell": True}
+
+    done = [cell(arm, seed) for arm in values for seed in range(4)]
+    done.append({**cell("mlm", 0), "problem": "the loss was not finite", "scores": {}})
+    assert driver.problems(done[:4]) and not driver.problems(done[:3])
+    (table,) = tables.map_worlds(done)
+    assert "| mlm | 3 | 25.3 ± 5.5 |" in table and "| mlm, seed 3: did not converge |  | 90.0 |" in table
+    p = scipy.stats.ttest_rel(values["align_mlm"][:3], values["mlm"][:3]).pvalue
+    for pair in (["align_mlm", "mlm"], ["w/align_mlm", "w/mlm"]):
+        (found,) = tables.comparisons({"compare": [pair]}, done)
+        assert f"| w/align_mlm - w/mlm | retrieval | 20.0 ± 4.0 | 3 | {p:.3f} |" in found
+    assert "rho -1.000" in tables.correlations(done)[0] and "6 cells" in tables.correlations(done)[0]
+    tables.draw_alignment(tmp_path / "alignment.png", done, "pos Δ")
+    assert (tmp_path / "alignment.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_killed_grid_has_the_same_table(tmp_path: Path) -> None:
+    """Killed while it trains and resumed; then trained and measured from its beginning, but for the fine-tuning."""
+    words = ["--grid", "tang", "--scale", "smoke", "--only", "trans.inv/align_mlm", "--out", str(tmp_path)]
+    command = [sys.executable, str(PAPERS / "run.py"), *words]
+    cell = "trans.inv/align_mlm.0"
+    with subprocess.Popen(command, env=launch.environment()) as running:
+        while running.poll() is None and not (tmp_path / f"runs/{cell}/checkpoints/step_00000002").exists():
+            time.sleep(0.05)
+        launch.kill(running)
+    assert running.returncode < 0 and not (tmp_path / "table.md").exists()
+    made: list[tuple[str, bytes]] = []
+    for _ in range(2):
+        subprocess.run(command, env=launch.environment(), check=True)
+        table = (tmp_path / "table.md").read_text(encoding="utf-8")
+        made.append((table, (tmp_path / f"hf/{cell}/model.safetensors").read_bytes()))
+        for path in [tmp_path / "runs", tmp_path / "hf", tmp_path / "scores", *tmp_path.glob(f"parts/{cell}.[aw]*")]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert made[0] == made[1]
+    assert "align_mlm, seed 0: did not converge" in table and "pos Δ" in table  # 4 steps
+    assert "| 4 |" in (tmp_path / "cells.md").read_text() and (tmp_path / "words.png").stat().st_size > 1000
