@@ -7,6 +7,7 @@ are errors, and all problems are reported at once.
     rules: {normalise: [nfc, controls, spaces], length: {characters: [1, 2000]}, ratio: 4, dedup: exact}
     tokenizer: {type: wordpiece, vocab_size: 32000, alpha: 0.5}
     heldout: {pairs: 1000, mono: 1000}
+    lexicons: [muse/en-cs.txt]
 
 Paths are relative to the folder in which the command is started.
 """
@@ -161,6 +162,8 @@ class Corpus(Strict):
     rules: Rules = Rules()
     tokenizer: TokenizerSpec | None = None
     heldout: HeldoutSpec = HeldoutSpec()
+    lexicons: list[str] = []
+    """Dictionaries, such as en-de.txt, that are copied to the folder `lexicon`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

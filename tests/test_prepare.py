@@ -29,6 +29,7 @@ from data_tools.sentences import split_sentences
 from tests import launch
 from tests.slurm_cluster import cluster, wait_for
 from xscale import files
+from xscale.data.lexicon import find_lexicons
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
@@ -372,6 +373,28 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     record = source.read(0, 0)
     assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("en-de.txt", "dog Hund\ncat Katze\n", ""),
+        ("words.txt", "dog Hund\n", r"words\.txt.*en-de\.txt"),
+        ("en-fr.txt", "dog chien\n", r"en-fr\.txt.* fr;.*leave"),
+        ("en-de.dict", "dog Hund\n", r"en-de\.dict.*rename"),
+        ("en-de.txt", "dog\n", r"en-de\.txt: line 1"),
+    ],
+)
+def test_dictionaries_are_checked_and_copied(tmp_path: Path, name: str, content: str, named: str) -> None:
+    (tmp_path / name).write_text(content)
+    tree = {"sources": [{"pairs": ["en", "de"], "text": moses(tmp_path, PAIRS)}], "lexicons": [str(tmp_path / name)]}
+    if named:
+        with pytest.raises(UserError, match=named):
+            run(tmp_path, tree)
+        return
+    shards = run(tmp_path, tree) / "shards"
+    (found,) = find_lexicons(find_sources([shards]), shards)
+    assert found.name == name and found.read_text() == content
 
 
 @pytest.fixture(scope="module")
