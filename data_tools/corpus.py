@@ -23,8 +23,8 @@ from xscale.config import read_yaml
 from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
-PAIRS_ONLY, MONO_ONLY = ("tsv", "tmx", "opus"), ("jsonl",)
+FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
+PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl",)
 
 
 class Strict(BaseModel):
@@ -70,6 +70,8 @@ class SourceSpec(Strict):
     mono: str | None = None
     text: str | list[str] | None = None
     """Two files whose lines n are translations of each other; or files and folders of running text."""
+    zst: tuple[str, str] | None = Field(default=None, strict=False)
+    """Two files of a pair as Mozilla's pipeline writes them, with `links` beside them."""
     tsv: str | None = None
     tmx: str | None = None
     opus: str | None = None
@@ -130,10 +132,10 @@ class SourceSpec(Strict):
 
     def _check_columns(self, form: str) -> None:
         """Raises ValueError if `columns` or `links` do not fit the format."""
-        if self.links is not None and (self.mono or form not in ("text", "tsv")):
-            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
+        if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
+            raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for text")
+            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for others")
         if self.columns and form not in ("tsv", "parquet", "datasets"):
             raise ValueError(f"columns: {form} has none; remove the key")
         numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]

@@ -238,6 +238,7 @@ def _data_set(name: str) -> Iterator[dict[str, Any]]:
 Reader = Callable[[SourceSpec], Iterator[Unit]]
 READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "text"): text_pairs,
+    ("pairs", "zst"): text_pairs,
     ("pairs", "tsv"): tsv_pairs,
     ("pairs", "tmx"): tmx_pairs,
     ("pairs", "opus"): opus_pairs,

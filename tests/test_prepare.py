@@ -123,6 +123,7 @@ FORMATS: dict[str, Callable[[Path, list], dict]] = {
     "gz": lambda folder, pairs: {"text": moses(folder, pairs, ".gz", gzip.compress)},
     "xz": lambda folder, pairs: {"text": moses(folder, pairs, ".xz", lzma.compress)},
     "zst": lambda folder, pairs: {"text": moses(folder, pairs, ".zst", zstandard.compress)},
+    "mozilla": lambda folder, pairs: {"zst": moses(folder, pairs, ".zst", zstandard.compress)},
     "tsv": lambda folder, pairs: {"tsv": tsv(folder, pairs), "columns": [3, 2]},
     "tmx": lambda folder, pairs: {"tmx": tmx(folder, pairs)},
     "tmx.gz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".gz", gzip.compress)},
@@ -373,6 +374,19 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     (source,) = find_sources([run(tmp_path, tree) / "shards"])
     record = source.read(0, 0)
     assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
+
+
+def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
+    """Mozilla's form. A link that does not fit its pair is told with its line."""
+    names = moses(tmp_path, [("a, b", "x y"), ("c d", "z")], ".zst", zstandard.compress)
+    links = tmp_path / "m.aln.zst"
+    links.write_bytes(zstandard.compress(b"0-0 1-1\n1-0\n"))
+    tree = {"sources": [{"pairs": ["en", "de"], "zst": names, "links": str(links)}]}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    assert [source.read(0, n).links for n in range(2)] == ["0-0 2-1", "1-0"]
+    links.write_bytes(zstandard.compress(b"0-0\n1-1\n"))
+    with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*white-space words"):
+        run(tmp_path, tree, out="again")
 
 
 @pytest.mark.parametrize(
