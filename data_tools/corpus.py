@@ -23,8 +23,8 @@ from xscale.config import read_yaml
 from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
-PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl",)
+FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu")
+PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu")
 
 
 class Strict(BaseModel):
@@ -80,6 +80,8 @@ class SourceSpec(Strict):
     parquet: str | None = None
     datasets: str | None = None
     """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
+    conllu: str | None = None
+    """A treebank, of which the sentences' `# text =` are read."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
     """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
     field: str = "text"

@@ -159,6 +159,14 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
         list(readers.read_units(SourceSpec(pairs=("en", "de"), text=names)))
 
 
+def treebank(folder: Path, *sentences: str | tuple[str, str]) -> str:
+    """Sentences, some of which have a comment before their text."""
+    both = [("newpar", each) if isinstance(each, str) else each for each in sentences]
+    word = "1\tw\tw\tX\t_\t_\t0\troot\t_\t_"
+    (folder / "t.conllu").write_text("".join(f"# {more}\n# text = {text}\n{word}\n\n" for more, text in both))
+    return str(folder / "t.conllu")
+
+
 def test_documents_stay_documents(tmp_path: Path) -> None:
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "wiki_00").write_text(
@@ -168,6 +176,11 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
     kinds = {
         "text": (str(tmp_path / "wiki"), {}, [["A", "One here. Two there.", "Three."], ["B"]]),
         "jsonl": (str(tmp_path / "d.jsonl"), {"field": "body"}, [["A", "B\u2028C"], ["D"]]),
+        "conllu": (
+            treebank(tmp_path, "Zero", "One", ("newdoc id = d", "Two"), "Three = 3", ("newdoc", "Four")),
+            {},
+            [["Zero"], ["One"], ["Two", "Three = 3"], ["Four"]],
+        ),
     }
     for name, (path, more, expected) in kinds.items():
         units = readers.read_units(SourceSpec(mono="en", **{name: path}, **more))
@@ -197,6 +210,7 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
         ({"pairs": ["en", "de"], "opus": "f"}, ZIP, "ends in .en"),
         ({"pairs": ["en", "de"], "datasets": "f"}, b"", "save_to_disk"),
+        ({"mono": "en", "conllu": "f"}, b"1\tw" + b"\t_" * 8, "line 1: the sentence has no `# text =`"),
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "looks like JSON"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "line 1 is not UTF-8"),
     ],
