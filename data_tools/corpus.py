@@ -20,10 +20,11 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xscale.config import read_yaml
+from xscale.data.shards import Source
 from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu")
+FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
 PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu")
 
 
@@ -82,6 +83,8 @@ class SourceSpec(Strict):
     """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
     conllu: str | None = None
     """A treebank, of which the sentences' `# text =` are read."""
+    shards: str | None = None
+    """A folder of shards, which says its languages itself."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
     """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
     field: str = "text"
@@ -217,6 +220,13 @@ def load_corpus(path: Path) -> Corpus:
         raise UserError(f"{path}: {error.strerror}; give the corpus.yaml to prepare") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
+    for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
+        if isinstance(source, dict) and isinstance(source.get("shards"), str):
+            langs = Source(source["shards"]).langs
+            given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
+            if source.keys() & {"pairs", "mono"}:
+                raise UserError(f"{path}: shards: {source['shards']} says that it has {given}; remove pairs and mono")
+            source.update(given)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:

@@ -16,6 +16,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from xscale.data.shards import Source
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError, can_be_encoded
 
@@ -255,6 +256,24 @@ def _data_set(name: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{name} must be a folder of save_to_disk, with a split `train`: {error}") from None
 
 
+def shard_records(source: SourceSpec) -> Iterator[Unit]:
+    """Pairs and documents of shards. Links count the words of data/words.py."""
+    shards, first, texts = Source(source.paths[0]), 1, list[str]()
+    places = ((shard, record) for shard, count in enumerate(shards.counts.tolist()) for record in range(count))
+    for number, place in enumerate(places, start=1):
+        found = shards.with_words(shards.read(*place))
+        if source.pairs:
+            yield Unit(number, [*found.texts], found.links)
+            continue
+        if texts and (not shards.continues_document(*place) or len(texts) >= PARAGRAPHS):
+            yield Unit(first, texts)
+            texts = []
+        first = first if texts else number
+        texts.append(found.texts[0])
+    if texts:
+        yield Unit(first, texts)
+
+
 Reader = Callable[[SourceSpec], Iterator[Unit]]
 READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "text"): text_pairs,
@@ -264,6 +283,8 @@ READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "opus"): opus_pairs,
     ("pairs", "parquet"): table_rows,
     ("pairs", "datasets"): table_rows,
+    ("pairs", "shards"): shard_records,
+    ("mono", "shards"): shard_records,
     ("mono", "text"): documents,
     ("mono", "jsonl"): json_documents,
     ("mono", "conllu"): conllu_documents,

@@ -130,8 +130,11 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
     """A unit's links over the words of its clean texts, and how many were dropped. Raises UserError."""
     if unit.links is None:
         return None, 0
+    given = None if texts == unit.texts else tuple(unit.texts)
+    if source.format == "shards":  # its links count no white-space words
+        given = tuple(" ".join(of_text) for of_text, _ in words.split(unit.texts))
     try:
-        return project_links(unit.links, tuple(texts), None if texts == unit.texts else tuple(unit.texts))
+        return project_links(unit.links, tuple(texts), given)
     except ValueError as error:
         raise UserError(
             f"{source.paths[-1]}: line {unit.number}: {error}; links are 0-based `source-target` numbers of the "

@@ -390,6 +390,24 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
 
 
+def test_shards_are_a_source_again(tmp_path: Path) -> None:
+    """Their links and documents too. A rule that changes a text takes its links along."""
+    (tmp_path / "l.tsv").write_text("a,\u00a0 b\x01c d\tx  y\t0-0 1-1\n", encoding="utf-8")
+    (tmp_path / "docs").write_text("One here. Two there.\n\nThree.\n", encoding="utf-8")
+    linked = {"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3, "name": "pairs"}
+    mono = {"mono": "en", "text": str(tmp_path / "docs"), "name": "mono"}
+    first = run(tmp_path, {"sources": [linked, mono], "rules": {"normalise": []}}, out="first") / "shards"
+    again = [{"shards": str(first / name), "name": name} for name in ("pairs", "mono")]
+    second = run(tmp_path, {"sources": again}, out="second") / "shards"
+    (pair,), sentences = ([source.read(0, n) for n in range(source.records)] for source in find_sources([second])[::-1])
+    assert pair.texts == ("a, b c d", "x y") and pair.links == "0-0 2-1 3-1"
+    assert [text for record in sentences for text in record.texts] == ["One here.", "Two there.", "Three."]
+    assert sentences[0].doc == sentences[1].doc != sentences[2].doc
+    for bad, named in (({"mono": "en", **again[0]}, "remove pairs and mono"), ({"shards": "none"}, "none/index.json")):
+        with pytest.raises(UserError, match=named):
+            run(tmp_path, {"sources": [bad]})
+
+
 def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
     """Mozilla's form. A link that does not fit its pair is told with its line."""
     names = moses(tmp_path, [("a, b", "x y"), ("c d", "z")], ".zst", zstandard.compress)
