@@ -6,6 +6,7 @@ are errors, and all problems are reported at once.
       - {mono: ja, text: wiki_ja/, first: 100000, rules: {lid: true}}
     rules: {normalise: [nfc, controls, spaces], length: {characters: [1, 2000]}, ratio: 4, dedup: exact}
     tokenizer: {type: wordpiece, vocab_size: 32000, alpha: 0.5}
+    align: true
     heldout: {pairs: 1000, mono: 1000}
     lexicons: [muse/en-cs.txt]
 
@@ -167,6 +168,8 @@ class HeldoutSpec(Strict):
 class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
+    align: bool = False
+    """Pairs that have no word links get them from eflomal, which does not give the same links twice."""
     tokenizer: TokenizerSpec | None = None
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
@@ -194,6 +197,11 @@ class Corpus(Strict):
     def names(self) -> list[str]:
         """The name of each source."""
         return [source.name or default_name(source) for source in self.sources]
+
+    @property
+    def directions(self) -> list[tuple[str, ...]]:
+        """The ordered pairs of languages that are aligned."""
+        return sorted({source.langs for source in self.sources if source.pairs}) if self.align else []
 
     @property
     def groups(self) -> list[tuple[str, ...]]:

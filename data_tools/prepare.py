@@ -4,7 +4,7 @@
 
 DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
 then the work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task
-again. The bytes do not depend on the executor, the number of workers or on kills.
+again. The bytes do not depend on the executor, the number of workers or on kills, but for the links of `align: true`.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
 SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants. Jobs go on when the
@@ -25,7 +25,7 @@ from pathlib import Path
 from xscale import files
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
-from . import prepare_report, readers, steps
+from . import align, prepare_report, readers, steps
 from .cleaning import identifier, lid_code
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, Executor, do_share
@@ -68,6 +68,8 @@ def check(corpus: Corpus) -> None:
                 raise UserError(f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`")
     if corpus.lexicons:
         check_lexicons(corpus)
+    if corpus.directions:
+        align.find_program()
 
 
 def check_lexicons(corpus: Corpus) -> None:
