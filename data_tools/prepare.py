@@ -147,12 +147,14 @@ def describe(corpus: Corpus) -> str:
     """What would be done, by the first units of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
-        seen = list(islice(readers.read_units(source), DRY_RUN_UNITS))
-        size = sum(len(text.encode()) + 1 for unit in seen for text in unit.texts) / max(len(seen), 1)
+        most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
+        seen = list(islice(readers.read_units(source), most))
+        beside = RECORD_BYTES if source.shards else 1
+        size = sum(len(text.encode()) + beside for unit in seen for text in unit.texts) / max(len(seen), 1)
         packed = (*files.COMPRESSED, ".zip", ".parquet")
         text = sum(file.stat().st_size * (COMPRESSION if file.suffix in packed else 1)
                    for file in files_below(source.paths))  # fmt: skip
-        exact = len(seen) < DRY_RUN_UNITS
+        exact = most is None or len(seen) < most
         count = len(seen) if exact else min(int(text / size), source.first or sys.maxsize)
         disk += int(count * (size + RECORD_BYTES))
         kind = "pairs" if source.pairs else "documents"

@@ -577,6 +577,13 @@ def test_dry_run_counts_and_writes_nothing(
     run(tmp_path, tree, "--dry_run")
     count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
     assert 9_000 < count < 11_000
+    tree = {"sources": [{"mono": "en", "conllu": treebank(tmp_path, *map(str, range(3000)))},
+                        {"shards": str(run(tmp_path, tree) / "shards" / "long.en-de")}]}  # fmt: skip
+    capsys.readouterr()
+    run(tmp_path, tree, "--dry_run")
+    told = capsys.readouterr().out
+    count = int(re.search(r"about ([\d,]+) pairs", told)[1].replace(",", ""))  # type: ignore[index]
+    assert "t.en: conllu, en, 3,000 documents" in told and 5_000 < count < 20_000
 
 
 @pytest.mark.parametrize(
