@@ -74,14 +74,20 @@ def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
     return align_words(((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs), out, symmetrize)
 
 
-def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
-    """Does the same for texts whose words stand between spaces. The aligner sees them in lower case."""
+def find_program() -> str:
+    """The path of eflomal's program. Raises UserError if it is not installed."""
     program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
             f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
             f"another program and give its links to --links"
         )
+    return program
+
+
+def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
+    """Does the same for texts whose words stand between spaces. The aligner sees them in lower case."""
+    program = find_program()
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
         paths = {name: Path(folder) / name for name in ("src", "tgt", "forward", "reverse")}
         given = aligned = unlinked = total = 0

@@ -6,7 +6,9 @@ are errors, and all problems are reported at once.
       - {mono: ja, text: wiki_ja/, first: 100000, rules: {lid: true}}
     rules: {normalise: [nfc, controls, spaces], length: {characters: [1, 2000]}, ratio: 4, dedup: exact}
     tokenizer: {type: wordpiece, vocab_size: 32000, alpha: 0.5}
+    align: true
     heldout: {pairs: 1000, mono: 1000}
+    lexicons: [muse/en-cs.txt]
 
 Paths are relative to the folder in which the command is started.
 """
@@ -19,11 +21,12 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from xscale.config import read_yaml
+from xscale.data.shards import Source
 from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
-FORMATS = ("text", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets")
-PAIRS_ONLY, MONO_ONLY = ("tsv", "tmx", "opus"), ("jsonl",)
+FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
+PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu")
 
 
 class Strict(BaseModel):
@@ -69,6 +72,8 @@ class SourceSpec(Strict):
     mono: str | None = None
     text: str | list[str] | None = None
     """Two files whose lines n are translations of each other; or files and folders of running text."""
+    zst: tuple[str, str] | None = Field(default=None, strict=False)
+    """Two files of a pair as Mozilla's pipeline writes them, with `links` beside them."""
     tsv: str | None = None
     tmx: str | None = None
     opus: str | None = None
@@ -77,6 +82,10 @@ class SourceSpec(Strict):
     parquet: str | None = None
     datasets: str | None = None
     """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
+    conllu: str | None = None
+    """A treebank, of which the sentences' `# text =` are read."""
+    shards: str | None = None
+    """A folder of shards, which says its languages itself."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
     """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
     field: str = "text"
@@ -129,10 +138,10 @@ class SourceSpec(Strict):
 
     def _check_columns(self, form: str) -> None:
         """Raises ValueError if `columns` or `links` do not fit the format."""
-        if self.links is not None and (self.mono or form not in ("text", "tsv")):
-            raise ValueError(f"links: {self.links!r} must belong to pairs of text or tsv")
+        if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
+            raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for text")
+            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for others")
         if self.columns and form not in ("tsv", "parquet", "datasets"):
             raise ValueError(f"columns: {form} has none; remove the key")
         numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
@@ -159,8 +168,12 @@ class HeldoutSpec(Strict):
 class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
+    align: bool = False
+    """Pairs that have no word links get them from eflomal, which does not give the same links twice."""
     tokenizer: TokenizerSpec | None = None
     heldout: HeldoutSpec = HeldoutSpec()
+    lexicons: list[str] = []
+    """Dictionaries, such as en-de.txt, that are copied to the folder `lexicon`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -184,6 +197,11 @@ class Corpus(Strict):
     def names(self) -> list[str]:
         """The name of each source."""
         return [source.name or default_name(source) for source in self.sources]
+
+    @property
+    def directions(self) -> list[tuple[str, ...]]:
+        """The ordered pairs of languages that are aligned."""
+        return sorted({source.langs for source in self.sources if source.pairs}) if self.align else []
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
@@ -210,6 +228,13 @@ def load_corpus(path: Path) -> Corpus:
         raise UserError(f"{path}: {error.strerror}; give the corpus.yaml to prepare") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
+    for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
+        if isinstance(source, dict) and isinstance(source.get("shards"), str):
+            langs = Source(source["shards"]).langs
+            given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
+            if source.keys() & {"pairs", "mono"}:
+                raise UserError(f"{path}: shards: {source['shards']} says that it has {given}; remove pairs and mono")
+            source.update(given)
     try:
         return Corpus.model_validate(tree)
     except ValidationError as error:

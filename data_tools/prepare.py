@@ -2,9 +2,9 @@
 
     python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm] [--workers N] [--dry_run]
 
-DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, report.html and report.json. Until then the
-work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task again. The
-bytes do not depend on the executor, the number of workers or on kills.
+DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
+then the work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task
+again. The bytes do not depend on the executor, the number of workers or on kills, but for the links of `align: true`.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
 SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants. Jobs go on when the
@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import time
 from itertools import islice
@@ -24,7 +25,7 @@ from pathlib import Path
 from xscale import files
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
-from . import prepare_report, readers, steps
+from . import align, prepare_report, readers, steps
 from .cleaning import identifier, lid_code
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, Executor, do_share
@@ -41,7 +42,7 @@ RECORD_BYTES = 100
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout")
+    parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout, ...")
     parser.add_argument("--out", type=Path, help="folder to make")
     parser.add_argument("--executor", choices=EXECUTORS, default="local", help="processes here, or an array of jobs")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="tasks at once (default: the cores)")
@@ -65,6 +66,26 @@ def check(corpus: Corpus) -> None:
         for lang in source.langs if rules.lid else ():
             if lid_code(lang) not in identifier().labels:
                 raise UserError(f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`")
+    if corpus.lexicons:
+        check_lexicons(corpus)
+    if corpus.directions:
+        align.find_program()
+
+
+def check_lexicons(corpus: Corpus) -> None:
+    """Raises UserError unless training can read each dictionary, and finds it by its name."""
+    from xscale.data.lexicon import pair_of, read_entries  # it takes seconds to import
+
+    languages = {lang for source in corpus.sources for lang in source.langs}
+    names = set[str]()
+    for path in map(Path, corpus.lexicons):
+        absent = set(pair_of(path, languages)) - languages
+        if absent:
+            raise UserError(f"lexicons: {path}: no source is in {', '.join(absent)}; add one, or leave the file out")
+        if path.suffix != ".txt" or path.name in names:
+            raise UserError(f"lexicons: {path} must be plain text with a name of its own, such as en-de.txt; rename it")
+        names.add(path.name)
+        read_entries(path)
 
 
 def files_below(paths: list[str]) -> list[Path]:
@@ -76,7 +97,7 @@ def fingerprint(corpus: Corpus) -> str:
     """A hash of the corpus, the sizes and times of its files, and the chunks."""
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
-            for file in files_below([*source.paths, *corpus.rules_of(source).exclude])]  # fmt: skip
+            for file in files_below([*source.paths, *corpus.rules_of(source).exclude, *corpus.lexicons])]  # fmt: skip
     text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -111,6 +132,9 @@ def finish(corpus: Corpus, folder: Path, out: Path) -> None:
     result = folder / "result"
     for path in result.glob(f"*{files.PARTIAL}"):  # of a task that was killed
         files.remove(path)
+    for name in corpus.lexicons:
+        (result / "lexicon").mkdir(exist_ok=True)
+        shutil.copyfile(name, result / "lexicon" / Path(name).name)
     report = prepare_report.collect(folder, corpus)
     files.write_text(result / "report.json", json.dumps(report, ensure_ascii=False, indent=1) + "\n")
     files.write_text(result / "report.html", prepare_report.page(report))
@@ -123,12 +147,14 @@ def describe(corpus: Corpus) -> str:
     """What would be done, by the first units of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
-        seen = list(islice(readers.read_units(source), DRY_RUN_UNITS))
-        size = sum(len(text.encode()) + 1 for unit in seen for text in unit.texts) / max(len(seen), 1)
+        most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
+        seen = list(islice(readers.read_units(source), most))
+        beside = RECORD_BYTES if source.shards else 1
+        size = sum(len(text.encode()) + beside for unit in seen for text in unit.texts) / max(len(seen), 1)
         packed = (*files.COMPRESSED, ".zip", ".parquet")
         text = sum(file.stat().st_size * (COMPRESSION if file.suffix in packed else 1)
                    for file in files_below(source.paths))  # fmt: skip
-        exact = len(seen) < DRY_RUN_UNITS
+        exact = most is None or len(seen) < most
         count = len(seen) if exact else min(int(text / size), source.first or sys.maxsize)
         disk += int(count * (size + RECORD_BYTES))
         kind = "pairs" if source.pairs else "documents"

@@ -8,6 +8,7 @@ format is refused. Every error names the file, the place and the remedy.
 import gzip
 import json
 import lzma
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from xscale.data.shards import Source
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError, can_be_encoded
 
+from .conllu import read_sentences
 from .corpus import SourceSpec
 from .documents import passages
 from .formats import HEAD_LINES, check_sides, check_text, object_of
@@ -195,6 +198,24 @@ def _document(place: str, number: int, fields: dict[str, Any], field: str) -> Un
     return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()])
 
 
+def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
+    """Documents from `# newdoc` on; sentences without one before them are documents of their own."""
+    first, in_document, texts = 1, False, list[str]()
+    for number, (where, sentence) in enumerate(read_sentences(Path(source.paths[0])), start=1):
+        text = next((line for line in sentence.comments if line.startswith("# text =")), None)
+        if text is None:
+            raise UserError(f"{where}: the sentence has no `# text =`; add it")
+        starts = any(re.match(r"# newdoc\b", line) for line in sentence.comments)
+        if texts and (starts or not in_document or len(texts) >= PARAGRAPHS):
+            yield Unit(first, texts)
+            texts = []
+        in_document = in_document or starts
+        first = first if texts else number
+        texts.append(text.partition("=")[2].strip())
+    if texts:
+        yield Unit(first, texts)
+
+
 def table_rows(source: SourceSpec) -> Iterator[Unit]:
     """Rows of a parquet file, or of a folder that `save_to_disk` wrote."""
     path = source.paths[0]
@@ -235,16 +256,38 @@ def _data_set(name: str) -> Iterator[dict[str, Any]]:
         raise UserError(f"{name} must be a folder of save_to_disk, with a split `train`: {error}") from None
 
 
+def shard_records(source: SourceSpec) -> Iterator[Unit]:
+    """Pairs and documents of shards. Links count the words of data/words.py."""
+    shards, first, texts = Source(source.paths[0]), 1, list[str]()
+    places = ((shard, record) for shard, count in enumerate(shards.counts.tolist()) for record in range(count))
+    for number, place in enumerate(places, start=1):
+        found = shards.with_words(shards.read(*place))
+        if source.pairs:
+            yield Unit(number, [*found.texts], found.links)
+            continue
+        if texts and (not shards.continues_document(*place) or len(texts) >= PARAGRAPHS):
+            yield Unit(first, texts)
+            texts = []
+        first = first if texts else number
+        texts.append(found.texts[0])
+    if texts:
+        yield Unit(first, texts)
+
+
 Reader = Callable[[SourceSpec], Iterator[Unit]]
 READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "text"): text_pairs,
+    ("pairs", "zst"): text_pairs,
     ("pairs", "tsv"): tsv_pairs,
     ("pairs", "tmx"): tmx_pairs,
     ("pairs", "opus"): opus_pairs,
     ("pairs", "parquet"): table_rows,
     ("pairs", "datasets"): table_rows,
+    ("pairs", "shards"): shard_records,
+    ("mono", "shards"): shard_records,
     ("mono", "text"): documents,
     ("mono", "jsonl"): json_documents,
+    ("mono", "conllu"): conllu_documents,
     ("mono", "parquet"): table_rows,
     ("mono", "datasets"): table_rows,
 }

@@ -4,11 +4,12 @@ wrote, and writes whole files of its own. All files are in one folder:
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
     clean/CHUNK.{jsonl,npy}     clean: what the rules leave of a chunk's units, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
+    links/CHUNK                 align: the word links of those of a chunk's pairs that are kept and have none
     result/tokenizer/           tokenizer: trained on a sample of what is kept
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
     result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
 
-Chunks do not depend on the number of workers, so every byte is a function of the input alone.
+Chunks do not depend on the number of workers, so every byte is a function of the input alone, but for links/.
 """
 
 import json
@@ -31,6 +32,7 @@ from xscale.errors import UserError
 from xscale.record import Record
 
 from . import index as indexing
+from .align import align
 from .cleaning import Cleaner, Removed, text_hashes
 from .corpus import Corpus, Rules, SourceSpec, group_of
 from .engine import Step, put
@@ -44,6 +46,7 @@ KEPT, REPEATED, NEAR, HELD = range(4)
 """The states of a unit."""
 HELD_SHARE = 10
 """At most one unit in this number is held out."""
+SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
 STATISTICS = 2
@@ -130,8 +133,11 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
     """A unit's links over the words of its clean texts, and how many were dropped. Raises UserError."""
     if unit.links is None:
         return None, 0
+    given = None if texts == unit.texts else tuple(unit.texts)
+    if source.format == "shards":  # its links count no white-space words
+        given = tuple(" ".join(of_text) for of_text, _ in words.split(unit.texts))
     try:
-        return project_links(unit.links, tuple(texts), None if texts == unit.texts else tuple(unit.texts))
+        return project_links(unit.links, tuple(texts), given)
     except ValueError as error:
         raise UserError(
             f"{source.paths[-1]}: line {unit.number}: {error}; links are 0-based `source-target` numbers of the "
@@ -211,6 +217,39 @@ def units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
     yield from zip(units_in(folder / f"clean/{chunk.number}.jsonl"), state_of(folder, chunk).tolist(), strict=True)
 
 
+def is_unlinked(unit: Unit, state: int) -> bool:
+    """Whether eflomal aligns a pair."""
+    return unit.links is None and state in (KEPT, HELD)
+
+
+def make_links(folder: Path, number: int) -> None:
+    """Write the links of a direction's pairs, aligned as one text."""
+    corpus = corpus_of(folder)
+    langs, made = corpus.directions[number], folder / f"links/{number}.all"
+
+    def unlinked(chunk: Chunk) -> list[Unit]:
+        return [unit for unit, state in units_and_states(folder, chunk) if is_unlinked(unit, state)]
+
+    chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs and unlinked(c)]
+    if not chunks:
+        return
+    made.parent.mkdir(exist_ok=True)
+    align(((unit.texts[0], unit.texts[1]) for chunk in chunks for unit in unlinked(chunk)), made, SYMMETRIZE)
+    with made.open(encoding="utf-8") as lines:
+        for chunk in chunks:
+            write_lines(folder / f"links/{chunk.number}", [next(lines).rstrip("\n") for _ in unlinked(chunk)])
+
+
+def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
+    """The units of a chunk with the links that were made, and their states."""
+    path = folder / f"links/{chunk.number}"
+    links = iter(path.read_text(encoding="utf-8").split("\n") if path.exists() else ())
+    for unit, state in units_and_states(folder, chunk):
+        if path.exists() and is_unlinked(unit, state):
+            unit = unit._replace(links=project_links(next(links), tuple(unit.texts), by_words=True)[0])
+        yield unit, state
+
+
 def kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
     """The language and text of every sentence, and side of a pair, that is kept."""
     for chunk in chunks_of(folder):
@@ -285,7 +324,7 @@ def shards(folder: Path, number: int) -> None:
     corpus, chunk = corpus_of(folder), chunks_of(folder)[number]
     source, name, removed = corpus.sources[chunk.source], corpus.names[chunk.source], Removed()
     fits, lines, held = length_filter(folder, corpus.rules_of(source), removed), list[Line](), list[str]()
-    for unit, state in units_and_states(folder, chunk):
+    for unit, state in linked_units(folder, chunk):
         if state in (REPEATED, NEAR):
             removed.add("dedup" if state == REPEATED else "dedup (near)", unit.texts[: len(source.langs)])
             continue
@@ -375,6 +414,7 @@ STEPS: dict[str, tuple[Step, Callable[[Path], int]]] = {
     "cut": (cut, lambda folder: len(corpus_of(folder).sources)),
     "clean": (clean, lambda folder: len(chunks_of(folder))),
     "select": (select, lambda folder: len(corpus_of(folder).groups)),
+    "align": (make_links, lambda folder: len(corpus_of(folder).directions)),
     "tokenizer": (tokenizer, lambda folder: int(corpus_of(folder).tokenizer is not None)),
     "shards": (shards, lambda folder: len(chunks_of(folder))),
     "gather": (gather, lambda folder: len(corpus_of(folder).sources) + len(corpus_of(folder).groups)),

@@ -13,7 +13,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -29,6 +29,7 @@ from data_tools.sentences import split_sentences
 from tests import launch
 from tests.slurm_cluster import cluster, wait_for
 from xscale import files
+from xscale.data.lexicon import find_lexicons
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
@@ -122,6 +123,7 @@ FORMATS: dict[str, Callable[[Path, list], dict]] = {
     "gz": lambda folder, pairs: {"text": moses(folder, pairs, ".gz", gzip.compress)},
     "xz": lambda folder, pairs: {"text": moses(folder, pairs, ".xz", lzma.compress)},
     "zst": lambda folder, pairs: {"text": moses(folder, pairs, ".zst", zstandard.compress)},
+    "mozilla": lambda folder, pairs: {"zst": moses(folder, pairs, ".zst", zstandard.compress)},
     "tsv": lambda folder, pairs: {"tsv": tsv(folder, pairs), "columns": [3, 2]},
     "tmx": lambda folder, pairs: {"tmx": tmx(folder, pairs)},
     "tmx.gz": lambda folder, pairs: {"tmx": packed(tmx(folder, pairs), ".gz", gzip.compress)},
@@ -157,6 +159,14 @@ def test_a_file_that_is_cut_off_is_told(tmp_path: Path, suffix: str) -> None:
         list(readers.read_units(SourceSpec(pairs=("en", "de"), text=names)))
 
 
+def treebank(folder: Path, *sentences: str | tuple[str, str]) -> str:
+    """Sentences, some of which have a comment before their text."""
+    both = [("newpar", each) if isinstance(each, str) else each for each in sentences]
+    word = "1\tw\tw\tX\t_\t_\t0\troot\t_\t_"
+    (folder / "t.conllu").write_text("".join(f"# {more}\n# text = {text}\n{word}\n\n" for more, text in both))
+    return str(folder / "t.conllu")
+
+
 def test_documents_stay_documents(tmp_path: Path) -> None:
     (tmp_path / "wiki").mkdir()
     (tmp_path / "wiki" / "wiki_00").write_text(
@@ -166,6 +176,11 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
     kinds = {
         "text": (str(tmp_path / "wiki"), {}, [["A", "One here. Two there.", "Three."], ["B"]]),
         "jsonl": (str(tmp_path / "d.jsonl"), {"field": "body"}, [["A", "B\u2028C"], ["D"]]),
+        "conllu": (
+            treebank(tmp_path, "Zero", "One", ("newdoc id = d", "Two"), "Three = 3", ("newdoc", "Four")),
+            {},
+            [["Zero"], ["One"], ["Two", "Three = 3"], ["Four"]],
+        ),
     }
     for name, (path, more, expected) in kinds.items():
         units = readers.read_units(SourceSpec(mono="en", **{name: path}, **more))
@@ -195,6 +210,7 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
         ({"pairs": ["en", "de"], "opus": "f"}, ZIP, "ends in .en"),
         ({"pairs": ["en", "de"], "datasets": "f"}, b"", "save_to_disk"),
+        ({"mono": "en", "conllu": "f"}, b"1\tw" + b"\t_" * 8, "line 1: the sentence has no `# text =`"),
         ({"mono": "en", "text": "f"}, b'[\n{"a": 1}\n', "looks like JSON"),
         ({"mono": "en", "text": "f"}, b"a\xff\n", "line 1 is not UTF-8"),
     ],
@@ -374,6 +390,100 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
     assert record.texts == ("a, b c d", "x y z") and record.links == "0-0 2-1 3-1 4-2"
 
 
+def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the aligner's place taken by one that links words at equal places. Pairs go to it once a direction, in
+    whatever chunks they are, without those that are repeated; links that a source has remain."""
+    asked = list[list[tuple[str, str]]]()
+
+    def diagonal(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
+        asked.append(list(pairs))
+        sizes = [min(len(a.split()), len(b.split())) for a, b in asked[-1]]
+        out.write_text("".join(" ".join(f"{i}-{i}" for i in range(size)) + "\n" for size in sizes))
+        return ""
+
+    monkeypatch.setattr(steps, "align", diagonal)
+    monkeypatch.setattr(prepare.align, "find_program", lambda: "eflomal-align")
+    monkeypatch.setattr(steps, "CHUNK_UNITS", 3)
+    pairs = [("a " * n + "end", "b " * (n + 2) + "Ende") for n in range(8)]
+    given = {"text": moses(tmp_path, [*pairs, pairs[2], pairs[7]])}
+    (tmp_path / "l.tsv").write_text("c d\te f\t1-0\n", encoding="utf-8")
+    tree = {
+        "sources": [
+            {"pairs": ["en", "de"], **given, "name": "plain"},
+            {"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3},
+            {"pairs": ["de", "en"], "text": given["text"][::-1], "first": 1, "name": "back", "rules": {"dedup": None}},
+        ],
+        "align": True,
+        "rules": {"dedup": "exact"},
+        "heldout": {"pairs": 1},
+    }
+    out = run(tmp_path, tree)
+    assert sorted(asked) == sorted([[pair[::-1] for pair in pairs[:1]], pairs])
+    records = [
+        s.read(*place)
+        for s in find_sources([out / "shards", out / "heldout"])
+        for place in s.places(np.arange(s.records))
+    ]
+    for record in records:
+        size = min(len(text.split()) for text in record.texts)
+        expected = "1-0" if record.texts[0] == "c d" else " ".join(f"{i}-{i}" for i in range(size))
+        assert record.links == expected, record
+    assert len(records) == 10
+
+
+def test_shards_are_a_source_again(tmp_path: Path) -> None:
+    """Their links and documents too. A rule that changes a text takes its links along."""
+    (tmp_path / "l.tsv").write_text("a,\u00a0 b\x01c d\tx  y\t0-0 1-1\n", encoding="utf-8")
+    (tmp_path / "docs").write_text("One here. Two there.\n\nThree.\n", encoding="utf-8")
+    linked = {"pairs": ["en", "de"], "tsv": str(tmp_path / "l.tsv"), "columns": [1, 2], "links": 3, "name": "pairs"}
+    mono = {"mono": "en", "text": str(tmp_path / "docs"), "name": "mono"}
+    first = run(tmp_path, {"sources": [linked, mono], "rules": {"normalise": []}}, out="first") / "shards"
+    again = [{"shards": str(first / name), "name": name} for name in ("pairs", "mono")]
+    second = run(tmp_path, {"sources": again}, out="second") / "shards"
+    (pair,), sentences = ([source.read(0, n) for n in range(source.records)] for source in find_sources([second])[::-1])
+    assert pair.texts == ("a, b c d", "x y") and pair.links == "0-0 2-1 3-1"
+    assert [text for record in sentences for text in record.texts] == ["One here.", "Two there.", "Three."]
+    assert sentences[0].doc == sentences[1].doc != sentences[2].doc
+    for bad, named in (({"mono": "en", **again[0]}, "remove pairs and mono"), ({"shards": "none"}, "none/index.json")):
+        with pytest.raises(UserError, match=named):
+            run(tmp_path, {"sources": [bad]})
+
+
+def test_links_of_a_file_are_stored(tmp_path: Path) -> None:
+    """Mozilla's form. A link that does not fit its pair is told with its line."""
+    names = moses(tmp_path, [("a, b", "x y"), ("c d", "z")], ".zst", zstandard.compress)
+    links = tmp_path / "m.aln.zst"
+    links.write_bytes(zstandard.compress(b"0-0 1-1\n1-0\n"))
+    tree = {"sources": [{"pairs": ["en", "de"], "zst": names, "links": str(links)}]}
+    (source,) = find_sources([run(tmp_path, tree) / "shards"])
+    assert [source.read(0, n).links for n in range(2)] == ["0-0 2-1", "1-0"]
+    links.write_bytes(zstandard.compress(b"0-0\n1-1\n"))
+    with pytest.raises(UserError, match=r"m\.aln\.zst: line 2: .*1-1.*white-space words"):
+        run(tmp_path, tree, out="again")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("en-de.txt", "dog Hund\ncat Katze\n", ""),
+        ("words.txt", "dog Hund\n", r"words\.txt.*en-de\.txt"),
+        ("en-fr.txt", "dog chien\n", r"en-fr\.txt.* fr;.*leave"),
+        ("en-de.dict", "dog Hund\n", r"en-de\.dict.*rename"),
+        ("en-de.txt", "dog\n", r"en-de\.txt: line 1"),
+    ],
+)
+def test_dictionaries_are_checked_and_copied(tmp_path: Path, name: str, content: str, named: str) -> None:
+    (tmp_path / name).write_text(content)
+    tree = {"sources": [{"pairs": ["en", "de"], "text": moses(tmp_path, PAIRS)}], "lexicons": [str(tmp_path / name)]}
+    if named:
+        with pytest.raises(UserError, match=named):
+            run(tmp_path, tree)
+        return
+    shards = run(tmp_path, tree) / "shards"
+    (found,) = find_lexicons(find_sources([shards]), shards)
+    assert found.name == name and found.read_text() == content
+
+
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """A corpus of the demo world in several formats."""
@@ -432,7 +542,8 @@ def test_a_run_that_failed_goes_on(tmp_path: Path, raw: tuple[Path, dict], monke
     """In the middle of each step a task fails once. Every other task is done once, and the bytes are the same."""
     _, tree = raw
     monkeypatch.setattr(steps, "CHUNK_UNITS", 100)
-    expected, original = hashes(run(tmp_path, tree, out="whole")), dict(steps.STEPS)
+    expected = hashes(run(tmp_path, tree, out="whole"))
+    original = {name: step for name, step in steps.STEPS.items() if name != "align"}  # which has no task here
     done = Counter[tuple[str, int]]()
 
     def counting(name: str, folder: Path, number: int) -> None:
@@ -466,6 +577,13 @@ def test_dry_run_counts_and_writes_nothing(
     run(tmp_path, tree, "--dry_run")
     count = int(re.search(r"about ([\d,]+) pairs", capsys.readouterr().out)[1].replace(",", ""))  # type: ignore[index]
     assert 9_000 < count < 11_000
+    tree = {"sources": [{"mono": "en", "conllu": treebank(tmp_path, *map(str, range(3000)))},
+                        {"shards": str(run(tmp_path, tree) / "shards" / "long.en-de")}]}  # fmt: skip
+    capsys.readouterr()
+    run(tmp_path, tree, "--dry_run")
+    told = capsys.readouterr().out
+    count = int(re.search(r"about ([\d,]+) pairs", told)[1].replace(",", ""))  # type: ignore[index]
+    assert "t.en: conllu, en, 3,000 documents" in told and 5_000 < count < 20_000
 
 
 @pytest.mark.parametrize(
