@@ -93,8 +93,9 @@ class Tokenizer:
             fast = tokenizer.is_fast
             special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
+            nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
-                f"tokenizer {path} cannot be loaded ({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging "
+                f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a Hugging "
                 f"Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
             ) from None
         if not fast:
