@@ -25,6 +25,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.data.tokenizer import Tokenizer as Loaded
 from xscale.data.tokenizer import unknown_lines
+from xscale.data.words import is_blank
 from xscale.errors import UserError
 
 from .ranks import Ranks, run
@@ -256,6 +257,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             return ""
         if not args.data and not args.text:
             raise UserError("give --data or --text to train on")
+        files.check_writable(args.out)
         if args.out.exists() and any(args.out.iterdir()):
             raise UserError(f"{args.out} is not empty; choose another --out or remove it")
         if not 0 < args.coverage <= 1:
@@ -268,8 +270,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             for path in files_of(args.text) if args.text else []:
                 yield from (("text", line) for _, line in read_lines(path))
 
-        files.check_writable(args.out)
-        there = ((language, text) for language, text in texts() if text.strip())
+        there = ((language, text) for language, text in texts() if not is_blank(text))
         first = next(there, None)
         if first is None:
             raise UserError(

@@ -768,7 +768,7 @@ def test_names_that_say_compressed(tmp_path: Path, demo: Path, refused) -> None:
 
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "bpe"])
 def test_a_tokenizer_of_nothing(tmp_path: Path, refused, kind: str) -> None:
-    (tmp_path / "text").write_text("\n \n")
+    (tmp_path / "text").write_text("\n \n\u200b\n", encoding="utf-8")
     words = ["--text", str(tmp_path / "text"), "--out", str(tmp_path / "t"), "--type", kind, "--vocab_size", "300"]
     assert f"{tmp_path / 'text'}: no text" in refused(lambda ranks: tokenizer.main(ranks, words))
     assert files(tmp_path) == {"text"}

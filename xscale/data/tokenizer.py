@@ -93,9 +93,10 @@ class Tokenizer:
             fast = tokenizer.is_fast
             special, ids = special_ids(tokenizer), [*tokenizer.get_vocab().values()]
         except Exception as error:
+            nowhere = "" if Path(path).exists() else f"no such folder in {Path.cwd()}; from the hub: "
             raise UserError(
-                f"tokenizer {path} cannot be loaded ({str(error).splitlines()[0]}). Set model.tokenizer to a Hugging "
-                f"Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
+                f"tokenizer {path} cannot be loaded ({nowhere}{str(error).splitlines()[0]}). Set model.tokenizer to a "
+                f"Hugging Face tokenizer directory, or train one: `python -m data_tools.tokenizer --help`"
             ) from None
         if not fast:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")

@@ -66,6 +66,11 @@ def check_names(config: dict[str, Any]) -> list[str]:
     if type(stage) is not int or not 0 <= stage <= 3:
         problems.append(f"zero_optimization.stage = {stage!r}: must be 0, 1, 2 or 3")
     problems += [f"zero_optimization.{key}: {why}" for key, why in ZERO_KEYS.items() if key in zero]
+    problems += _check_zero(zero)
+    problems += _check_params(config.get("optimizer", {}).get("params", {}))
+    rise = config.get("scheduler", {}).get("params", {}).get("warmup_type", "log")
+    if rise not in ("log", "linear"):
+        problems.append(f"scheduler.params.warmup_type: {rise!r} would be log; write log or linear")
     problems += [
         f"{key}: the package {package} is not installed; pip install {package}, or leave {key} out"
         for key, package in MONITORS.items()
@@ -89,6 +94,30 @@ def _check_key(key: str, value: Any) -> str:
     if (value == "auto" and dict not in kinds) or type(value) in kinds:
         return ""
     return f"{key}: {value!r} is not {KIND[kinds]}"
+
+
+def _check_zero(zero: dict[str, Any]) -> list[str]:
+    """Check for what DeepSpeed replaces or ignores in silence below stage 3."""
+    problems = [
+        f"zero_optimization.{key}.device = nvme: xscale was not tested with it, and below stage 3 it is cpu; write cpu"
+        for key in ("offload_optimizer", "offload_param")
+        if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme"
+    ]
+    return problems + [
+        f"zero_optimization.{key} has no effect below stage 3; take stage 3, or leave it out"
+        for key in zero
+        if key.startswith("zero_quantized_") and zero[key] is True and zero.get("stage", 0) != 3
+    ]
+
+
+def _check_params(params: dict[str, Any]) -> list[str]:
+    """Check the optimizer's parameters that no optimizer would refuse."""
+    problems = ["optimizer.params.maximize would make the loss larger; leave it out"] if params.get("maximize") else []
+    return problems + [
+        f"optimizer.params.{name}: {params[name]!r} is not true or false"
+        for name in DEEPSPEED_ADAM
+        if name in params and type(params[name]) is not bool
+    ]
 
 
 def _unknown(where: str, section: dict[str, Any], known: Iterable[str]) -> list[str]:
