@@ -115,6 +115,7 @@ def test_a_trained_tokenizer_agrees_with_hugging_face(tmp_path: Path, pairs, kin
 
 def test_texts_that_spell_special_tokens(tokenizer, hugging_face) -> None:
     text = "a [MASK] and a [SEP] in the text"
+    tokenizer.hf(text, padding="max_length", truncation=True, max_length=3)  # changes settings that both share
     assert tokenizer.encode([text]) == [
         hugging_face(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     ]

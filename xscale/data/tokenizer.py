@@ -101,10 +101,6 @@ class Tokenizer:
         if not fast:
             raise UserError(f"tokenizer {path} has no fast (tokenizers) implementation; convert it to tokenizer.json")
         self.hf = tokenizer
-        self.backend = tokenizer.backend_tokenizer
-        self.backend.no_padding()
-        self.backend.no_truncation()
-        self.backend.encode_special_tokens = True  # a text that spells "</s>" or "[MASK]" holds no such token
         check_special(path, special, tokenizer.mask_token)
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
@@ -135,6 +131,16 @@ class Tokenizer:
         self.special: dict[str, int | None] = special
         """The special tokens' ids by their use, which tokenizer.json alone does not tell."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
+
+    @property
+    def backend(self) -> Any:
+        """The tokenizer without transformers around it. A text that spells "</s>" or "[MASK]" holds no such token. A
+        call of `hf` changes these settings, so they are made at each use."""
+        backend = self.hf.backend_tokenizer
+        backend.encode_special_tokens = True
+        backend.no_padding()
+        backend.no_truncation()
+        return backend
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text without special tokens; one call of the tokenizer."""
