@@ -21,14 +21,23 @@ from xscale.data.tokenizer import Tokenizer
 
 
 @pytest.fixture(autouse=True)
-def log_as_before() -> Iterator[None]:
-    """A test that starts a run's logging leaves the logger as it was. pytest reads loggers that do not propagate as
-    each test begins, so one that was left so would have its lines counted twice in the next test of `caplog`."""
+def log_and_environment_as_before() -> Iterator[None]:
+    """A test that starts a run in this process leaves the logger and the launcher's variables as they were.
+
+    pytest reads loggers that do not propagate as each test begins, so one that was left so would have its lines counted
+    twice in the next test of `caplog`. accelerate makes a process group of a launcher's variables, and keeps it.
+    """
     log = logging.getLogger("xscale")
-    before = log.propagate, log.level, list(log.handlers)
+    before, environment = (log.propagate, log.level, list(log.handlers)), dict(os.environ)
     yield
     log.propagate, level, log.handlers[:] = before
     log.setLevel(level)
+    changed = dict(os.environ).items() ^ environment.items()
+    for name in {name for name, _ in changed}:
+        if name in environment:
+            os.environ[name] = environment[name]
+        else:
+            del os.environ[name]
 
 
 @pytest.fixture(scope="session")

@@ -230,6 +230,8 @@ def test_too_few_words_have_no_score(
         caplog.clear()
         with caplog.at_level("INFO"):
             found = evals.find_probes(run_spec, tmp_path)["en-xx"]
-        assert (f"alignment/en-xx is left out: {len(found.withheld.queries)} words" in caplog.text) == noted
+        assert (
+            f"alignment/en-xx is left out: only {len(found.withheld.queries)} withheld words" in caplog.text
+        ) == noted
         withheld, trained = found.scores(table)
         assert withheld is None and trained is not None
