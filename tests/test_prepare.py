@@ -663,7 +663,7 @@ def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Pat
     before: dict[str, int] = {}
     while not (tmp_path / "killed").exists():
         running = command(tmp_path, tree, "killed", 1 + kills % 2)
-        tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 8)  # it has done some more when it is killed
+        tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 5)  # it has done some more when it is killed
         while running.poll() is None and (kills >= 10 or len(list(marks.rglob("*"))) < tasks):
             time.sleep(0.01)
         time.sleep(choose.random() / 20)
