@@ -7,6 +7,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 from torch.utils.data import Dataset
 
+from tests import launch
 from tests.test_mixture import SOURCES, STREAMS, FakeSource, mixture, plain
 from xscale.data import forks, shards
 from xscale.data.loader import step_batches, worker_count
@@ -221,3 +224,10 @@ def test_a_planner_that_is_killed_is_missed() -> None:
         list(batches)
     said = message_of(raised.value)
     assert code_of(raised.value) == MACHINE and "plans the steps" in said and "memory" in said
+
+
+def test_a_process_that_holds_batches_ends() -> None:
+    """Its workers leave SIGTERM to it and wait for plans; here it ends by an error, with the batches in hand."""
+    script = "from tests.test_planner import *; kept = through_workers(mixture(1, 3, 100), 1, 9); next(kept); 1 / 0"
+    done = subprocess.run([sys.executable, "-c", script], cwd=launch.ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

@@ -4,6 +4,7 @@ A planner process draws plans ahead (planner.py). A batch carries the mixture's 
 step t says what step t consumed, whatever was prefetched.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -273,6 +274,8 @@ def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> I
     )
     with children_that_begin():
         started = iter(loader)
+    for worker in getattr(started, "_workers", ()):  # it ignores SIGTERM, so a process that ends would wait for it
+        atexit.register(worker.kill)
     return map(_raise_failure, started)
 
 
