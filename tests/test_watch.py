@@ -231,36 +231,44 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_stopped_rank_is_named_and_ends_the_run(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: int
-) -> None:
-    """SIGSTOP, which neither a collective nor a launcher notices; also of rank 0, in which the ranks' store lives."""
+def test_a_stopped_rank_is_named_and_ends_the_run(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, which neither a collective nor a launcher notices; also of rank 0, in which the ranks' store lives. Two
+    runs at once, in one of which rank 0 stops, in the other rank 1."""
     monkeypatch.setenv("POISON", "none:0")
     monkeypatch.setenv("PYTHONPATH", str(launch.ROOT))
-    out, limit = tmp_path / "out", 30
-    process = launch.start(
-        2, arguments("zero2_cpu", demo, out, "train.steps=100000", f"train.stall_limit={limit / 60}"), "deepspeed"
-    )
+    limit, processes = 30, []
     try:
-        end = time.monotonic() + 180
-        while not ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 2):
-            assert time.monotonic() < end and process.poll() is None, process.communicate()[0][-3000:]
-            time.sleep(0.2)
-        (stopped,) = (pid for pid in launch.rank_pids(process) if f"process {pid}" in _log(out, which))
-        assert Path(f"/proc/{stopped}/comm").read_text() == f"xscale-rank{which}\n"
-        os.kill(stopped, signal.SIGSTOP)
-        started = time.monotonic()
-        while (named := json.loads((out / "status.json").read_text()))["status"] == "running":
-            assert time.monotonic() < started + limit + 10
-            time.sleep(0.5)
-        assert named["code"] == 5 and f"rank {which} (host {os.uname().nodename}, process {stopped})" in named["why"]
-        assert "answer" in named["why"]
-        process.communicate(timeout=60)
-        assert process.returncode == 5 and not psutil.pid_exists(stopped)
-        assert "stacks of this rank" in _log(out, 1 - which) and "in train_step" in _log(out, 1 - which)
+        for which in (0, 1):
+            fields = ("train.steps=100000", f"train.stall_limit={limit / 60}")
+            processes.append(launch.start(2, arguments("zero2_cpu", demo, tmp_path / f"{which}", *fields), "deepspeed"))
+        stopped = [stop_rank(process, tmp_path / f"{which}", which) for which, process in enumerate(processes)]
+        end = time.monotonic() + limit + 10
+        for which, process in enumerate(processes):
+            out = tmp_path / f"{which}"
+            while (named := json.loads((out / "status.json").read_text()))["status"] == "running":
+                assert time.monotonic() < end
+                time.sleep(0.5)
+            pid = stopped[which]
+            assert named["code"] == 5 and f"rank {which} (host {os.uname().nodename}, process {pid})" in named["why"]
+            assert "answer" in named["why"]
+            process.communicate(timeout=60)
+            assert process.returncode == 5 and not psutil.pid_exists(pid)
+            assert "stacks of this rank" in _log(out, 1 - which) and "in train_step" in _log(out, 1 - which)
     finally:
-        launch.kill(process)
+        for process in processes:
+            launch.kill(process)
+
+
+def stop_rank(process: subprocess.Popen, out: Path, which: int) -> int:
+    """Stop a rank of a run that trains. Returns its pid."""
+    end = time.monotonic() + 180
+    while not ((out / "metrics.jsonl").exists() and len(launch.metrics(out)) > 2):
+        assert time.monotonic() < end and process.poll() is None, process.communicate()[0][-3000:]
+        time.sleep(0.2)
+    (stopped,) = (pid for pid in launch.rank_pids(process) if f"process {pid}" in _log(out, which))
+    assert Path(f"/proc/{stopped}/comm").read_text() == f"xscale-rank{which}\n"
+    os.kill(stopped, signal.SIGSTOP)
+    return stopped
 
 
 def _log(out: Path, rank: int) -> str:
