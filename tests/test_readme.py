@@ -140,7 +140,10 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
     (tmp_path / "ranking.py").write_text(source)
     (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
-    pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "recipes", "training", "fine-tuning", "extending"))]
+    pages = [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("data", "recipes", "training", "going-on", "fine-tuning", "extending")),
+    ]
     listed = [line for page in pages for line in commands(page)]
     listed += [line for line in commands("docs/evaluation.md") if "xscale.report" in line]
     listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]
