@@ -31,6 +31,7 @@ SMALLER = {
     "model.preset=base": "model.preset=tiny data.workers=0",
     "samples=1024": "samples=8",
     "samples=256": "samples=8",
+    "@8000": "@0",
 }
 SCRIPTS = {"pretrain": "xscale.train", "container": "xscale.train", "evaluate": "xscale.eval.run"}
 """slurm/NAME.sbatch -> the module that gets its flags."""

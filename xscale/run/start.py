@@ -22,7 +22,7 @@ from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
-from xscale.run import folder
+from xscale.run import folder, fork
 from xscale.run.evals import check_tasks
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer, TrainerContext
@@ -60,7 +60,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             LOG.warning(problem)
         for note in [*config.notes, *run_spec.notes()]:
             LOG.info(note)
-        checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), host_group)
+        checkpoint = fork.find_checkpoint(args, run_spec.identity(), host_group)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
         if first >= train.steps:
@@ -71,6 +71,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, host_group))
         if process.is_main:
             write_config(args.out, run_spec, config)
+            if checkpoint and not fork.is_own(checkpoint, args.out):
+                fork.write_ancestry(args.out, checkpoint, run_spec.identity())
             for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
@@ -119,9 +121,9 @@ def train_on(
         batches = run_spec.batches(process, device, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
-                if not checkpoint:
-                    if trainer.validation.due(0):
-                        trainer.evaluate()
+                if not checkpoint and trainer.validation.due(0):
+                    trainer.evaluate()
+                if trainer.checkpoint_manager.saved is None:
                     trainer.save(must=True)  # a run that cannot save fails now and not after a day
                 return trainer.loop(batches)
         except NotFinite as error:
@@ -156,6 +158,7 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
         "--resume": args.resume,
+        "--fork": args.fork,
         "--out": str(args.out),
     }
     theirs = host_group.from_main(lambda: ours)
