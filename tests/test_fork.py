@@ -35,7 +35,9 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
     identity = run_spec_of(demo, recipe, *SETS, *sets).identity()
-    return fork.find_checkpoint(Namespace(out=out, resume="auto", fork=str(parent)), identity, HostGroup())
+    return fork.find_checkpoint(
+        Namespace(out=out, resume="auto", fork=str(parent), data_change=None), identity, HostGroup()
+    )
 
 
 def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ PAGES = {
 }
 SMALLER = {
     "--steps 10000": "--steps 3",
+    "--steps 20000": "--steps 5",
     "--steps 100": "--steps 3 --set data.workers=0 streams.ppa.queue_size=64",
     "--out data/demo": "--out data/demo --pairs 200 --mono 200",
     "--vocab_size 32000": "--vocab_size 600",

@@ -47,6 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
     parser.add_argument("--fork", metavar="RUN@STEP", help="begin --out at a checkpoint of another run")
+    parser.add_argument("--data_change", choices=["append"], help="take in sources and shards that the run had not")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")

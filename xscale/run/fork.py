@@ -34,12 +34,13 @@ OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}
 def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
     """Return the checkpoint to start from: the run's own, or that of --fork for a run that has none yet, or None.
     args: train.py's. Raises UserError."""
-    found = folder.find_checkpoint(args.out, args.resume, identity, host_group)
+    append = args.data_change == "append"
+    found = folder.find_checkpoint(args.out, args.resume, identity, host_group, append)
     if found is None and args.fork:
         found = find_parent(args.fork)
         if problem := checkpoints.verify(found.path, host_group):
             raise UserError(f"checkpoint {found.path} is not usable ({problem}); choose another for --fork")
-        if differences := folder.changed(with_new_values(found.identity, identity), identity):
+        if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
             raise UserError(
                 f"--fork {args.fork} cannot change these. Give the run's own values, or start from its weights alone: "
                 f"--set model.init={found.path} in the place of --fork:\n" + folder.indented(differences)

@@ -304,11 +304,18 @@ class RunSpec:
         return loading.batches_of(plans, dataset, workers, process.rank)
 
 
-def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group: HostGroup | None = None) -> RunSpec:
+def resolve_run(
+    recipe_name: str,
+    sets: list[str],
+    data: list[Path],
+    host_group: HostGroup | None = None,
+    known: frozenset[str] = frozenset(),
+) -> RunSpec:
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
-    files. Raises UserError."""
+    files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
-    sources = take_first(find_sources(data), recipe.data.first)
+    found_sources = [part for source in find_sources(data) for part in source.parts(known)]
+    sources = take_first(found_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
     specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
