@@ -2,6 +2,7 @@
 
 python -m data_tools.tokenizer --data DIR... --out DIR [--type wordpiece|unigram|bpe] [--vocab_size 32000]
 
+`--extend OLD` adds the tokens of new text to another tokenizer of the same type, whose tokens keep their ids.
 A WordPiece or Unigram vocabulary holds the characters that make up `--coverage` of each language's text. A word with
 another character is [UNK] in WordPiece; Unigram and byte-level BPE write it in bytes.
 """
@@ -191,6 +192,37 @@ def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
     return models.Unigram(fixed + pieces + last, model["unk_id"], byte_fallback=True)
 
 
+KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "BPE": "bpe"}
+"""--type of each model of the tokenizers library."""
+
+
+def type_of(tokenizer: Loaded) -> str:
+    found = json.loads(tokenizer.backend.to_str())["model"]["type"]
+    if found not in KINDS:
+        raise UserError(f"--extend {tokenizer.hf.name_or_path} is of type {found}; give one of {', '.join(KINDS)}")
+    return KINDS[found]
+
+
+def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
+    """The tokenizer.json of `old` with the tokens of `fresh` that it lacks behind its own. Raises UserError."""
+    tree, more = json.loads(old.backend.to_str()), json.loads(fresh.backend_tokenizer.to_str())["model"]
+    model, there = tree["model"], old.hf.get_vocab()
+    if len(model["vocab"]) != old.vocab_size:
+        raise UserError(
+            f"--extend {old.hf.name_or_path} has tokens behind its vocabulary, such as added ones; add further ones by "
+            f"its add_tokens instead"
+        )
+    if model["type"] == "Unigram":
+        model["vocab"] += [entry for entry in more["vocab"] if entry[0] not in there]
+    else:
+        new = [token for token in sorted(more["vocab"], key=more["vocab"].get) if token not in there]
+        model["vocab"] |= {token: number for number, token in enumerate(new, start=old.vocab_size)}
+        if model["type"] == "BPE":
+            known = {tuple(merge) for merge in model["merges"]}
+            model["merges"] += [merge for merge in more["merges"] if tuple(merge) not in known]
+    return json.dumps(tree, ensure_ascii=False)
+
+
 def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
     """Language and text of at most `limit` records of each source, in shard order."""
     for source in sources:
@@ -237,19 +269,24 @@ def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerF
         ) from None
 
 
-def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="shard directories")
     parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files, plain, .gz or .xz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--type", choices=("wordpiece", "unigram", "bpe"), default="wordpiece")
+    parser.add_argument("--extend", type=Path, metavar="OLD", help="tokenizer to which the text's tokens are added")
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument(
         "--coverage", type=float, default=COVERAGE, help="share of each language's characters that the vocabulary holds"
     )
     parser.add_argument("--lowercase", action="store_true")
     parser.add_argument("--max_records", type=int, default=1_000_000, help="records of each source, at most")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(ranks: Ranks, argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
 
     def work() -> str:
         """Training is one process's work; the other ranks of mpirun wait."""
@@ -262,6 +299,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             raise UserError(f"{args.out} is not empty; choose another --out or remove it")
         if not 0 < args.coverage <= 1:
             raise UserError(f"--coverage {args.coverage:g} is a share of the text's characters: more than 0, at most 1")
+        old = Loaded(args.extend) if args.extend else None
+        if old:
+            args.type, args.lowercase = type_of(old), old.lowercases
         sources = find_sources(args.data) if args.data else []
         sample = Sample()
 
@@ -278,7 +318,9 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
             )
         tokenizer = try_to_train(sample.of(chain([first], there)), args)
         with files.publish(args.out) as partial:
-            tokenizer.save_pretrained(partial)
+            (old.hf if old else tokenizer).save_pretrained(partial)
+            if old:
+                (partial / "tokenizer.json").write_text(extended(old, tokenizer), encoding="utf-8")
         loaded = Loaded(args.out.absolute())
         ids = {language: loaded.encode(some) for language, some in sample.texts.items()}
         words = sum(len(text.split()) for some in sample.texts.values() for text in some)
@@ -286,7 +328,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         fertility = f", {pieces / words:.2f} tokens a word" if words else ""
         unknown = {language: loaded.unknown(some) for language, some in ids.items()}
         return "\n".join(
-            [f"{args.out}: {args.type}, {len(tokenizer):,} tokens{fertility}", *unknown_lines(unknown, args.out)]
+            [f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{fertility}", *unknown_lines(unknown, args.out)]
         )
 
     message = ranks.together(work)[0]

@@ -146,12 +146,12 @@ def test_it_is_kept_as_json(run_spec) -> None:
     assert Calibration.from_dict(kept, len(made.sources), list(made.recipe.streams)) == found
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
-    assert calibration(made, Checkpoint(Path(), {"calibration": kept}), nobody) == found
+    assert calibration(made, Checkpoint(Path(), {"calibration": kept, "identity": made.identity()}), nobody) == found
     for field, value in (("ratio", -5.0), ("ratio", float("nan")), ("ratio", "x"), ("shape", 1)):
         damaged = copy.deepcopy(kept)
         damaged["streams"]["mlm"][field] = value
         with pytest.raises(UserError, match="calibration is damaged"):
-            calibration(made, Checkpoint(Path(), {"calibration": damaged}), nobody)
+            calibration(made, Checkpoint(Path(), {"calibration": damaged, "identity": made.identity()}), nobody)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -27,7 +27,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
-from xscale.eval import heldout, retrieval
+from xscale.eval import heldout, hf_directory, retrieval
 from xscale.eval.model import Exported, read_all
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
@@ -369,7 +369,7 @@ def test_an_export_that_is_not_what_was_trained_is_our_error(
         (lm, heads), (other, others) = load(path), load(path)
         spoil(other, others)
         monkeypatch.setattr(lm, "save_pretrained", other.save_pretrained)
-        monkeypatch.setattr(export, "save_heads", lambda heads, folder: save_heads(others, folder))
+        monkeypatch.setattr(hf_directory, "save_heads", lambda heads, folder: save_heads(others, folder))
         return lm, heads
 
     monkeypatch.setattr(export, "load_run", load_two)
@@ -383,10 +383,10 @@ def test_every_model_type_is_exported_as_it_was_trained(kind: str, tmp_path: Pat
     """Weights that stand still differ by rounding alone; one that moved by 0.1 is found."""
     lm = make(kind, torch.float32).lm
     lm.save_pretrained(tmp_path)
-    assert export.compare(lm, {}, tmp_path) is None
+    assert hf_directory.compare(lm, {}, tmp_path) is None
     with torch.no_grad():
         lm.get_output_embeddings().bias[5] += 0.1
-    assert "bias" in (export.compare(lm, {}, tmp_path) or "")
+    assert "bias" in (hf_directory.compare(lm, {}, tmp_path) or "")
 
 
 def test_an_export_to_nowhere_is_refused_before_the_work(

@@ -20,7 +20,7 @@ FLOORS = (
     {"eval"},
     {"run"},
     {"report", "dry_run"},
-    {"train", "export", "conformance", "doctor", "commands"},
+    {"train", "export", "merge", "conformance", "doctor", "commands"},
 )
 """Of xscale/, from the ground up: modules and folders."""
 COMMANDS = FLOORS[-1] | {"eval.run", "eval.finetune.__main__", "report.__main__"}

@@ -24,6 +24,7 @@ PAGES = {
 }
 SMALLER = {
     "--steps 10000": "--steps 3",
+    "--steps 20000": "--steps 5",
     "--steps 100": "--steps 3 --set data.workers=0 streams.ppa.queue_size=64",
     "--out data/demo": "--out data/demo --pairs 200 --mono 200",
     "--vocab_size 32000": "--vocab_size 600",
@@ -31,6 +32,7 @@ SMALLER = {
     "model.preset=base": "model.preset=tiny data.workers=0",
     "samples=1024": "samples=8",
     "samples=256": "samples=8",
+    "@8000": "@0",
 }
 SCRIPTS = {"pretrain": "xscale.train", "container": "xscale.train", "evaluate": "xscale.eval.run"}
 """slurm/NAME.sbatch -> the module that gets its flags."""
@@ -140,7 +142,10 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     (source,) = re.findall(r"```python\n(.*?)```", PAGES["docs/extending.md"], re.DOTALL)
     (tmp_path / "ranking.py").write_text(source)
     (tmp_path / "ranking.yaml").write_text("streams: {ranking: {objective: ranking, samples: 8}}\ntrain: {steps: 2}\n")
-    pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "recipes", "training", "fine-tuning", "extending"))]
+    pages = [
+        "README.md",
+        *(f"docs/{name}.md" for name in ("data", "recipes", "training", "going-on", "fine-tuning", "extending")),
+    ]
     listed = [line for page in pages for line in commands(page)]
     listed += [line for line in commands("docs/evaluation.md") if "xscale.report" in line]
     listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]

@@ -74,12 +74,13 @@ def on_ranks(size: int, work: Any) -> list[Any]:
 
 def test_ranks_that_were_started_otherwise_are_told(demo: Path) -> None:
     """Each would plan another stream, and train on."""
+    hardware = Hardware.here()  # its imports of deepspeed are not for several threads at once
 
     def started(host_group: Threads, other: list[str], resume: str = "auto") -> str:
         mine = host_group.rank == 1
         args = train.parse_arguments(["--ds_config", "x.json", "--out", "run", "--resume", resume if mine else "auto"])
         run_spec = resolve_run("tlm", [*SETS, *(other if mine else [])], [demo])
-        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", run_spec.recipe, 2, Hardware.here())
+        config = load_ds_config(ROOT / "ds_configs" / "zero2_cpu.json", run_spec.recipe, 2, hardware)
         check_same(args, run_spec, config, host_group)
         return "same"
 

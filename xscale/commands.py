@@ -1,5 +1,6 @@
 """The programs that pip installs. xscale-train is `python -m xscale.train`; xscale-eval, xscale-finetune,
-xscale-report and xscale-export are alike. `xscale-data TOOL ...` runs a tool that makes or reads shards."""
+xscale-report, xscale-export and xscale-merge are alike. `xscale-data TOOL ...` runs a tool that makes or reads
+shards."""
 
 import runpy
 import sys
@@ -26,6 +27,10 @@ def report() -> None:
 
 def export() -> None:
     _run("xscale.export")
+
+
+def merge() -> None:
+    _run("xscale.merge")
 
 
 def data() -> None:

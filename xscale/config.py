@@ -38,7 +38,7 @@ class ModelConfig:
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
-    directory or its parent."""
+    directory or its parent. It may be a larger form of the tokenizer of `init`, to which the model grows."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     """The dropout probability of hidden states and attention."""
     attention_gain: PositiveFloat | None = None

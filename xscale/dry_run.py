@@ -20,7 +20,7 @@ from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
-from xscale.run import folder
+from xscale.run import append, folder, fork
 from xscale.run.evals import check_tasks, validate_best
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.start import calibration, check_engine
@@ -43,9 +43,10 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: train.py's. Raises UserError where a start would."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    run_spec = resolve_run(args.recipe, args.set, args.data)
-    folder.claim_out(args.out, run_spec.identity(), args.resume)
-    checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), HostGroup())
+    run_spec = resolve_run(args.recipe, args.set, args.data, known=append.known_sources(args))
+    folder.claim_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
+    checkpoint = fork.find_checkpoint(args, run_spec.identity(), HostGroup())
+    checkpoint = checkpoint and append.adapted(checkpoint, run_spec)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)

@@ -46,6 +46,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"
     )
+    parser.add_argument("--fork", metavar="RUN@STEP", help="begin --out at a checkpoint of another run")
+    parser.add_argument("--data_change", choices=["append"], help="take in sources and shards that the run had not")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
     parser.add_argument("--seed", type=int, help="short for --set train.seed=N")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")
@@ -60,6 +62,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             f"--ranks N, of 1 to {MOST_RANKS:,}, goes with --dry_run; a run has as many ranks as its launcher starts"
         )
     args.set += [f"train.{name}={getattr(args, name)}" for name in ("steps", "seed") if getattr(args, name) is not None]
+    if args.fork and args.resume != "auto":
+        parser.error("--fork begins a run that goes on by itself when it is started again; leave --resume out")
     if args.out == "":
         parser.error("--out is empty; name a folder, or leave it out for runs/<recipe>")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)

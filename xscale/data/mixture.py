@@ -155,7 +155,7 @@ class Mixture:
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = {"step": step + 1, "positions": positions, "order": ORDER}
+        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -200,7 +200,9 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
             text = TextPacking(tokens, int(PACK_FILL * self.max_length)) if stream.packed else None
-            order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=len(stream.sources))
+            # Data that was added to a run (run/append.py) leaves the order of the other sources as it is.
+            sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
+            order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (epoch, order)
         return cached[1]
 

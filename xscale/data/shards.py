@@ -22,8 +22,9 @@ import struct
 import tarfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,23 @@ class Source:
         self.shards = self.shards[:shards]
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
+
+    def parts(self, known: Collection[str]) -> list["Source"]:
+        """The source as sources of consecutive shards, which end wherever `known` has the fingerprint of a part."""
+        borders = [0]
+        while borders[-1] < len(self.shards):
+            digests = prefix_fingerprints(self.langs, self.shards[borders[-1] :])
+            ends = (end for end, digest in enumerate(digests, start=borders[-1] + 1) if digest in known)
+            borders.append(next(ends, len(self.shards)))
+        return [self] if len(borders) == 2 else [self._part_of_shards(a, b) for a, b in pairwise(borders)]
+
+    def _part_of_shards(self, first: int, end: int) -> "Source":
+        source = copy.copy(self)
+        source.shards, source.counts = self.shards[first:end], self.counts[first:end]
+        source.starts = self.starts[first:end]
+        source.records, source.bytes = int(source.counts.sum()), sum(shard.bytes for shard in source.shards)
+        *_, source.fingerprint = prefix_fingerprints(self.langs, source.shards)
+        return source
 
     def without_readahead(self) -> "Source":
         """The source for a reader of a few records of many shards."""
@@ -417,6 +435,16 @@ def fingerprint(index: dict[str, Any]) -> str:
     """Identity of a source's content: languages, shard order and shard bytes, not the directory's name."""
     content = [1, index["langs"], [[s["records"], s["sha256"]] for s in index["shards"]]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def prefix_fingerprints(langs: tuple[str, ...], shards: list[Shard]) -> Iterator[str]:
+    """The fingerprint that a source of the first shard would have, of the first two, and so on."""
+    content = hashlib.sha256(f"[1, {json.dumps(langs)}, [".encode())
+    for number, shard in enumerate(shards):
+        content.update(((", " if number else "") + json.dumps([shard.records, shard.sha256])).encode())
+        whole = content.copy()
+        whole.update(b"]]")
+        yield whole.hexdigest()[:16]
 
 
 def directories_below(directory: Path) -> list[Path]:

@@ -15,6 +15,12 @@ def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
     return contrasts[0].get("pooling", "cls") if contrasts else "mean"
 
 
+def saved_pooling(folder: Path) -> str:
+    """The pooling that `save_pooling` wrote into a folder; the mean if there is none."""
+    path = folder / POOLING / "config.json"
+    return "cls" if path.exists() and json.loads(path.read_text()).get("pooling_mode_cls_token") else "mean"
+
+
 def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
     """Writes the files of sentence-transformers into a folder that has the tokenizer.
 

@@ -38,6 +38,8 @@ class Run:
     config: dict[str, Any]
     """The resolved recipe is empty where the run has no config.yaml; so is the status."""
     status: dict[str, Any]
+    parent: str = ""
+    """The run and the step that the run was forked from."""
 
     @property
     def steps(self) -> int:
@@ -76,7 +78,14 @@ def read_run(folder: Path, name: str, label: str) -> Run:
         [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
+        parent_of(folder / "ancestry.json"),
     )
+
+
+def parent_of(ancestry: Path) -> str:
+    found = read_json(ancestry) if ancestry.is_file() else []
+    nearest = mapping(found[0]) if isinstance(found, list) and found else {}
+    return f"fork of {Path(text(nearest.get('run'))).name} at step {text(nearest.get('step'))}" if nearest else ""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -66,9 +66,8 @@ def run_table(runs: list[Run]) -> Table:
         state = ": ".join(str(run.status[name]) for name in ("status", "why") if run.status.get(name))
         shown = run.name if run.label == run.name else f"{run.label} = {run.name}"
         model = mapping(run.config.get("model"))
-        trained = ", ".join(
-            map(str, filter(None, [*mapping(run.config.get("streams")), model.get("init") or model.get("preset")]))
-        )
+        begun = [model.get("init") or model.get("preset"), run.parent]
+        trained = ", ".join(map(str, filter(None, [*mapping(run.config.get("streams")), *begun])))
         hours = None if seconds is None else seconds / 3600
         rows.append([shown, trained or None, state or "no status.json", float(run.steps), tokens, hours, skipped])
     return Table(["run", "streams and model", "state", "steps", "tokens", "hours", "skipped steps"], rows)

@@ -39,8 +39,8 @@ FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index
 # The run that owns a directory
 
 
-def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
-    """Check that `out` is free or belongs to this run. Raises UserError otherwise."""
+def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
+    """Check that `out` is free or belongs to this run. append: data may have been added. Raises UserError otherwise."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, saved = out / IDENTITY, read_identity(out)
@@ -48,11 +48,12 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str) -> None:
         raise UserError(f"{out} holds something that is not an xscale run (no identity.json); choose another --out")
     if resume == "never" and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
-    if saved and (differences := changed(saved, identity)):
+    if saved and (differences := changed(saved, identity, append)):
+        more = "add --data_change append for further data, " * any(line.startswith("data:") for line in differences)
         raise UserError(
             f"{out} belongs to another run. Start with its settings (fields that were None may be newer than it; "
-            f"{STARTS} names its version of xscale), or choose another --out, where --set model.init={out} starts from "
-            f"its weights:\n" + indented(differences)
+            f"{STARTS} names its version of xscale), {more}or choose another --out, where --set model.init={out} "
+            f"starts from its weights:\n" + indented(differences)
         )
 
 
@@ -121,9 +122,11 @@ def code_revision() -> dict[str, Any]:
     return {"revision": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
-def changed(saved: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
     """Return a line for each difference of two identities. Those of older versions lack special_tokens, which may then
-    be any."""
+    be any. append: sources that only the second one has are no difference."""
+    if append and all(entry in identity["data"] for entry in saved["data"]):
+        identity = identity | {"data": saved["data"]}
     return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
@@ -142,9 +145,11 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
 # The checkpoint that a start goes on from
 
 
-def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
-    """Return the checkpoint to start from, or None. Raises UserError if it belongs to another run, or all are
-    damaged."""
+def find_checkpoint(
+    out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup, append: bool = False
+) -> Checkpoint | None:
+    """Return the checkpoint to start from, or None. append: data may have been added. Raises UserError if it belongs to
+    another run, or all are damaged."""
     if resume == "never":
         return None
     folder = out / "checkpoints" if resume == "auto" else Path(resume)
@@ -167,7 +172,7 @@ def find_checkpoint(out: Path, resume: str, identity: dict[str, Any], host_group
             f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {folder} has its {checkpoints.MANIFEST}: "
             f"bring them back, or move {out} away to begin again at step 0"
         )
-    if found and (differences := changed(found.identity, identity)):
+    if found and (differences := changed(found.identity, identity, append)):
         raise UserError(
             f"checkpoint {found.path} was made with other settings. Start with those, or give model.init={found.path} "
             f"instead of --resume:\n" + indented(differences)

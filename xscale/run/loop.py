@@ -26,6 +26,7 @@ from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
 from xscale.run.evals import Results, find_probes, find_tasks
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
+from xscale.run.fork import is_own
 from xscale.run.metrics import LOG, Alike, JsonLines, Pace, Reporter, Skips, StepRecord
 from xscale.run.run_spec import RunSpec
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
@@ -107,7 +108,7 @@ class Trainer:
             self.out / "checkpoints",
             self.host_group,
             keep=self.recipe.checkpoint.keep,
-            saved=checkpoint.step if checkpoint else None,
+            saved=checkpoint.step if checkpoint and is_own(checkpoint, self.out) else None,
             write_more=self.write_model,
             note=self.watch.note,
             published=self.validation.published,
@@ -338,7 +339,7 @@ class Trainer:
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
-            f"on from that checkpoint into another --out (--resume DIR) with a lower train.lr or weight, or let the "
+            f"on from that checkpoint into another --out (--fork DIR) with a lower train.lr or weight, or let the "
             f"run go back by itself (train.rollbacks)",
             # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,

@@ -32,6 +32,7 @@ from xscale.errors import UserError
 from xscale.files import may_be_there, parallel_map
 from xscale.models.build import build_encoder, has_segments, trained_as
 from xscale.models.encoder import Encoder
+from xscale.models.grow import grow, problem_of
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
@@ -74,6 +75,8 @@ class RunSpec:
     """The share of the dictionaries' entries that neither this run nor the one of model.init trains."""
     left_out: tuple[str, ...] = ()
     """Warnings about dictionaries that cannot be read for alignment scores."""
+    smaller_tokenizer: Tokenizer | None = None
+    """The tokenizer of model.init, if the run's tokenizer is a larger form of it, to which the model grows."""
     calibration: Calibration | None = None
     """The estimates of the data. `calibrated` adds them, and no record can be drawn before."""
 
@@ -126,6 +129,9 @@ class RunSpec:
         heldout = self.recipe.data.lexicon_heldout
         lines = [f"{lexicon.summary()}; {heldout:.0%} of its words are withheld" for lexicon in self.lexicons]
         lines += self.left_out
+        if self.smaller_tokenizer:
+            before, now = (len(of.hf.get_vocab()) for of in (self.smaller_tokenizer, self.tokenizer))
+            lines.append(f"the vocabulary of model.init grows from {before:,} to {now:,} tokens")
         for spec in self.specs:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
@@ -192,6 +198,8 @@ class RunSpec:
 
         def load(init: str | Path, dropout: float) -> PreTrainedModel:
             lm, heads = load_initial(init, dropout)
+            if self.smaller_tokenizer:
+                grow(lm, self.smaller_tokenizer, self.tokenizer)
             if kept is not None:
                 kept.update(heads)
             return lm
@@ -296,16 +304,23 @@ class RunSpec:
         return loading.batches_of(plans, dataset, workers, process.rank)
 
 
-def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group: HostGroup | None = None) -> RunSpec:
+def resolve_run(
+    recipe_name: str,
+    sets: list[str],
+    data: list[Path],
+    host_group: HostGroup | None = None,
+    known: frozenset[str] = frozenset(),
+) -> RunSpec:
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
-    files. Raises UserError."""
+    files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
-    sources = take_first(find_sources(data), recipe.data.first)
+    found_sources = [part for source in find_sources(data) for part in source.parts(known)]
+    sources = take_first(found_sources, recipe.data.first)
     check_file_sizes(sources, host_group)
     specs = stream_specs(recipe, sources)
     recipe = with_steps(recipe, specs, sources)
     tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
-    check_tokenizer(recipe.model.init, tokenizer)
+    smaller_tokenizer = check_tokenizer(recipe, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
@@ -328,6 +343,7 @@ def resolve_run(recipe_name: str, sets: list[str], data: list[Path], host_group:
         uses_segments(recipe, tokenizer),
         min(before, recipe.data.lexicon_heldout),
         left_out,
+        smaller_tokenizer,
     )
 
 
@@ -528,10 +544,19 @@ def own_tokenizer(init: str) -> Path | None:
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
-def check_tokenizer(init: str | None, tokenizer: Tokenizer) -> None:
-    """Check that pre-trained weights meet their own tokenizer. Raises UserError."""
+def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
+    """Check that pre-trained weights meet their own tokenizer, or a larger form of it. Returns their own in the latter
+    case, otherwise None. Raises UserError."""
+    init = recipe.model.init
     own = own_tokenizer(init) if init else None
-    if own and ((its := Tokenizer(own)).fingerprint, its.special) != (tokenizer.fingerprint, tokenizer.special):
+    if not own:
+        return None
+    its = Tokenizer(own)
+    if (its.fingerprint, its.special) == (tokenizer.fingerprint, tokenizer.special):
+        return None
+    if problem := problem_of(its, tokenizer):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer {own}, not this one; set model.tokenizer={own}"
+            f"model.init {init} was trained with the tokenizer {own}, not this one, which is no larger form of it: "
+            f"{problem}; set model.tokenizer={own}, or extend that one"
         )
+    return its

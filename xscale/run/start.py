@@ -22,7 +22,7 @@ from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
-from xscale.run import folder
+from xscale.run import append, folder, fork
 from xscale.run.evals import check_tasks
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer, TrainerContext
@@ -37,7 +37,7 @@ from xscale.step.step import to_device
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
     """Train one run in the process group, which has been started. args: train.py's. Returns the exit code."""
-    run_spec = resolve_run(args.recipe, args.set, args.data, host_group)
+    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_tasks(run_spec, config.stage, host_group)
@@ -46,7 +46,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     ranks.set_deterministic(train.deterministic)
     stop = StopRequest(train.time_limit)
     locks: list[files.Lock] = []  # rank 0 holds one until this function returns
-    host_group.from_main(lambda: locks.append(take_folder(args.out, run_spec, args.resume, status)))
+    host_group.from_main(lambda: locks.append(take_folder(args, run_spec, status)))
     status.running()
     if not args.out.is_dir():
         raise UserError(
@@ -60,7 +60,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             LOG.warning(problem)
         for note in [*config.notes, *run_spec.notes()]:
             LOG.info(note)
-        checkpoint = folder.find_checkpoint(args.out, args.resume, run_spec.identity(), host_group)
+        checkpoint = fork.find_checkpoint(args, run_spec.identity(), host_group)
+        checkpoint = checkpoint and append.adapted(checkpoint, run_spec)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
         if first >= train.steps:
@@ -71,6 +72,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, host_group))
         if process.is_main:
             write_config(args.out, run_spec, config)
+            if checkpoint and not fork.is_own(checkpoint, args.out):
+                fork.write_ancestry(args.out, checkpoint, run_spec.identity())
             for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
@@ -119,9 +122,9 @@ def train_on(
         batches = run_spec.batches(process, device, state, left, fitted=fitted, plans=plans)
         try:
             with closing(trainer):
-                if not checkpoint:
-                    if trainer.validation.due(0):
-                        trainer.evaluate()
+                if not checkpoint and trainer.validation.due(0):
+                    trainer.evaluate()
+                if trainer.checkpoint_manager.saved is None:
                     trainer.save(must=True)  # a run that cannot save fails now and not after a day
                 return trainer.loop(batches)
         except NotFinite as error:
@@ -139,6 +142,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
     found = checkpoints.newest_valid(out, host_group, log, error.good)
     if found is None:
         raise error
+    found = append.adapted(found, trainer.run_spec)
     excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
     load_engine(trainer.engine, found, host_group)
@@ -156,6 +160,8 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
         "recipe": run_spec.recipe.to_dict(),
         "--ds_config": config.resolved,
         "--resume": args.resume,
+        "--fork": args.fork,
+        "--data_change": args.data_change,
         "--out": str(args.out),
     }
     theirs = host_group.from_main(lambda: ours)
@@ -187,10 +193,11 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
         )
 
 
-def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> files.Lock:
+def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Claim, make and lock the run's directory. Rank 0 only. Raises UserError."""
     status.refused()  # until `running`
-    folder.claim_out(out, run_spec.identity(), resume)
+    out: Path = args.out
+    folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -200,17 +207,21 @@ def take_folder(out: Path, run_spec: RunSpec, resume: str, status: Status) -> fi
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """Return the checkpoint's calibration, or one that the ranks measure, each a part of the data."""
+    saved = None
     if checkpoint and checkpoint.calibration:
         try:
-            return Calibration.from_dict(checkpoint.calibration, len(run_spec.sources), list(run_spec.recipe.streams))
+            sources = len(checkpoint.identity["data"])
+            saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
                 f"from the one before"
             ) from None
+    if saved and checkpoint and checkpoint.identity["data"] == run_spec.identity()["data"]:
+        return saved
     found = run_spec.calibrated(host_group=host_group).calibration
     assert found is not None
-    return found
+    return append.merged_calibration(checkpoint, saved, found, run_spec) if saved and checkpoint else found
 
 
 def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:

@@ -1,0 +1,136 @@
+"""Forks: which checkpoint they begin at, what their recipe may change, and that one with nothing changed is the run."""
+
+import json
+import shutil
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import launch
+from tests.test_going_on import run_spec_of, save
+from tests.test_training import arguments, same_checkpoint
+from xscale.checkpoint import store as checkpoints
+from xscale.errors import UserError
+from xscale.ranks import HostGroup
+from xscale.report import tables
+from xscale.report.read import read_runs
+from xscale.run import fork
+from xscale.train import parse_arguments
+
+SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24")
+
+
+@pytest.fixture(scope="module")
+def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 7 and 9."""
+    path, run_spec = tmp_path_factory.mktemp("parent") / "run", run_spec_of(demo, "mixed", *SETS)
+    folder = save(run_spec.module(), run_spec, path / "checkpoints" / "step_00000007")
+    shutil.copytree(folder, folder.with_name("step_00000009"))
+    manifest = json.loads((folder / "manifest.json").read_text()) | {"step": 9, "state": {"step": 9}}
+    (folder.with_name("step_00000009") / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
+    identity = run_spec_of(demo, recipe, *SETS, *sets).identity()
+    return fork.find_checkpoint(
+        Namespace(out=out, resume="auto", fork=str(parent), data_change=None), identity, HostGroup()
+    )
+
+
+def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, parent: Path, tmp_path: Path) -> None:
+    steps = {f"{parent}@7": 7, f"{parent}@9": 9, parent: 9, parent / "checkpoints" / "step_00000007": 7}
+    assert {name: begin(demo, tmp_path / "new", name).step for name in steps} == steps
+    with pytest.raises(UserError, match=r"no checkpoint of step 8.* 7, 9"):
+        begin(demo, tmp_path / "new", f"{parent}@8")
+    with pytest.raises(UserError, match=r"--fork|neither a checkpoint"):
+        begin(demo, tmp_path / "new", tmp_path / "nowhere")
+    own = tmp_path / "new" / "checkpoints" / "step_00000009"
+    shutil.copytree(parent / "checkpoints" / "step_00000009", own)
+    found = begin(demo, tmp_path / "new", f"{parent}@7")
+    assert found.path == own and fork.is_own(found, tmp_path / "new") and not fork.is_own(found, parent)
+    shutil.rmtree(own)
+    (parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt").rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"mp_rank_00_model_states.pt is missing.*--fork"):
+        begin(demo, tmp_path / "new", f"{parent}@9")
+    (tmp_path / "gone").rename(parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt")
+    with pytest.raises(SystemExit):
+        parse_arguments(["--ds_config", "x.json", "--fork", "run@7", "--resume", "never"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["train.lr=0.1", "train.warmup=3", "train.steps=40", "train.z_loss=0.1", "data.alpha=0.3", "model.dropout=0.0",
+     "streams.mlm.samples=32", "streams.tlm.weight=0.5", "streams.mlm.mask_prob=0.3", "streams.ppa.temperature=0.1",
+     "streams.ppa.momentum=0.9"],
+)  # fmt: skip
+def test_what_a_step_reads_anew_may_change(demo: Path, parent: Path, tmp_path: Path, changed: str) -> None:
+    assert begin(demo, tmp_path, parent, changed).step == 9
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["train.seed=3", "train.weight_decay=0.1", "data.max_length=64", "data.first=100", "model.preset=mini",
+     "streams.mlm.languages=[en]", "streams.mlm.whole_word=true", "streams.ppa.queue_size=128",
+     "streams.ppa.projection=8", "streams.alignlm.bilingual_weight=0.0"],
+)  # fmt: skip
+def test_what_the_order_or_the_saved_state_depends_on_may_not(
+    demo: Path, parent: Path, tmp_path: Path, changed: str
+) -> None:
+    field, _, value = changed.partition("=")
+    with pytest.raises(UserError, match=rf"model\.init={parent}(.|\n)*({field}: was .*{value[1:-1]}|data: was)"):
+        begin(demo, tmp_path, parent, changed)
+
+
+def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"streams\.mlm: was .*, is now None"):
+        begin(demo, tmp_path, parent, "streams.ppa.samples=8", recipe="ppa")
+
+
+def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Path) -> None:
+    """Each with what its recipe changed; the page names the nearest."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for out in (first, second):
+        out.mkdir()
+        (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
+    identity = run_spec_of(demo, "mixed", *SETS, "train.lr=0.5").identity()
+    fork.write_ancestry(first, checkpoints.read(parent / "checkpoints" / "step_00000007"), identity)
+    shutil.copytree(parent / "checkpoints", first / "checkpoints")
+    fork.write_ancestry(second, checkpoints.read(first / "checkpoints" / "step_00000009"), identity)
+    found = json.loads((second / "ancestry.json").read_text())
+    assert [(entry["run"], entry["step"]) for entry in found] == [(str(first), 9), (str(parent), 7)]
+    assert all("recipe.train.lr: was 0.002, is now 0.5" in entry["changed"] for entry in found)
+    assert "fork of first at step 9" in str(tables.run_table(read_runs([second])).rows[0])
+
+
+@pytest.mark.slow
+def test_a_fork_with_nothing_changed_is_the_run(demo: Path, tmp_path: Path) -> None:
+    """Metrics, records, weights, optimizer, queue: to the last bit. With another lr it reads the same records; killed
+    and started again by the same command, it goes on."""
+    often = ["checkpoint.every=3", "checkpoint.keep=9", "train.measure_every=2"]
+
+    def start(out: Path, *more: str, steps: int = 10) -> list[str]:
+        return arguments(demo, out, "--steps", str(steps), "--trace", *more, "--set", *often)
+
+    run, same, decay = (tmp_path / name for name in ("run", "same", "decay"))
+    launch.run(2, start(run))
+    launch.run(2, start(same, "--fork", f"{run}@6"))
+    from_there = [entry for entry in launch.without_times(run) if entry["step"] > 6]
+    assert len(from_there) == 4 and launch.without_times(same) == from_there
+    assert launch.trace(same) == {key: of for key, of in launch.trace(run).items() if key[0] > 6}
+    for step in (6, 10):
+        same_checkpoint(run / f"checkpoints/step_{step:08d}", same / f"checkpoints/step_{step:08d}")
+
+    lower = start(decay, "--fork", f"{run}@6", "--set", "train.lr=0.0001")
+    launch.try_run(2, [*lower, "train.time_limit=0.0001"])
+    assert 6 < json.loads((decay / "status.json").read_text())["step"] < 10
+    launch.run(2, lower)
+    found = launch.without_times(decay)
+    assert [entry["step"] for entry in found] == [7, 8, 9, 10] and launch.trace(decay) == launch.trace(same)
+    assert [entry["lr"] for entry in found] == pytest.approx([entry["lr"] * 0.0001 / 0.002 for entry in from_there])
+    assert found[0]["loss"] == from_there[0]["loss"] and found[-1]["loss"] != from_there[-1]["loss"]
+    assert json.loads((decay / "ancestry.json").read_text())[0]["changed"] == [
+        "recipe.train.lr: was 0.002, is now 0.0001"
+    ]

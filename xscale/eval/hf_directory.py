@@ -1,0 +1,91 @@
+"""A trained encoder becomes a Hugging Face directory here, and is compared with what transformers reads from it."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+
+from xscale import files
+from xscale.data.packed_row import Tokens
+from xscale.errors import UserError
+from xscale.eval.sentence_files import save_pooling
+from xscale.models.build import positions, run_fields
+from xscale.models.encoder import Encoder
+from xscale.models.heads import KeptHeads, load_heads, save_heads
+
+CHECKED = 16
+"""Tokens of the sequence whose logits are compared."""
+CLOSE = 1e-3
+"""The allowed difference of logits, as a share of the largest: two ways to compute them in fp32 round differently."""
+
+
+def check_new(out: Path) -> None:
+    """Raises UserError, before the work, unless `out` can be written and is not there yet, or is empty."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not an empty directory; choose another or remove it")
+    files.check_writable(out)
+
+
+def write_directory(
+    out: Path, lm: PreTrainedModel, heads: dict[str, KeptHeads], tokenizer_path: str | Path, pooling: str, source: str
+) -> None:
+    """Writes a model, its heads, its tokenizer and the files of sentence-transformers. source: the model, for errors.
+    Raises RuntimeError if transformers reads something else."""
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
+    tokenizer.model_max_length = positions(lm.config)
+    # The tokenizer returns token types where training used them for a pair's two sentences, not for languages.
+    types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
+    tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
+    with files.publish(out) as partial:
+        lm.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        save_heads(heads, partial)
+        save_pooling(partial, pooling, lm.config, positions(lm.config))
+        files.apply_umask(partial)
+        difference = compare(lm, heads, partial)
+        if difference:
+            raise RuntimeError(f"{source} was not exported: {difference}. This is a fault of xscale, not of the run")
+
+
+def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
+    """The difference, in words, between our forward pass of the trained model and transformers' pass of what it loads
+    from `folder`; None if they agree."""
+    kept = load_heads(folder)
+    for name, trained in heads.items():
+        if name not in kept or _differing(trained.weights, kept[name].weights):
+            return f"the heads of stream {name} are not those that were trained"
+    written = AutoModelForMaskedLM.from_pretrained(folder, trust_remote_code=False).eval()
+    ids, types = _sequence(lm)
+    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
+    with torch.inference_mode():
+        found, expected = written(**inputs).logits[0], _logits(Encoder(lm).eval(), ids, types)
+    furthest, largest = (found - expected).abs().max(), expected.abs().max()
+    if torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(largest)), equal_nan=True):
+        return None
+    names = _differing(lm.state_dict(), written.state_dict())
+    return (
+        f"transformers' logits are up to {float(furthest):.2g} away from those of the trained model (the largest is "
+        f"{float(largest):.2g}); " + (f"weights that differ: {', '.join(names[:5])}" if names else "no weight differs")
+    )
+
+
+def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[str]:
+    return [name for name, w in trained.items() if name not in written or not torch.equal(w, written[name])]
+
+
+def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Ids [N] from the whole vocabulary, without padding, and their languages where the model has embeddings."""
+    ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
+    ids = ids[ids != lm.config.pad_token_id]
+    trained = getattr(lm.config, "xscale", None) or {}
+    return ids, torch.arange(len(ids)) % len(trained["languages"]) if trained.get("language_embeddings") else None
+
+
+def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
+    """Logits [N, V] of our forward pass."""
+    n = len(ids)
+    row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
+    out = encoder.lm.get_output_embeddings()
+    return F.linear(encoder.features(encoder(row)), out.weight, out.bias)

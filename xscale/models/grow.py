@@ -1,0 +1,95 @@
+"""A model of `model.init` grows to a larger tokenizer: rows of known tokens stay, by the token's string.
+
+The row of a new token is the mean of the rows of the pieces that the model's own tokenizer cuts the token into, in the
+embeddings and in the output layer with its bias. Text that both tokenizers cut alike has the hidden states that it
+had, and the known tokens their logits. The softmax has more classes, so a loss over all of them rises somewhat.
+"""
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from xscale.data.tokenizer import Tokenizer
+
+ROLES = ("bos", "eos", "cls", "sep", "mask")
+"""The special tokens whose ids a model's config may hold. The id of padding stays, because positions may count from
+it."""
+
+
+def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
+    """Return why `new` is no larger form of the model's tokenizer `old`, or None."""
+    ours, theirs = new.hf.get_vocab(), old.hf.get_vocab()
+    if lost := sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__):
+        return f"it lacks {len(lost):,} of the {len(theirs):,} tokens of the model's tokenizer, such as {lost[0]!r}"
+    if len(ours) == len(theirs):
+        return "it has the same tokens as the model's tokenizer, but cuts text otherwise"
+    if new.pad_id != old.pad_id:
+        return f"its padding token has id {new.pad_id}, and the model's {old.pad_id}"
+    for role, number in old.special.items():
+        ids = ((old, number), (new, new.special[role]))
+        token, other = (None if n is None else of.hf.convert_ids_to_tokens(n) for of, n in ids)
+        if token != other:
+            return f"its {role} token is {other!r}, and the model's {token!r}"
+    first, second = (json.loads(of.backend.to_str()) for of in (old, new))
+    first["type"], second["type"] = first["model"]["type"], second["model"]["type"]
+    part = next((part for part in ("type", "normalizer", "pre_tokenizer") if first[part] != second[part]), None)
+    return part and f"its {part} is not that of the model's tokenizer"
+
+
+def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
+    """Return the ids of the pieces that `old` cuts a new token into; none where it has no piece of it. added: the token
+    is plain text, as of add_tokens."""
+    if added:
+        return old.encode([token])[0]
+    model: Any = old.backend.model
+    inside = getattr(model, "continuing_subword_prefix", None) or ""
+    if not inside or not token.startswith(inside):
+        return [piece.id for piece in model.tokenize(token)]
+    for letter in (known for known in old.hf.get_vocab() if len(known) == 1):
+        first, *rest = model.tokenize(letter + token.removeprefix(inside))
+        if first.value == letter or first.id == old.special["unk"]:
+            return [piece.id for piece in rest]
+    return []
+
+
+def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
+    """Return, for each id of `new`, the ids of `old` whose rows' mean its row starts as."""
+    known, added = old.hf.get_vocab(), new.hf.get_added_vocab()
+    unknown = [old.special["unk"]] if old.special["unk"] is not None else [old.mask_id]
+    return {
+        number: [known[token]] if token in known else pieces_of(token, old, token in added) or unknown
+        for token, number in new.hf.get_vocab().items()
+    }
+
+
+@torch.no_grad()
+def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
+    """Give the model a row for each id of `new`, in which problem_of has found none."""
+    rows, of_ids = lm.config.vocab_size, origins(old, new)
+    before = [weight.clone() for weight in _tables(lm)]
+    lm.resize_token_embeddings(max(rows, new.vocab_size), mean_resizing=False)
+    for table, weight in zip(before, _tables(lm), strict=True):
+        weight.copy_(_grown(table, len(weight), of_ids))
+    for field in (f"{role}_token_id" for role in ROLES):
+        if (number := getattr(lm.config, field, None)) is not None:
+            token = old.hf.convert_ids_to_tokens(number)
+            setattr(lm.config, field, new.hf.convert_tokens_to_ids(token))
+
+
+def _tables(lm: PreTrainedModel) -> list[Tensor]:
+    """The weights with a row for each id. Tied ones are there once."""
+    output: Any = lm.get_output_embeddings()
+    tables: list[Any] = [lm.get_input_embeddings().weight, output.weight, output.bias]
+    return list({id(table): table for table in tables}.values())
+
+
+def _grown(table: Tensor, rows: int, of_ids: dict[int, list[int]]) -> Tensor:
+    """The table with `rows` rows. Rows that belong to no token stay as far as there are any."""
+    grown = table.new_zeros(rows, *table.shape[1:])
+    grown[: len(table)] = table
+    for number, pieces in of_ids.items():
+        grown[number] = table[pieces[0]] if len(pieces) == 1 else table[pieces].mean(0)
+    return grown

@@ -1,0 +1,69 @@
+"""`--data_change append` lets a run that is started again take in new sources, or further shards of a source.
+
+Sources that the run had go on in their order from where they were. New ones begin in epoch 0. Further shards of a
+source are a source of their own, behind the shards that the run had.
+"""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from xscale.checkpoint.store import Checkpoint
+from xscale.data.calibration import Calibration
+from xscale.errors import UserError
+from xscale.run import folder, fork
+from xscale.run.run_spec import RunSpec
+
+
+def known_sources(args: argparse.Namespace) -> frozenset[str]:
+    """Return the fingerprints of the sources that the run had, or those of its parent for a fork that begins. Without
+    --data_change there is none to look for. args: train.py's."""
+    if not args.data_change:
+        return frozenset()
+    saved = folder.read_identity(args.out)
+    if saved is None and args.fork:
+        saved = fork.find_parent(args.fork).identity
+    return frozenset(fingerprints(saved)) if saved else frozenset()
+
+
+def fingerprints(identity: dict[str, Any]) -> list[str]:
+    return [entry["fingerprint"] for entry in identity["data"]]
+
+
+def adapted(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
+    """Return the checkpoint with positions for the sources of the run, which has all that the checkpoint has and
+    perhaps more. Raises UserError."""
+    before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
+    if before == now:
+        return checkpoint
+    check(before, run_spec)
+    state = checkpoint.state
+    positions, sources_at_start = {}, {}
+    for spec in run_spec.specs:
+        own = sorted((now[source] for source in spec.sources if now[source] in before), key=before.index)
+        old = dict(zip(own, state["positions"][spec.name], strict=True))
+        positions[spec.name] = [old.get(now[source], [0, 0]) for source in spec.sources]
+        sources_at_start[spec.name] = len(own)
+    state = {"sources_at_start": sources_at_start} | state | {"positions": positions}
+    return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
+
+
+def check(before: list[str], run_spec: RunSpec) -> None:
+    """Raises UserError if the recipe and the model do not allow more data."""
+    if run_spec.recipe.data.first:
+        raise UserError("--data_change append: data.first counts the records of the data; start a run without it")
+    had = {language for source in run_spec.sources if source.fingerprint in before for language in source.langs}
+    new = [language for language in run_spec.languages if language not in had]
+    if new and run_spec.any_stream("language_embeddings"):
+        raise UserError(
+            f"--data_change append: the model has no language embedding for {', '.join(new)}, which the data had not "
+            f"before; leave this data out, or start a new run by model.init, which adds language embeddings"
+        )
+
+
+def merged_calibration(checkpoint: Checkpoint, old: Calibration, fresh: Calibration, run_spec: RunSpec) -> Calibration:
+    """Return a calibration of all sources: the estimates of the old sources and of the streams stay, because the order
+    of running text and the rows follow from them."""
+    lines = dict(zip(fingerprints(checkpoint.identity), old.lines, strict=True))
+    of_all = zip(run_spec.sources, fresh.lines, strict=True)
+    return Calibration([lines.get(source.fingerprint, line) for source, line in of_all], old.streams)

@@ -1,0 +1,91 @@
+"""A fork is a run that begins at a checkpoint of another run: `train.py --fork RUN@STEP --out NEW`.
+
+It takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ in the
+fields that are read anew in each step and leave the order of every source as it is.
+"""
+
+import argparse
+import copy
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xscale import files
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import Checkpoint
+from xscale.errors import UserError
+from xscale.ranks import HostGroup
+from xscale.run import folder
+
+ANCESTRY = "ancestry.json"
+"""The file of a fork with its ancestors, nearest first: each one's directory, the step, and what the recipe changed."""
+MAY_CHANGE = {
+    "model": {"dropout"},
+    "data": {"alpha"},
+    "train": {"lr", "warmup", "max_grad_norm", "label_smoothing", "z_loss"},
+}
+"""The fields that a fork may change, beside those that every resume may."""
+OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}
+"""The fields of each stream that a fork may change, beside the objective's factors and probabilities."""
+
+
+def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
+    """Return the checkpoint to start from: the run's own, or that of --fork for a run that has none yet, or None.
+    args: train.py's. Raises UserError."""
+    append = args.data_change == "append"
+    found = folder.find_checkpoint(args.out, args.resume, identity, host_group, append)
+    if found is None and args.fork:
+        found = find_parent(args.fork)
+        if problem := checkpoints.verify(found.path, host_group):
+            raise UserError(f"checkpoint {found.path} is not usable ({problem}); choose another for --fork")
+        if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
+            raise UserError(
+                f"--fork {args.fork} cannot change these. Give the run's own values, or start from its weights alone: "
+                f"--set model.init={found.path} in the place of --fork:\n" + folder.indented(differences)
+            )
+    return found
+
+
+def find_parent(fork: str) -> Checkpoint:
+    """Return the checkpoint that RUN@STEP, RUN or a checkpoint's directory names. Raises UserError."""
+    run, _, step = fork.rpartition("@")
+    if not run or not re.fullmatch(r"\d+", step):
+        return checkpoints.read(checkpoints.find(Path(fork)))
+    there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(Path(run) / "checkpoints")}
+    if int(step) not in there:
+        steps = ", ".join(map(str, there)) or "none"
+        raise UserError(f"--fork {fork}: {run} has no checkpoint of step {step}; it has those of steps {steps}")
+    return checkpoints.read(there[int(step)])
+
+
+def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved identity with the new values of the fields that a fork may change."""
+    saved, new = copy.deepcopy(saved), identity["recipe"]
+    for section, names in MAY_CHANGE.items():
+        saved["recipe"][section] |= {name: value for name, value in new[section].items() if name in names}
+    for name, stream in saved["recipe"]["streams"].items():
+        ours = new["streams"].get(name, {})
+        stream |= {k: v for k, v in ours.items() if k in OF_STREAMS or (_is_factor(stream.get(k)) and _is_factor(v))}
+    return saved
+
+
+def _is_factor(value: Any) -> bool:
+    """Whether a field is a factor or a probability. A term with a factor of 0 may have no heads, so 0 is another
+    thing."""
+    return type(value) is float and value != 0
+
+
+def is_own(checkpoint: Checkpoint, out: Path) -> bool:
+    return checkpoint.path.parent.resolve() == (out / "checkpoints").resolve()
+
+
+def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
+    """Write the ancestors of a run that begins at the checkpoint of another. Rank 0 only."""
+    run = parent.path.resolve().parent.parent
+    entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
+    before: list[Any] = []
+    with suppress(OSError, ValueError):
+        before = json.loads((run / ANCESTRY).read_text(encoding="utf-8"))
+    files.write_text(out / ANCESTRY, json.dumps([entry, *before], indent=1, ensure_ascii=False) + "\n")
