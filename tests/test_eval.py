@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
@@ -153,6 +154,19 @@ def test_sources_of_the_same_languages_keep_their_own_scores(measure: Measure, d
     folders = [demo / "heldout" / "pairs", demo / "pairs"]
     code, found = measure("--task", "retrieval", "--data", *folders)
     assert code == 0 and list(found["results"]["retrieval"]) == [f"en-xx ({folder})" for folder in folders]
+
+
+def test_scores_are_added_to_the_card(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
+    assert measure("--task", "retrieval", "--card")[0] == 2
+    assert f"--card: {hf} has no README.md" in capsys.readouterr().err
+    shutil.copytree(hf, tmp_path / "hf")
+    (tmp_path / "hf" / "README.md").write_text("---\nlanguage: en\n---\n\n# A model\n\n## Use\n\nAs it is.\n")
+    _, found = measure("--task", "retrieval", "--card", "--model", tmp_path / "hf")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    numbers = {score.metric_type: score.metric_value for score in card.data.eval_results}
+    scores = {name: value for name, value in found["results"]["retrieval"]["en-xx"].items() if name != "sentences"}
+    assert numbers == pytest.approx(scores, rel=1e-5) and len(numbers) == 3
+    assert card.data.language == "en" and "As it is.\n\n## Scores\n\n| task" in card.text
 
 
 @pytest.mark.parametrize("place", ["file/scores.json", "folder", "/proc/here/scores.json"])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -649,6 +650,10 @@ def test_a_command_trains_scores_and_keeps_models(
     assert (found["settings"]["seeds"], found["settings"]["lr"], found["settings"]["epochs"]) == ([0, 1], 5e-5, 1)
     names = [f"{name}.seed_{seed}" for name in ("de", "de_translate-train_code-switched", "en") for seed in (0, 1)]
     assert sorted(path.name for path in Path("kept").iterdir()) == names
+    card = ModelCard.load("kept/en.seed_1/README.md").data
+    of_card = {(one.dataset_name, one.metric_type): one.metric_value for one in card.eval_results}
+    seeds = found["seeds"]["xnli"]["de zero-shot"]["accuracy"]
+    assert of_card["de zero-shot", "accuracy"] == pytest.approx(seeds[1]) and card.pipeline_tag == "text-classification"
     tuned = AutoModelForSequenceClassification.from_pretrained("kept/en.seed_1").eval()
     reader = AutoTokenizer.from_pretrained("kept/en.seed_1")
     texts = [line.split("\t")[:2] for line in Path("de.tsv").read_text().splitlines()[:5]]
@@ -680,7 +685,8 @@ def test_several_ranks_learn_and_keep_a_model(tmp_path: Path, tagged: Path, toke
     kept = {file.name: file.stat().st_mode & 0o777 for file in (keep / "en.seed_4").iterdir()}
     (tmp_path / "new").touch()
     mode = (tmp_path / "new").stat().st_mode & 0o777
-    assert kept == dict.fromkeys(["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], mode)
+    names = ["README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert kept == dict.fromkeys(names, mode)
     assert AutoModelForTokenClassification.from_pretrained(keep / "en.seed_4").config.id2label[0] == tags.UPOS[0]
     printed = launch.run(2, arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3), "torchrun", "-m")
     assert json.loads((tmp_path / "plain.json").read_text())["results"]["pos"]["en"]["sup"] > 0.5

@@ -1,16 +1,19 @@
 """A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
-`SentenceTransformer` (eval/sentence_files.py), and the objectives' own heads (models/heads.py). For a run it is the
-newest checkpoint, or the best. Before the directory takes its place, it is loaded and compared with the trained model.
+`SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
+(eval/card.py). For a run it is the newest checkpoint, or the best. Before the directory takes its place, it is loaded
+and compared with the trained model.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import HfApi
 from torch import Tensor
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
@@ -19,6 +22,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.card import CARD, describe_checkpoint
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import save_pooling, trained_pooling
 from xscale.models.build import positions, run_fields
@@ -48,13 +52,28 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
         lm.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_heads(heads, partial)
-        pooling = pooling or trained_pooling(checkpoints.read(path).identity["recipe"]["streams"])
+        checkpoint = checkpoints.read(path)
+        pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
         save_pooling(partial, pooling, lm.config, positions(lm.config))
+        describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling).save(partial / CARD)
         files.apply_umask(partial)
         difference = compare(lm, heads, partial)
         if difference:
             raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
     return path
+
+
+def push(folder: Path, repo: str) -> None:
+    """Uploads an export to the hub; a repository that is not there is created as a private one. Raises UserError."""
+    api = HfApi(library_name="xscale")
+    try:
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
+    except OSError as error:  # the hub's errors are of this type
+        raise UserError(
+            f"--push {repo}: {str(error).strip().splitlines()[0]}; {folder} is complete: log in by `hf auth login` and "
+            f"run `hf upload {repo} {folder}`"
+        ) from None
 
 
 def find_best(run: Path) -> Path:
@@ -118,18 +137,24 @@ def main() -> int:
     parser.add_argument(
         "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
     )
+    parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
         check_arguments(sys.argv[1:])
         load_plugins(args.plugin)
+        if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+            raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
         path = export(args.source, args.out, args.best, args.pooling)
+        print(f"{path} -> {args.out}")
+        if args.push:
+            push(args.out, args.push)
+            print(f"{args.out} -> {args.push}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         return report_environment_error(error)
-    print(f"{path} -> {args.out}")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from xscale.data.shards import find_sources
 from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.card import CARD, add_scores
 from xscale.eval.model import Exported, Scores, check_out, write_json
 from xscale.eval.tasks import TASKS, TaskRow, add_flags
 from xscale.plugins import load_plugins
@@ -21,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
     parser.add_argument("--task", nargs="+", choices=TASKS, required=True)
     parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--card", action="store_true", help="add the scores to the model's card, its README.md")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add_flags(parser)
     args = parser.parse_args(argv)
@@ -33,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         load_plugins(args.plugin)
         if args.out:
             check_out(args.out)
+        if args.card and not (args.model / CARD).is_file():
+            raise UserError(f"--card: {args.model} has no {CARD}, which `python -m xscale.export` writes")
         sources = find_sources(args.data)
         rows = {task: name_rows(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
         model = Exported(args.model)
@@ -73,6 +77,8 @@ def evaluate_rows(model: Exported, rows: dict[str, dict[str, TaskRow]], args: ar
             code = 1 if ours else code or 2
         if args.out:
             write_json(args.out, {"model": str(args.model), "results": results, "failed": failed})
+    if args.card:
+        add_scores(args.model, results, {})
     return code
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from xscale import files, ranks
 from xscale.errors import NotFinite, UserError, report_environment_error, run_command
+from xscale.eval.card import CARD, describe_finetuned
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.task import Encoding, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
@@ -165,6 +166,8 @@ def measure_transfer(args: argparse.Namespace, process: Process) -> None:
             if args.keep:
                 name = training.name.replace(",", "").replace(" ", "_")
                 tuner.save(trainer, args.keep / f"{name}.seed_{seed}")
+                if host_group.is_main:
+                    save_card(args, tuner, training, tests, found, args.keep / f"{name}.seed_{seed}")
         table.add(training, found)
         host_group.from_main(partial(publish, args, tuner, table, training, found))
     if host_group.is_main:
@@ -173,6 +176,24 @@ def measure_transfer(args: argparse.Namespace, process: Process) -> None:
             count = sum(example.gold is None for example in data.examples)
             print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
     host_group.barrier()
+
+
+def save_card(
+    args: argparse.Namespace,
+    tuner: FineTuner,
+    training: TrainingText,
+    tests: dict[str, TaskData],
+    found: Predictions,
+    folder: Path,
+) -> None:
+    """Writes the card of the model that the last seed has trained."""
+    scores = {
+        f"{language} {training.tests[language]}": tuner.task.score(tests[language].examples, of_seeds[-1], language)
+        for language, of_seeds in found.items()
+        if tests[language].labelled
+    }
+    card = describe_finetuned(args.model, args.task, tuner.task.head, training.name, asdict(tuner.settings), scores)
+    card.save(folder / CARD)
 
 
 def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list[str]) -> FineTuner:
