@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from xscale.checkpoint.store import Checkpoint
+from xscale.eval.bootstrap import intervals
 from xscale.metric_keys import direction
 from xscale.models.build import positions
 
@@ -112,7 +113,7 @@ def describe_finetuned(
     """The card of a fine-tuned model. model: the encoder's folder. head: the class of transformers. training: the name
     of the text. scores: numbers by row and name."""
     encoder, pipeline = model.resolve().name, HEADS[head]
-    name, results = f"{encoder}-{task}", eval_results({task: scores}, {})
+    name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}))
     before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()
     text = TEXT.format(
         name=name,

@@ -21,6 +21,7 @@ from torch import Tensor
 from xscale.data.lexicon import cut_pair
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
 from xscale.eval.neighbours import nearest_both
 from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variants
@@ -121,12 +122,17 @@ def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
 
 
 def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> Scores:
+    """Scores of the candidates from the threshold on. Their intervals are over the first list's sentences."""
     mined = candidates.scores >= threshold
-    correct = int(is_gold(candidates, gold)[mined].sum())
+    first, right = candidates.pairs[mined, 0], is_gold(candidates, gold)[mined]
+    wanted = np.array([i for i, _ in gold])
+    sentences = 1 + max(candidates.pairs[:, 0].max(), wanted.max())
+    counts = (np.bincount(numbers, minlength=sentences) for numbers in (first[right], first, wanted))
+    scores = entity_scores(np.stack(list(counts), 1))
     return {
-        "precision": correct / max(int(mined.sum()), 1),
-        "recall": correct / len(gold),
-        "F1": 2 * correct / (int(mined.sum()) + len(gold)),
+        "precision": scores["precision"],
+        "recall": scores["recall"],
+        "F1": scores["f1"],
         "threshold": threshold,
         "mined": int(mined.sum()),
         "gold": len(gold),

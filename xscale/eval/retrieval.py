@@ -23,6 +23,7 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
+from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, Scores, read_all
 from xscale.eval.neighbours import nearest_both
 from xscale.ops.alignment_gather import alignment_gather
@@ -94,11 +95,17 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
     a, b = langs
-    found = {
-        f"{a}->{b}": (there_N1 == same_N1).double().mean().item(),
-        f"{b}->{a}": (back_N1 == same_N1).double().mean().item(),
-    }
-    return found | {"accuracy": sum(found.values()) / 2, "sentences": len(first_NH)}
+    hits_N3 = torch.cat([there_N1 == same_N1, back_N1 == same_N1, same_N1 >= 0], 1).cpu().numpy()
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        there, back, sentences = np.moveaxis(sums, -1, 0)
+        return {
+            f"{a}->{b}": there / sentences,
+            f"{b}->{a}": back / sentences,
+            "accuracy": (there + back) / sentences / 2,
+        }
+
+    return bootstrap(hits_N3, scores_of) | {"sentences": len(first_NH)}
 
 
 def hubness(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from xscale.data.shards import find_sources
 from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.bootstrap import describe, intervals
 from xscale.eval.card import CARD, add_scores
 from xscale.eval.model import Exported, Scores, check_out, write_json
 from xscale.eval.tasks import TASKS, TaskRow, add_flags
@@ -66,7 +67,7 @@ def evaluate_rows(model: Exported, rows: dict[str, dict[str, TaskRow]], args: ar
             for variant, scores in row.evaluate(model).items():
                 full_name = f"{name} {variant}".strip()
                 results.setdefault(task, {})[full_name] = scores
-                print(f"{task} {full_name}: " + ", ".join(f"{score} {value:,.4g}" for score, value in scores.items()))
+                print(f"{task} {full_name}: " + ", ".join(describe(score, value) for score, value in scores.items()))
         except Exception as error:
             ours = not isinstance(error, UserError)
             text = f"{type(error).__name__}: {error}" if ours else str(error)
@@ -76,9 +77,10 @@ def evaluate_rows(model: Exported, rows: dict[str, dict[str, TaskRow]], args: ar
                 traceback.print_exc()
             code = 1 if ours else code or 2
         if args.out:
-            write_json(args.out, {"model": str(args.model), "results": results, "failed": failed})
+            found = {"model": str(args.model), "results": results, "intervals": intervals(results), "failed": failed}
+            write_json(args.out, found)
     if args.card:
-        add_scores(args.model, results, {})
+        add_scores(args.model, results, intervals(results))
     return code
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from xscale import files, ranks
 from xscale.errors import NotFinite, UserError, report_environment_error, run_command
+from xscale.eval.bootstrap import describe, intervals
 from xscale.eval.card import CARD, describe_finetuned
 from xscale.eval.finetune import pairs, qa, tags
 from xscale.eval.finetune.task import Encoding, Task, TaskData
@@ -105,7 +106,7 @@ def check_flags(args: argparse.Namespace) -> None:
         raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: seeds are different numbers from 0 on")
     if not args.train and not args.translated:
         raise UserError("--train LANG=FILE is needed, or --translated")
-    for module in ("sklearn", "seqeval", "accelerate"):
+    for module in ("seqeval", "accelerate"):
         try:
             __import__(module)
         except ImportError:
@@ -220,6 +221,7 @@ def publish(
     content = {
         "model": str(args.model),
         "results": {args.task: table.rows | table.summary},
+        "intervals": intervals({args.task: table.rows | table.summary}),
         "failed": {},
         "seeds": {args.task: table.seeds},
         "settings": {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given},
@@ -229,11 +231,11 @@ def publish(
 
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
-        print(f"{task} {row}: " + ", ".join(f"{metric} {value:,.4g}" for metric, value in metrics.items()))
+        print(f"{task} {row}: " + ", ".join(describe(metric, value) for metric, value in metrics.items()))
     for language, summary in table.summary.items():
         if "delta" in summary:
             deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
-            print(f"{task} {language}: supervised - zero-shot {summary['delta']:.4g}{deviation}")
+            print(f"{task} {language}: supervised - {describe('zero-shot', summary['delta'])}{deviation}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from xscale.data import sequences
 from xscale.data.sequences import fit_pairs
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.eval.bootstrap import class_scores
 from xscale.eval.finetune.tables import Columns, column, is_table, read_rows
 from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, label_numbers
 
@@ -107,13 +108,9 @@ def predict(
 
 
 def score(examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
-    from sklearn.metrics import accuracy_score, f1_score
-
-    gold = [example.gold[0] for example in examples if example.gold]
-    return {
-        "accuracy": float(accuracy_score(gold, predictions)),
-        "macro_f1": float(f1_score(gold, predictions, average="macro", zero_division=0)),
-    }
+    gold = [example.gold for example in examples if example.gold]
+    found = [(label,) for label in predictions]
+    return class_scores(gold, found, sorted({label for side in (gold, found) for (label,) in side}))
 
 
 def write(examples: list[LabelledExample], predictions: list[Any]) -> str:

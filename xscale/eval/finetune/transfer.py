@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from xscale import files
 from xscale.errors import UserError
+from xscale.eval import bootstrap
 from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, TaskData, check_labels
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
@@ -125,8 +126,8 @@ def group_features(task: Task, training: TrainingText, encoding: Encoding) -> li
 
 def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
     """The mean, and of several values the sample deviation."""
-    mean = {name: statistics.fmean(values)}
-    return mean | {f"{name}_std": statistics.stdev(values)} if len(values) > 1 else mean
+    found: dict[str, float] = {name: bootstrap.mean(values)}
+    return found | {f"{name}_std": statistics.stdev(map(float, values))} if len(values) > 1 else found
 
 
 def predict_majority(train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
@@ -167,7 +168,7 @@ class TransferTable:
         both = [self.seeds.get(f"{language} {setting}") for setting in (SUPERVISED, ZERO_SHOT)]
         if both[0] and both[1]:
             paired = zip(both[0][metric], both[1][metric], strict=True)
-            summary |= mean_and_deviation("delta", [supervised - zero_shot for supervised, zero_shot in paired])
+            summary |= mean_and_deviation("delta", [bootstrap.combine(scores, (1, -1)) for scores in paired])
         if self.task.classes and "majority" not in summary:
             examples = self.tests[language].examples
             constant = predict_majority(training.data.examples, examples)
