@@ -532,13 +532,16 @@ def test_commands_of_the_page(
 ) -> None:
     """Those of docs/evaluation.md, on made files; mteb's is in test_mteb.py, the report's in test_readme.py."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("hf", "bucc", "wpt", "xlwa"):
-        Path(folder).mkdir()
+    for folder in ("hf", "bucc", "wpt", "xlwa", "flores200/devtest", "NTREX/NTREX-128"):
+        Path(folder).mkdir(parents=True)
     Path("hf/xlm").symlink_to(hf)
     en, de = sentences(demo, 0)[:40], sentences(demo, 1)[:40]
     for side, texts in (("en", en), ("de", de)):
         Path(side).write_text("".join(f"{text}\n" for text in texts))
     write_pairs(Path("en"), Path("de"), Path("heldout/en-de"))
+    for name in ("flores200/devtest/{}.devtest", "NTREX/NTREX-128/newstest2019-ref.{}.txt"):
+        for side in ("en", "de"):
+            Path(name.format(side)).write_text(Path(side).read_text())
     Path("shards").symlink_to("heldout")
     Path("en-de.txt").write_text((demo / "lexicon" / "en-xx.txt").read_text())
     for name in ("training", "test"):
@@ -548,7 +551,7 @@ def test_commands_of_the_page(
     Path("xlwa/en-es.tsv").write_text("".join(f"{a}\t{b}\t0-0\n" for a, b in zip(en, de, strict=True)))
     lines = [line for line in commands("docs/evaluation.md") if "xscale.eval.run" in line and "--card" not in line]
     listed = [shlex.split(line) for line in lines if "--task mteb" not in line]
-    assert len(listed) == 4 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
+    assert len(listed) == 5 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
     for words in listed:
         assert run.main(words[3:]) == 0, words
     assert set(json.loads(Path("scores.json").read_text())["results"]) == {"heldout", "retrieval", "perplexity"}

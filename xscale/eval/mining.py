@@ -1,11 +1,8 @@
 """Mining of parallel sentences (BUCC; Zweigenbaum et al. 2018): which pairs of two monolingual lists are translations?
 
-Scored by the ratio margin of Artetxe & Schwenk (2019), with the k = 4 nearest neighbours of either:
-
-    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
-
-A candidate is a sentence with the best of its k neighbours, in both directions; of candidates that share a sentence,
-the one with the higher score is kept (their "max. score"). Candidates from a threshold on are mined. The threshold has
+Scored by the ratio margin (eval/neighbours.py) with the k = 4 nearest neighbours of either. A candidate is a sentence
+with the best of its k neighbours, in both directions; of candidates that share a sentence, the one with the higher
+score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates from a threshold on are mined. The threshold has
 the best F1 on a development set. Without one it comes from the test pairs, and the row says `own threshold`.
 
 Shape letters: N sentences of the first list, M of the second, C candidates, H width.
@@ -23,7 +20,7 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
-from xscale.eval.neighbours import nearest_both
+from xscale.eval.neighbours import ratio_margins
 from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variants
 
 NEIGHBOURS = 4
@@ -82,12 +79,9 @@ def embed_both(
 
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     """Candidates of unit vectors x and y. No sentence stands in two of them."""
-    there, back = ([part.cpu().double().numpy() for part in found] for found in nearest_both(x_NH, y_MH, k))
-    r_N, r_M = there[0].mean(1), back[0].mean(1)
-    there_rows, back_rows = there[1].astype(np.int64), back[1].astype(np.int64)
-    forward = there[0] / ((r_N[:, None] + r_M[there_rows]) / 2)
-    backward = back[0] / ((r_M[:, None] + r_N[back_rows]) / 2)
-    first, second = np.arange(len(r_N)), np.arange(len(r_M))
+    both = ratio_margins(x_NH, y_MH, k)
+    (forward, there_rows), (backward, back_rows) = ([part.cpu().numpy() for part in found] for found in both)
+    first, second = np.arange(len(forward)), np.arange(len(backward))
     best_there, best_back = forward.argmax(1), backward.argmax(1)
     pairs = np.concatenate(
         [
