@@ -461,6 +461,9 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
     assert found["masked_accuracy"] == pytest.approx(right / len(losses))
+    characters = sum(len(source.read(0, number).texts[1]) for number in range(40))
+    bits = np.mean(losses) / math.log(2) * sum(tokens.values())
+    assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-4)
     total = sum(tokens.values())
     assert found["unigram_entropy"] == pytest.approx(-sum(n / total * math.log(n / total) for n in tokens.values()))
 

@@ -1,14 +1,16 @@
 """Masked prediction on held-out text: TLM loss of pairs, AlignLM's losses, and perplexity by language.
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|;    perplexity = exp(loss)
+    bits per character = loss / ln 2 * tokens / characters
 
 Each score stands beside the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
 tokens: below it, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) go through the exported
 masked-LM head, whatever was trained; a stream of AlignLM goes through its own heads too, which are kept beside the
 model. Masks are a function of the record's number, the token's place and the vocabulary: the same for every model with
-the same tokenizer. Under different tokenizers these numbers do not compare.
+the same tokenizer. Under different tokenizers these numbers do not compare, but for bits per character.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -58,14 +60,16 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
     """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
     longer than the model's positions go through it in parts."""
     check_head(model, "perplexity")
-    ids = model.tokenizer.encode([texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)])
+    texts_of_language = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
+    ids = model.tokenizer.encode(texts_of_language)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
     context = context_of(model, source)
     texts = batches_of([((language,), (text,)) for text in ids], "perplexity")
     sums = masked_sums(model, "mlm", (mlm.collate(some, options, context) for some in texts), options)
     if "mlm" not in sums:
         raise UserError(f"{source.directory}: no text in {language} has a token to predict")
-    return scores(sums["mlm"], "mlm_loss", ids, perplexity=True)
+    characters = sum(map(len, texts_of_language))
+    return scores(sums["mlm"], "mlm_loss", ids, characters)
 
 
 def check_head(model: Exported, task: str) -> None:
@@ -115,13 +119,16 @@ def masked_sums(
     return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
 
 
-def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], perplexity: bool = False) -> dict[str, float]:
-    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats."""
+def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
+    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats. characters: those of
+    the texts, for scores of running text."""
+    bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         loss, right, targets = np.moveaxis(sums, -1, 0)
-        found = {"perplexity": np.exp(loss / targets)} if perplexity else {}
-        return found | {loss_name: loss / targets, "masked_accuracy": right / targets}
+        nats = loss / targets
+        found = {"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}
+        return found | {loss_name: nats, "masked_accuracy": right / targets}
 
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()

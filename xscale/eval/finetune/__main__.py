@@ -20,7 +20,7 @@ from xscale import files, ranks
 from xscale.errors import NotFinite, UserError, report_environment_error, run_command
 from xscale.eval.bootstrap import describe, intervals
 from xscale.eval.card import CARD, describe_finetuned
-from xscale.eval.finetune import pairs, qa, tags
+from xscale.eval.finetune import classification, qa, tags
 from xscale.eval.finetune.task import Encoding, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
 from xscale.eval.finetune.transfer import (
@@ -37,8 +37,11 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
 
 TASKS: dict[str, Task] = {
-    "xnli": pairs.XNLI,
-    "pawsx": pairs.PAWSX,
+    "xnli": classification.XNLI,
+    "pawsx": classification.PAWSX,
+    "sib200": classification.SIB200,
+    "massive": classification.MASSIVE,
+    "taxi1500": classification.TAXI1500,
     "pos": tags.POS,
     "ner": tags.NER,
     "xquad": qa.XQUAD,
@@ -62,11 +65,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
     add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
-    add("--epochs", type=int, help="default: 2 for pairs and questions, 10 for tags")
-    add("--lr", type=float, help="peak learning rate (default: 5e-5 for pairs, 3e-5 for questions, 2e-5 for tags)")
+    add("--epochs", type=int, help="default: 2 for pairs and questions, 10 or 20 for others")
+    add("--lr", type=float, help="peak learning rate (default: the task's, 1e-5 to 5e-5)")
     add("--batch", type=int, default=32, help="sequences of a step, over all ranks (default: 32)")
     add("--warmup", type=float, default=0.1, help="steps; below 1, a share of them (default: 0.1; Pan et al.: 1000)")
-    add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, else 128)")
+    add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, 164 for sib200, else 128)")
     add("--ds_config", type=Path, help="DeepSpeed JSON (default: torch's AdamW in fp32)")
     add("--out", type=Path, required=True, help="JSON file to write")
     add("--keep", type=Path, metavar="DIR", help="folder for the fine-tuned models, each as DIR/LANG.seed_N")
@@ -126,7 +129,11 @@ def read_files(task: Task, given: list[str], option: str, limit: int | None) -> 
         path = Path(name)
         if not path.exists():
             raise UserError(f"{option} {one}: {path} does not exist")
-        found[language] = TaskData(path, language, task.read(path, language)[:limit])
+        part = "test" if option == "--test" else "train"
+        examples = [example for example in task.read(path, language) if example.part in (None, part)]
+        if not examples:
+            raise UserError(f"{option} {one}: {path} has no example of the partition {part}")
+        found[language] = TaskData(path, language, examples[:limit])
     return found
 
 

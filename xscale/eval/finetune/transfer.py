@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from xscale import files
 from xscale.errors import UserError
 from xscale.eval import bootstrap
-from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, TaskData, check_labels
+from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, TaskData, check_labels
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
 SHORT = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
@@ -130,11 +130,11 @@ def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
     return found | {f"{name}_std": statistics.stdev(map(float, values))} if len(values) > 1 else found
 
 
-def predict_majority(train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
+def predict_majority(task: Task, train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
     """The training text's most frequent label for every test example, or for each of its words."""
     counts = Counter(label for example in train for label in example.gold or ())
     label = max(sorted(counts), key=lambda name: counts[name])
-    return [label if len(e.langs) == 2 else [label] * len(e.texts) for e in test]
+    return [label if task.head == CLASSIFIER else [label] * len(e.texts) for e in test]
 
 
 class TransferTable:
@@ -171,7 +171,7 @@ class TransferTable:
             summary |= mean_and_deviation("delta", [bootstrap.combine(scores, (1, -1)) for scores in paired])
         if self.task.classes and "majority" not in summary:
             examples = self.tests[language].examples
-            constant = predict_majority(training.data.examples, examples)
+            constant = predict_majority(self.task, training.data.examples, examples)
             self.rows[f"{language} majority"] = self.task.score(examples, constant, language)
             summary["majority"] = self.rows[f"{language} majority"][metric]
 

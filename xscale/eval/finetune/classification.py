@@ -1,10 +1,13 @@
-"""Classification of sentence pairs: natural language inference (XNLI) and paraphrases (PAWS-X).
+"""Classification of sentences by topic (SIB-200, Taxi1500) or intent (MASSIVE), and of sentence pairs: natural
+language inference (XNLI) and paraphrases (PAWS-X).
 
-The model labels `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>b<TAB>label` (XTREME's; two columns have no
-labels), or a header names the columns (MultiNLI's, XNLI's own, PAWS-X's). Local data sets are read too.
+The model labels `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>label` or `a<TAB>b<TAB>label`
+(XTREME's; a column less has no labels), or a header names the columns (SIB-200's, Taxi1500's, MultiNLI's, XNLI's own,
+PAWS-X's). Local data sets are read too.
 """
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import class_scores
 from xscale.eval.finetune.tables import Columns, column, is_table, read_rows
-from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, label_numbers
+from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, label_numbers
 
-FIRST, SECOND = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
-LABEL, LANGUAGE = ("label", "gold_label"), "language"
+PAIR = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
+SENTENCE = (("text", "utt", "verse", "utterance"),)
+"""The names of each text's column."""
+LABEL, LANGUAGE, PARTITION = ("label", "gold_label", "category", "intent"), "language", "partition"
 SAME = {"contradictory": "contradiction"}
 """XNLI's translated training text has another word for this label."""
 AT_ONCE = 8192
@@ -34,25 +39,26 @@ NO_LABEL = None, "", -1, "-1"
 """The marks of an absent label; `datasets` has -1."""
 
 
-def read(path: Path, language: str) -> list[LabelledExample]:
+def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR) -> list[LabelledExample]:
+    """columns: the names of each text's column. Raises UserError."""
     examples = []
-    for key, row in read_rows(path) if is_table(path) else _read_lines(path):
+    for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns):
         where = f"{path}: line {key}"
         if row.get(LANGUAGE, language) != language:
             continue
-        first, second = column(row, FIRST, where), column(row, SECOND, where)
+        texts = tuple(column(row, names, where) for names in columns)
         label = next((row[name] for name in LABEL if name in row), None)
-        if not (isinstance(first, str) and isinstance(second, str) and first.strip() and second.strip()):
+        if not all(isinstance(text, str) and text.strip() for text in texts):
             raise UserError(f"{where}: a sentence is empty; mend or remove the line")
         if label != NO_GOLD:
             gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
-            examples.append(LabelledExample(key, (language, language), (first, second), gold))
+            examples.append(LabelledExample(key, (language,) * len(texts), texts, gold, row.get(PARTITION)))
     if not examples:
-        raise UserError(f"{path} has no pair in {language}")
+        raise UserError(f"{path} has no example in {language}")
     return examples
 
 
-def _read_lines(path: Path) -> Iterator[tuple[str, Columns]]:
+def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Columns]]:
     """The line's number and the columns of each line with tabs."""
     names: list[str] = []
     for number, line in read_lines(path):
@@ -61,12 +67,13 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Columns]]:
             continue
         if not names:
             header = [field.lower() for field in fields]
-            has_header = number == 1 and any(n in header for n in FIRST) and any(n in header for n in SECOND)
-            names = header if has_header else [FIRST[0], SECOND[0], LABEL[0]][: max(len(fields), 2)]
+            has_header = number == 1 and all(set(names) & set(header) for names in columns)
+            names = header if has_header else [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
             if has_header:
                 continue
         if len(fields) != len(names):
-            wanted = f"{len(names)}, as the first line has" if number > 1 else "3: `sentence<TAB>sentence<TAB>label`"
+            form = "<TAB>".join(["sentence"] * len(columns))
+            wanted = f"{len(names)}, as the first line has" if number > 1 else f"{len(names)}: `{form}<TAB>label`"
             raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; mend the line")
         row = dict(zip(names, fields, strict=True))
         yield str(number), row | {name: row[name].strip() for name in LABEL if name in row}
@@ -77,17 +84,20 @@ def labels(examples: list[LabelledExample]) -> list[str]:
 
 
 def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
-    """A pair that is too long is cut, both sides in proportion."""
+    """A sentence that is too long is cut; so is a pair, both sides in proportion."""
     tokenizer, features = encoding.tokenizer, list[Feature]()
     for start in range(0, len(examples), AT_ONCE):
         some = examples[start : start + AT_ONCE]
         ids = tokenizer.encode([text for example in some for text in example.texts])
-        whole = [
-            sequences.Example(e.langs, (ids[2 * i], ids[2 * i + 1]), None, np.uint64(0)) for i, e in enumerate(some)
-        ]
-        fitted, _ = fit_pairs(whole, encoding.longest, "truncate", tokenizer.pair.special)
-        for number, (example, pair) in enumerate(zip(some, fitted, strict=True), start=start):
-            sides = tuple(np.array(side, dtype=np.int32) for side in pair.ids)
+        parts = len(some[0].texts)
+        whole = [tuple(ids[parts * i : parts * (i + 1)]) for i in range(len(some))]
+        fitted: list[tuple[list[int], ...]] = [(of[0][: encoding.longest - 2],) for of in whole]
+        if parts == 2:
+            pairs = [sequences.Example(e.langs, of, None, np.uint64(0)) for e, of in zip(some, whole, strict=True)]
+            cut, _ = fit_pairs(pairs, encoding.longest, "truncate", tokenizer.pair.special)
+            fitted = [pair.ids for pair in cut]
+        for number, (example, texts) in enumerate(zip(some, fitted, strict=True), start=start):
+            sides = tuple(np.array(text, dtype=np.int32) for text in texts)
             label = label_numbers(encoding.labels, example.gold, 1)
             features.append(Feature(number, example.langs, sides, CLS, label))
     return features
@@ -117,21 +127,19 @@ def write(examples: list[LabelledExample], predictions: list[Any]) -> str:
     return "".join(label + "\n" for label in predictions)
 
 
-def pair_task(xtreme: str) -> Task:
-    return Task(
-        read=read,
-        labels=labels,
-        encode=encode,
-        head="AutoModelForSequenceClassification",
-        head_labels=head_labels,
-        read_logits=read_logits,
-        predict=predict,
-        score=score,
-        xtreme=xtreme,
-        write=write,
-        epochs=2,
-        lr=5e-5,
-    )
-
-
-XNLI, PAWSX = pair_task("xnli"), pair_task("pawsx")
+_task = partial(
+    Task,
+    labels=labels,
+    encode=encode,
+    head=CLASSIFIER,
+    head_labels=head_labels,
+    read_logits=read_logits,
+    predict=predict,
+    score=score,
+    write=write,
+)
+_pairs = partial(_task, read=read, epochs=2, lr=5e-5)
+_sentences = partial(_task, read=partial(read, columns=SENTENCE))
+XNLI, PAWSX = _pairs(xtreme="xnli"), _pairs(xtreme="pawsx")
+SIB200 = _sentences(xtreme="sib200", epochs=20, lr=1e-5, max_length=164)
+MASSIVE, TAXI1500 = _sentences(xtreme="massive"), _sentences(xtreme="taxi1500", epochs=20)
