@@ -26,7 +26,7 @@ from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
-from xscale.eval.finetune import classification, qa, squad, tags
+from xscale.eval.finetune import classification, measure, qa, squad, tags
 from xscale.eval.finetune.task import Encoding, LabelledExample, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
 from xscale.eval.finetune.transfer import (
@@ -347,7 +347,7 @@ def test_a_pair_is_read_with_its_token_types(
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [LabelledExample(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
     features = classification.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
-    found, whole = said(model, command.TASKS["xnli"], features, ["a", "b"])
+    found, whole = said(model, measure.TASKS["xnli"], features, ["a", "b"])
     for pair, logits in zip(texts, found, strict=True):
         a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in pair)
         ids = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
@@ -475,7 +475,7 @@ def data(language: str, labels: str = "xy", shift: int = 0) -> TaskData:
 
 def test_which_runs_the_texts_allow() -> None:
     """The source language's serves every test, others their own; translations those of their language."""
-    task = command.TASKS["xnli"]
+    task = measure.TASKS["xnli"]
     tests = {language: data(language) for language in ("en", "de", "fr")}
     train = {"en": data("en"), "de": data("de")}
     found = plan_training(task, train, {"fr": data("fr")}, tests, "en", code_switch=False)
@@ -487,7 +487,7 @@ def test_which_runs_the_texts_allow() -> None:
 
 
 def test_both_halves_of_a_switched_pair_stand_together() -> None:
-    task, tests = command.TASKS["pawsx"], {"de": data("de")}
+    task, tests = measure.TASKS["pawsx"], {"de": data("de")}
     found = plan_training(task, {"en": data("en")}, {"de": data("de")}, tests, "en", code_switch=True)[1]
     assert [(e.langs, e.texts) for e in found.groups[2]] == [
         (("de", "en"), ("de a2", "en b2")),
@@ -508,7 +508,7 @@ def test_questions_are_switched_with_the_contexts_answers() -> None:
 
 
 def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
-    task, tests = command.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
+    task, tests = measure.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
     with pytest.raises(UserError, match=r"de.tsv: line 2.*'z'.*en.tsv.*x, y"):
         plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
 
@@ -520,7 +520,7 @@ def test_one_part_of_speech_is_nothing_to_learn_from() -> None:
 
 
 def test_means_deviations_delta_and_the_majority() -> None:
-    task, tests = command.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
+    task, tests = measure.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
     plan = plan_training(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
     scores = TransferTable(task, tests)
     right = [e.gold[0] for e in tests["de"].examples if e.gold]
@@ -546,7 +546,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
 def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     """Its readers: a label a line; a tag a line with a blank line behind each sentence; an object of answers by id."""
     tests = {"en": data("en"), "de": data("de")}
-    task = command.TASKS["xnli"]
+    task = measure.TASKS["xnli"]
     (training,) = plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
     write_predictions(tmp_path, task, training, tests, {"en": [["x"] * 6], "de": [["y", *"xxxxx"]]}, [7])
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*sv"))
@@ -560,7 +560,7 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
 
 def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exported) -> None:
     """Header and columns as their files have them; a long sentence is cut at its end."""
-    path, read = tmp_path / "test.tsv", command.TASKS["sib200"].read
+    path, read = tmp_path / "test.tsv", measure.TASKS["sib200"].read
     path.write_text('index_id\tcategory\ttext\n7\tscience/technology\tA "mix" of\n9\ttravel\tgo\n')
     found = read(path, "de")
     assert [(e.key, e.langs, e.texts, e.gold) for e in found] == [
@@ -568,12 +568,12 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
         ("3", ("de",), ("go",), ("travel",)),
     ]
     path.write_text("id\tlabel\tverse\n40001\tGrace\tHe said\n")
-    assert [(e.texts, e.gold) for e in command.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
+    assert [(e.texts, e.gold) for e in measure.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
     lines = [{"id": str(n), "locale": "de-DE", "partition": part, "intent": "alarm_set", "utt": part}
              for n, part in enumerate(("train", "dev", "test"))]  # fmt: skip
     (tmp_path / "de-DE.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for option, part in (("--train", "train"), ("--test", "test")):
-        data = command.read_files(command.TASKS["massive"], [f"de={tmp_path}/de-DE.jsonl"], option, None)["de"]
+        data = measure.read_files(measure.TASKS["massive"], [f"de={tmp_path}/de-DE.jsonl"], option, None)["de"]
         assert [(e.texts, e.gold) for e in data.examples] == [((part,), ("alarm_set",))]
     path.write_text("one\ta\ntwo\n")
     with pytest.raises(UserError, match=r"test\.tsv: line 2 has 1 columns"):
@@ -582,7 +582,7 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
     examples = [LabelledExample("1", ("en",), (" ".join(words[:30]),), ("a",))]
     (feature,) = classification.encode(examples, Encoding(model.tokenizer, 12, ["a"]))
     assert feature.ids[0].tolist() == model.tokenizer.encode([examples[0].texts[0]])[0][:10]
-    majority = predict_majority(command.TASKS["sib200"], found, found)
+    majority = predict_majority(measure.TASKS["sib200"], found, found)
     assert majority == ["science/technology"] * 2 and classification.score(found, majority, "de")["accuracy"] == 0.5
 
 

@@ -78,6 +78,12 @@ def mean(scores: Sequence[float]) -> Score:
     return combine(scores, [1 / len(scores)] * len(scores))
 
 
+def p_value(difference: Score) -> float:
+    """The two-sided p of no difference: twice the share of resampled texts in which it has the other sign."""
+    values = difference.resampled()
+    return float(np.clip(2 * min((values <= 0).mean(), (values >= 0).mean()), 1 / REPLICATES, 1))
+
+
 def intervals(results: Any) -> Any:
     """The bounds of every score in nested mappings, without what has none."""
     if isinstance(results, Mapping):
