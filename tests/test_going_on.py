@@ -556,6 +556,32 @@ def test_an_export_is_pushed_to_the_hub(
     assert code == 2 and "--push encoder" in said and not (tmp_path / "third").exists()
 
 
+def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], demo: Path, tmp_path: Path) -> None:
+    """Their output are the whole model's states at that layer, so that retrieval is the same."""
+    whole, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    export.export(ended[1], tmp_path / "hf", layers=1)
+    cut = Exported(tmp_path / "hf")
+    assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless and cut.heads == {}
+    (of_whole,) = retrieval.evaluate(whole, source, 50, layers=[1]).values()
+    (of_cut,) = retrieval.evaluate(cut, source, 50).values()
+    assert of_whole == of_cut
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert card.data.pipeline_tag == "feature-extraction" and "its first 1 layers" in card.text
+    with pytest.raises(UserError, match=r"--layers 3: .* layers 1 to 2"):
+        export.export(ended[1], tmp_path / "other", layers=3)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_first_layer_of_every_model_type_is_its_state_or_refused(kind: str, tmp_path: Path) -> None:
+    lm = make(kind, torch.float32).lm
+    export.first_layers(lm, 1).base_model.save_pretrained(tmp_path)
+    if kind == "modernbert":
+        with pytest.raises(UserError, match=r"--layers 1: .*modernbert"):
+            export.check_states(lm, 1, tmp_path)
+    else:
+        export.check_states(lm, 1, tmp_path)
+
+
 @pytest.mark.parametrize("kind", ["mixed", "mlm", "xlm"])
 def test_pipelines_of_transformers_read_an_export(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path, kind: str

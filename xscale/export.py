@@ -7,15 +7,17 @@ and compared with the trained model.
 """
 
 import argparse
+import copy
 import re
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from huggingface_hub import HfApi
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
@@ -36,29 +38,35 @@ CLOSE = 1e-3
 """The allowed difference of logits, as a share of the largest: two ways to compute them in fp32 round differently."""
 
 
-def export(source: Path, out: Path, best: bool = False, pooling: str | None = None) -> Path:
-    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. Raises UserError."""
+def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
+    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. layers: the model's
+    first so many, without heads; None: the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.find(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
     files.check_writable(out)
     lm, heads = load_run(path)
+    whole, model = lm, cast(Any, lm)
+    if layers is not None:
+        lm, heads = first_layers(whole, layers), {}
+        model = lm.base_model
     tokenizer = AutoTokenizer.from_pretrained(path / checkpoints.HF, trust_remote_code=False)
     tokenizer.model_max_length = positions(lm.config)
     # The tokenizer returns token types where training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, str(path)).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
-        lm.save_pretrained(partial)
+        model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_heads(heads, partial)
         checkpoint = checkpoints.read(path)
         pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
         save_pooling(partial, pooling, lm.config, positions(lm.config))
-        describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling).save(partial / CARD)
+        describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling, layers).save(partial / CARD)
         files.apply_umask(partial)
-        difference = compare(lm, heads, partial)
-        if difference:
+        if layers is not None:
+            check_states(whole, layers, partial)
+        elif difference := compare(lm, heads, partial):
             raise RuntimeError(f"{path} was not exported: {difference}. This is a fault of xscale, not of the run")
     return path
 
@@ -85,6 +93,36 @@ def find_best(run: Path) -> Path:
             f"Without --best the newest checkpoint is exported"
         )
     return checkpoints.find(named.with_name(named.read_text(encoding="utf-8").strip()))
+
+
+def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """The model with its first layers alone, whose masked-LM head has no meaning. Raises UserError."""
+    config, there = copy.deepcopy(lm.config), lm.config.num_hidden_layers
+    if not 1 <= layers <= there:
+        raise UserError(f"--layers {layers}: the model has layers 1 to {there}")
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    cut = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
+    missing, _ = cut.load_state_dict(lm.state_dict(), strict=False)
+    assert not [name for name in missing if not name.endswith("position_ids")], missing
+    return cut
+
+
+@torch.inference_mode()
+def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
+    """Compares the output of what transformers loads with the trained model's states at this layer. Raises
+    UserError."""
+    ids, types = _sequence(lm)
+    written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
+    found = written(**inputs).last_hidden_state[0]
+    expected = Encoder(lm).eval().hidden_states(_row(ids, types))[layers]
+    if not torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
+        raise UserError(
+            f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
+            f"that its first layers alone give others; export it whole, and measure it by --layer {layers}"
+        )
 
 
 def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
@@ -123,10 +161,13 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
     """Logits [N, V] of our forward pass."""
-    n = len(ids)
-    row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
     out = encoder.lm.get_output_embeddings()
-    return F.linear(encoder.features(encoder(row)), out.weight, out.bias)
+    return F.linear(encoder.features(encoder(_row(ids, types))), out.weight, out.bias)
+
+
+def _row(ids: Tensor, types: Tensor | None) -> Tokens:
+    n = len(ids)
+    return Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
 
 
 def main() -> int:
@@ -137,6 +178,7 @@ def main() -> int:
     parser.add_argument(
         "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
     )
+    parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
     parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
@@ -145,7 +187,7 @@ def main() -> int:
         load_plugins(args.plugin)
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
             raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
-        path = export(args.source, args.out, args.best, args.pooling)
+        path = export(args.source, args.out, args.best, args.pooling, args.layers)
         print(f"{path} -> {args.out}")
         if args.push:
             push(args.out, args.push)

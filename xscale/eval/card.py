@@ -58,9 +58,9 @@ TEXT = """\
 USE = """\
 ```python
 from sentence_transformers import SentenceTransformer
-from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel{head}, AutoTokenizer
 
-tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModelForMaskedLM.from_pretrained("{name}")
+tokenizer, model = AutoTokenizer.from_pretrained("{name}"), AutoModel{head}.from_pretrained("{name}")
 vectors = SentenceTransformer("{name}").encode(["a sentence"])  # unit vectors, {pooling} pooling
 ```"""
 LIMITS = """\
@@ -70,13 +70,16 @@ text that is named, and compare only with scores of the same text. The header's 
 that the licences of the data allow."""
 
 
-def describe_checkpoint(checkpoint: Checkpoint, config: Any, name: str, pooling: str) -> ModelCard:
-    """The card of a checkpoint's model. config: the model's. name: the model's name in the card."""
+def describe_checkpoint(
+    checkpoint: Checkpoint, config: Any, name: str, pooling: str, layers: int | None = None
+) -> ModelCard:
+    """The card of a checkpoint's model. config: the model's. name: the model's name in the card. layers: the first so
+    many are the model; None: it is whole."""
     recipe, folder = checkpoint.identity["recipe"], checkpoint.path.parent.parent
     languages, init = config.xscale["languages"][1:], recipe["model"]["init"]
     is_hub_name = bool(init) and not Path(init).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
-    scores = eval_results(*measured_at(folder, checkpoint.step))
+    scores = [] if layers else eval_results(*measured_at(folder, checkpoint.step))
     sources = [f"- `{of['source']}`, fingerprint `{of['fingerprint'][:12]}`" for of in checkpoint.identity["data"]]
     tokens = sum(
         entry.get("tokens", 0) for entry in lines(folder / "metrics.jsonl") if entry["step"] <= checkpoint.step
@@ -84,21 +87,22 @@ def describe_checkpoint(checkpoint: Checkpoint, config: Any, name: str, pooling:
     counted = f" and {tokens:,} tokens" if tokens else ""
     text = TEXT.format(
         name=name,
-        summary=f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}.",
-        use=USE.format(name=name, pooling=pooling),
+        summary=f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}."
+        + (f" These are its first {layers} layers, without the masked-LM head." if layers else ""),
+        use=USE.format(name=name, pooling=pooling, head="" if layers else "ForMaskedLM"),
         data="\n".join(["The shards that it was trained on, by their languages:", "", *sources]),
         training=f"{checkpoint.step:,} optimizer steps{counted}, from {init or 'random weights'}, on "
         f"{checkpoint.world_size} ranks. The recipe:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```",
         scores=score_table(scores) if scores else "No score was measured at this step.",
-        purpose="Masked prediction, sentence vectors for retrieval and mining across languages, word alignment, and "
-        "fine-tuning of classifiers, taggers and question answering.",
+        purpose="Sentence vectors for retrieval and mining across languages, word alignment, "
+        "fine-tuning of classifiers, taggers and question answering" + ("." if layers else ", masked prediction."),
         limits=LIMITS.format(longest=positions(config)),
     )
     data = ModelCardData(
         language=languages,
         license="unknown",
         library_name="transformers",
-        pipeline_tag="fill-mask",
+        pipeline_tag="feature-extraction" if layers else "fill-mask",
         base_model=init if is_hub_name else None,
         tags=["xscale", "sentence-transformers", "feature-extraction", *objectives],
         model_name=name,
