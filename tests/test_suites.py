@@ -98,6 +98,9 @@ def test_models_are_compared_on_the_same_sentences(texts: Path, tmp_path: Path, 
     assert a == b and same == "0 [0, 0], p 1"
     found = {name: json.loads((out / f"{name}.json").read_text())["results"]["retrieval"] for name in "abc"}
     accuracy = {name: rows["eng_Latn-fra_Latn cosine"]["accuracy"] for name, rows in found.items()}
+    alone = ["--model", models[2], "--suite", "retrieval", "--texts", texts, "--out", tmp_path / "alone.json"]
+    assert run.main([str(word) for word in alone]) == 0
+    assert json.loads((tmp_path / "alone.json").read_text())["results"]["retrieval"] == found["c"] != found["a"]
     assert c.startswith(f"{accuracy['c']:.4g} [") and other.startswith(f"{accuracy['c'] - accuracy['a']:,.4g} [")
 
 
