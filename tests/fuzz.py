@@ -51,7 +51,7 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval
-from xscale.eval.finetune import pairs, qa, tags
+from xscale.eval.finetune import classification, qa, tags
 from xscale.eval.model import Exported
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
@@ -878,7 +878,7 @@ ODD_LINES = [
 
 def labelled_case(case: Case) -> None:
     """What fine-tuning reads."""
-    kinds = {"pairs": (sentence_pairs, pairs.read), "qa": (questions, qa.read)}
+    kinds = {"pairs": (sentence_pairs, classification.read), "qa": (questions, qa.read)}
     kinds |= {"pos": (lambda c: tagged(c, True), tags.read_pos), "ner": (lambda c: tagged(c, False), tags.read_ner)}
     make, read = kinds[case.pick(*kinds)]
     lines, wanted = make(case)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig
 
@@ -155,6 +156,19 @@ def test_sources_of_the_same_languages_keep_their_own_scores(measure: Measure, d
     assert code == 0 and list(found["results"]["retrieval"]) == [f"en-xx ({folder})" for folder in folders]
 
 
+def test_scores_are_added_to_the_card(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:
+    assert measure("--task", "retrieval", "--card")[0] == 2
+    assert f"--card: {hf} has no README.md" in capsys.readouterr().err
+    shutil.copytree(hf, tmp_path / "hf")
+    (tmp_path / "hf" / "README.md").write_text("---\nlanguage: en\n---\n\n# A model\n\n## Use\n\nAs it is.\n")
+    _, found = measure("--task", "retrieval", "--card", "--model", tmp_path / "hf")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    numbers = {score.metric_type: score.metric_value for score in card.data.eval_results}
+    scores = {name: value for name, value in found["results"]["retrieval"]["en-xx"].items() if name != "sentences"}
+    assert numbers == pytest.approx(scores, rel=1e-5) and len(numbers) == 3
+    assert card.data.language == "en" and "As it is.\n\n## Scores\n\n| task" in card.text
+
+
 @pytest.mark.parametrize("place", ["file/scores.json", "folder", "/proc/here/scores.json"])
 def test_what_cannot_be_written_is_said_before_the_work(
     measure: Measure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, place: str
@@ -171,7 +185,7 @@ def test_a_disk_that_fills_is_the_machines(measure: Measure, monkeypatch: pytest
     def fail(path: Path, results: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    monkeypatch.setattr(run, "write_json", fail)
+    monkeypatch.setattr("xscale.eval.model.write_json", fail)
     assert measure("--task", "retrieval")[0] == 4
     assert "scores.json: No space left on device" in capsys.readouterr().err
 

@@ -461,6 +461,9 @@ def test_perplexity_is_that_of_transformers(tmp_path: Path, demo: Path, tokenize
     assert found["mlm_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     assert found["perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-3)
     assert found["masked_accuracy"] == pytest.approx(right / len(losses))
+    characters = sum(len(source.read(0, number).texts[1]) for number in range(40))
+    bits = np.mean(losses) / math.log(2) * sum(tokens.values())
+    assert found["bits_per_character"] == pytest.approx(bits / characters, rel=1e-4)
     total = sum(tokens.values())
     assert found["unigram_entropy"] == pytest.approx(-sum(n / total * math.log(n / total) for n in tokens.values()))
 
@@ -532,13 +535,16 @@ def test_commands_of_the_page(
 ) -> None:
     """Those of docs/evaluation.md, on made files; mteb's is in test_mteb.py, the report's in test_readme.py."""
     monkeypatch.chdir(tmp_path)
-    for folder in ("hf", "bucc", "wpt", "xlwa"):
-        Path(folder).mkdir()
+    for folder in ("hf", "bucc", "wpt", "xlwa", "flores200/devtest", "NTREX/NTREX-128"):
+        Path(folder).mkdir(parents=True)
     Path("hf/xlm").symlink_to(hf)
     en, de = sentences(demo, 0)[:40], sentences(demo, 1)[:40]
     for side, texts in (("en", en), ("de", de)):
         Path(side).write_text("".join(f"{text}\n" for text in texts))
     write_pairs(Path("en"), Path("de"), Path("heldout/en-de"))
+    for name in ("flores200/devtest/{}.devtest", "NTREX/NTREX-128/newstest2019-ref.{}.txt"):
+        for side in ("en", "de"):
+            Path(name.format(side)).write_text(Path(side).read_text())
     Path("shards").symlink_to("heldout")
     Path("en-de.txt").write_text((demo / "lexicon" / "en-xx.txt").read_text())
     for name in ("training", "test"):
@@ -546,9 +552,9 @@ def test_commands_of_the_page(
     Path("wpt/enfr.src-tgt").write_text("".join(f"{a} ||| {b}\n" for a, b in zip(en, de, strict=True)))
     Path("wpt/enfr.gold").write_text("1-1 2p2\n" * 39 + f"{len(en[-1].split())}-1\n")
     Path("xlwa/en-es.tsv").write_text("".join(f"{a}\t{b}\t0-0\n" for a, b in zip(en, de, strict=True)))
-    lines = [line for line in commands("docs/evaluation.md") if "xscale.report" not in line]
+    lines = [line for line in commands("docs/evaluation.md") if "xscale.eval.run --model hf/xlm" in line]
     listed = [shlex.split(line) for line in lines if "--task mteb" not in line]
-    assert len(listed) == 4 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
+    assert len(listed) == 6 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
     for words in listed:
         assert run.main(words[3:]) == 0, words
     assert set(json.loads(Path("scores.json").read_text())["results"]) == {"heldout", "retrieval", "perplexity"}

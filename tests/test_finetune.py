@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -25,10 +26,16 @@ from tests.rows import one_thread  # noqa: F401
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import NotFinite, UserError
 from xscale.eval.finetune import __main__ as command
-from xscale.eval.finetune import pairs, qa, squad, tags
+from xscale.eval.finetune import classification, measure, qa, squad, tags
 from xscale.eval.finetune.task import Encoding, LabelledExample, Task, TaskData
 from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings
-from xscale.eval.finetune.transfer import TransferTable, plan_training, switch_codes, write_predictions
+from xscale.eval.finetune.transfer import (
+    TransferTable,
+    plan_training,
+    predict_majority,
+    switch_codes,
+    write_predictions,
+)
 from xscale.eval.model import Exported
 
 SETTINGS = FineTuneSettings(epochs=3, lr=5e-5, batch=32, max_length=40, warmup=0.1)
@@ -111,7 +118,7 @@ def test_parts_of_speech_in_columns_as_in_xtremes_folders(tmp_path: Path) -> Non
 def test_pairs_by_columns_or_by_a_header(tmp_path: Path) -> None:
     path = tmp_path / "a.tsv"
     path.write_text("a b\tc\tneutral\nd\te\tcontradictory\n")
-    found = pairs.read(path, "de")
+    found = classification.read(path, "de")
     assert [(e.texts, e.gold, e.langs) for e in found] == [
         (("a b", "c"), ("neutral",), ("de", "de")),
         (("d", "e"), ("contradiction",), ("de", "de")),
@@ -119,12 +126,12 @@ def test_pairs_by_columns_or_by_a_header(tmp_path: Path) -> None:
     path.write_text(
         "language\tgold_label\tpairID\tsentence1\tsentence2\nde\tneutral\t1\ta\tb\nen\tneutral\t2\tc\td\nde\t-\t3\te\tf\n"
     )
-    assert [(e.key, e.texts, e.gold) for e in pairs.read(path, "de")] == [("2", ("a", "b"), ("neutral",))]
+    assert [(e.key, e.texts, e.gold) for e in classification.read(path, "de")] == [("2", ("a", "b"), ("neutral",))]
     path.write_text("\n a\tb\t0\r\n\r\nc\td\t1\n\n \n")
-    assert [(e.key, e.gold) for e in pairs.read(path, "de")] == [("2", ("0",)), ("4", ("1",))]
+    assert [(e.key, e.gold) for e in classification.read(path, "de")] == [("2", ("0",)), ("4", ("1",))]
     path = tmp_path / "a.jsonl"
     path.write_text('{"premise": "a", "hypothesis": "b", "label": -1}\n\n')
-    assert [(e.key, e.gold) for e in pairs.read(path, "de")] == [("1", None)], "datasets' word for no label"
+    assert [(e.key, e.gold) for e in classification.read(path, "de")] == [("1", None)], "datasets' word for no label"
 
 
 def test_local_data_sets(tmp_path: Path) -> None:
@@ -146,7 +153,7 @@ def test_local_data_sets(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
     expected = [("1", ("a", "c"), ("neutral",)), ("2", ("b", "d"), ("entailment",))]
     for name in ("disk", "folder", "folder/train.parquet", "c.jsonl.xz"):
-        assert [(e.key, e.texts, e.gold) for e in pairs.read(tmp_path / name, "en")] == expected, name
+        assert [(e.key, e.texts, e.gold) for e in classification.read(tmp_path / name, "en")] == expected, name
     tagged = datasets.Features({"tokens": datasets.List(datasets.Value("string"))})
     tagged["ner_tags"] = datasets.List(datasets.ClassLabel(names=["O", "B-PER"]))
     made = datasets.Dataset.from_dict({"tokens": [["Ann", "ran"]], "ner_tags": [[1, 0]]}, features=tagged)
@@ -183,9 +190,9 @@ BAD = {
     "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2.*'LOC'.*B-TYPE"),
     "half a sentence": (tags.read_ner, "a\tO\nb\n", r"line 1 .*mend"),
     "no word": (tags.read_ner, "\tO\n", r"line 1 .*`word<TAB>tag`"),
-    "two columns": (pairs.read, "a\tb\tneutral\nc\td\n", r"line 2 .*2 columns.*3"),
-    "one column": (pairs.read, "a\n", r"line 1 .*1 columns.*label"),
-    "empty sentence": (pairs.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2.*empty"),
+    "two columns": (classification.read, "a\tb\tneutral\nc\td\n", r"line 2 .*2 columns.*3"),
+    "one column": (classification.read, "a\n", r"line 1 .*1 columns.*label"),
+    "empty sentence": (classification.read, "a\tb\tneutral\n \td\tneutral\n", r"line 2.*empty"),
     "not json": (qa.read, '{"data": [\n{,}]}', r"is not JSON.*line 2"),
     "no context": (qa.read, '{"data": [{"paragraphs": [{"qas": []}]}]}', r"paragraphs\[0\].*'context'"),
     "a list": (qa.read, '{"data": [[]]}', r"data .*SQuAD 1.1"),
@@ -294,7 +301,7 @@ def test_accuracy_and_f1_of_words_and_pairs() -> None:
         "xtreme_f1": pytest.approx(2 / 5),  # two nouns in a row are one: 1 right of 2 said and of 3 that are there
     }
     couples = [LabelledExample(str(i), ("en", "en"), ("a", "b"), (label,)) for i, label in enumerate("xxy")]
-    found = pairs.score(couples, ["x", "y", "y"], "en")
+    found = classification.score(couples, ["x", "y", "y"], "en")
     assert found == {"accuracy": pytest.approx(2 / 3), "macro_f1": pytest.approx((2 / 3 + 2 / 3) / 2)}
 
 
@@ -335,12 +342,12 @@ def test_a_words_tag_is_read_from_its_first_token(model: Exported, tokenizer: To
 def test_a_pair_is_read_with_its_token_types(
     model: Exported, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "AT_ONCE", 2)
+    monkeypatch.setattr(classification, "AT_ONCE", 2)
     words = words_of(tokenizer)
     texts = [(" ".join(words[i : i + 3]), " ".join(words[i + 9 : i + 9 + 2 * i])) for i in (1, 2, 3)]
     examples = [LabelledExample(str(i), ("en", "de"), pair, ("b",)) for i, pair in enumerate(texts)]
-    features = pairs.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
-    found, whole = said(model, command.TASKS["xnli"], features, ["a", "b"])
+    features = classification.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    found, whole = said(model, measure.TASKS["xnli"], features, ["a", "b"])
     for pair, logits in zip(texts, found, strict=True):
         a, b = (tokenizer.hf(text, add_special_tokens=False)["input_ids"] for text in pair)
         ids = [tokenizer.cls_id, *a, tokenizer.sep_id, *b, tokenizer.sep_id]
@@ -443,9 +450,9 @@ def test_what_is_not_finite_has_no_score(model: Exported) -> None:
 
 def test_settings_and_seed_decide_a_run(model: Exported, tmp_path: Path) -> None:
     examples = [LabelledExample(str(n), ("en", "en"), (f"word {n}", "end"), ("ab"[n % 2],)) for n in range(4)]
-    features = pairs.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
-    collator = Collator(model, ["en"], pairs.head_labels)
-    tuner = FineTuner(pairs.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
+    features = classification.encode(examples, Encoding(model.tokenizer, 40, ["a", "b"]))
+    collator = Collator(model, ["en"], classification.head_labels)
+    tuner = FineTuner(classification.XNLI, replace(SETTINGS, warmup=7.0), collator, tmp_path)
     given = tuner.arguments([features[:2], features[2:]], 5)
     assert (given.warmup_steps, given.learning_rate, given.num_train_epochs, given.seed) == (7, 5e-5, 3, 5)
     assert given.per_device_train_batch_size == 16, "32 sequences are 16 groups of 2"
@@ -468,7 +475,7 @@ def data(language: str, labels: str = "xy", shift: int = 0) -> TaskData:
 
 def test_which_runs_the_texts_allow() -> None:
     """The source language's serves every test, others their own; translations those of their language."""
-    task = command.TASKS["xnli"]
+    task = measure.TASKS["xnli"]
     tests = {language: data(language) for language in ("en", "de", "fr")}
     train = {"en": data("en"), "de": data("de")}
     found = plan_training(task, train, {"fr": data("fr")}, tests, "en", code_switch=False)
@@ -480,7 +487,7 @@ def test_which_runs_the_texts_allow() -> None:
 
 
 def test_both_halves_of_a_switched_pair_stand_together() -> None:
-    task, tests = command.TASKS["pawsx"], {"de": data("de")}
+    task, tests = measure.TASKS["pawsx"], {"de": data("de")}
     found = plan_training(task, {"en": data("en")}, {"de": data("de")}, tests, "en", code_switch=True)[1]
     assert [(e.langs, e.texts) for e in found.groups[2]] == [
         (("de", "en"), ("de a2", "en b2")),
@@ -501,7 +508,7 @@ def test_questions_are_switched_with_the_contexts_answers() -> None:
 
 
 def test_a_label_that_occurs_only_in_a_test_is_an_error() -> None:
-    task, tests = command.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
+    task, tests = measure.TASKS["xnli"], {"en": data("en"), "de": data("de", labels="xyz")}
     with pytest.raises(UserError, match=r"de.tsv: line 2.*'z'.*en.tsv.*x, y"):
         plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
 
@@ -513,7 +520,7 @@ def test_one_part_of_speech_is_nothing_to_learn_from() -> None:
 
 
 def test_means_deviations_delta_and_the_majority() -> None:
-    task, tests = command.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
+    task, tests = measure.TASKS["xnli"], {"en": data("en", "xxy"), "de": data("de", "xxy")}
     plan = plan_training(task, {"en": data("en", "xxy"), "de": data("de")}, {}, tests, "en", code_switch=False)
     scores = TransferTable(task, tests)
     right = [e.gold[0] for e in tests["de"].examples if e.gold]
@@ -539,7 +546,7 @@ def test_means_deviations_delta_and_the_majority() -> None:
 def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     """Its readers: a label a line; a tag a line with a blank line behind each sentence; an object of answers by id."""
     tests = {"en": data("en"), "de": data("de")}
-    task = command.TASKS["xnli"]
+    task = measure.TASKS["xnli"]
     (training,) = plan_training(task, {"en": data("en")}, {}, tests, "en", code_switch=False)
     write_predictions(tmp_path, task, training, tests, {"en": [["x"] * 6], "de": [["y", *"xxxxx"]]}, [7])
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*sv"))
@@ -549,6 +556,34 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     assert tags.write([], [["B-LOC", "I-LOC"], ["O"]]) == "B-LOC\nI-LOC\n\nO\n\n"
     questions = [LabelledExample(key, ("zh", "zh"), ("?", "香港"), None) for key in "ab"]
     assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
+
+
+def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exported) -> None:
+    """Header and columns as their files have them; a long sentence is cut at its end."""
+    path, read = tmp_path / "test.tsv", measure.TASKS["sib200"].read
+    path.write_text('index_id\tcategory\ttext\n7\tscience/technology\tA "mix" of\n9\ttravel\tgo\n')
+    found = read(path, "de")
+    assert [(e.key, e.langs, e.texts, e.gold) for e in found] == [
+        ("2", ("de",), ('A "mix" of',), ("science/technology",)),
+        ("3", ("de",), ("go",), ("travel",)),
+    ]
+    path.write_text("id\tlabel\tverse\n40001\tGrace\tHe said\n")
+    assert [(e.texts, e.gold) for e in measure.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
+    lines = [{"id": str(n), "locale": "de-DE", "partition": part, "intent": "alarm_set", "utt": part}
+             for n, part in enumerate(("train", "dev", "test"))]  # fmt: skip
+    (tmp_path / "de-DE.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for option, part in (("--train", "train"), ("--test", "test")):
+        data = measure.read_files(measure.TASKS["massive"], [f"de={tmp_path}/de-DE.jsonl"], option, None)["de"]
+        assert [(e.texts, e.gold) for e in data.examples] == [((part,), ("alarm_set",))]
+    path.write_text("one\ta\ntwo\n")
+    with pytest.raises(UserError, match=r"test\.tsv: line 2 has 1 columns"):
+        read(path, "de")
+    words = words_of(model.tokenizer)
+    examples = [LabelledExample("1", ("en",), (" ".join(words[:30]),), ("a",))]
+    (feature,) = classification.encode(examples, Encoding(model.tokenizer, 12, ["a"]))
+    assert feature.ids[0].tolist() == model.tokenizer.encode([examples[0].texts[0]])[0][:10]
+    majority = predict_majority(measure.TASKS["sib200"], found, found)
+    assert majority == ["science/technology"] * 2 and classification.score(found, majority, "de")["accuracy"] == 0.5
 
 
 @pytest.mark.parametrize(
@@ -649,6 +684,10 @@ def test_a_command_trains_scores_and_keeps_models(
     assert (found["settings"]["seeds"], found["settings"]["lr"], found["settings"]["epochs"]) == ([0, 1], 5e-5, 1)
     names = [f"{name}.seed_{seed}" for name in ("de", "de_translate-train_code-switched", "en") for seed in (0, 1)]
     assert sorted(path.name for path in Path("kept").iterdir()) == names
+    card = ModelCard.load("kept/en.seed_1/README.md").data
+    of_card = {(one.dataset_name, one.metric_type): one.metric_value for one in card.eval_results}
+    seeds = found["seeds"]["xnli"]["de zero-shot"]["accuracy"]
+    assert of_card["de zero-shot", "accuracy"] == pytest.approx(seeds[1]) and card.pipeline_tag == "text-classification"
     tuned = AutoModelForSequenceClassification.from_pretrained("kept/en.seed_1").eval()
     reader = AutoTokenizer.from_pretrained("kept/en.seed_1")
     texts = [line.split("\t")[:2] for line in Path("de.tsv").read_text().splitlines()[:5]]
@@ -680,7 +719,8 @@ def test_several_ranks_learn_and_keep_a_model(tmp_path: Path, tagged: Path, toke
     kept = {file.name: file.stat().st_mode & 0o777 for file in (keep / "en.seed_4").iterdir()}
     (tmp_path / "new").touch()
     mode = (tmp_path / "new").stat().st_mode & 0o777
-    assert kept == dict.fromkeys(["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], mode)
+    names = ["README.md", "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert kept == dict.fromkeys(names, mode)
     assert AutoModelForTokenClassification.from_pretrained(keep / "en.seed_4").config.id2label[0] == tags.UPOS[0]
     printed = launch.run(2, arguments(model, tagged, tmp_path / "plain.json", "--seeds", 3), "torchrun", "-m")
     assert json.loads((tmp_path / "plain.json").read_text())["results"]["pos"]["en"]["sup"] > 0.5

@@ -4,16 +4,20 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import HfApi, ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel
+from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
@@ -28,6 +32,7 @@ from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval import heldout, hf_directory, retrieval
+from xscale.eval.card import add_scores
 from xscale.eval.model import Exported, read_all
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
@@ -493,6 +498,114 @@ def test_the_best_checkpoint_is_exported(ended: tuple[StepModule, Path, Path], t
     (tmp_path / "checkpoints" / "best").write_text("step_00000007\n")
     assert export.export(tmp_path, tmp_path / "hf", best=True).name == "step_00000007"
     assert checkpoints.find(tmp_path).name == "step_00000009", "no newer one is there"
+
+
+def test_the_card_is_the_hubs(ended: tuple[StepModule, Path, Path], tmp_path: Path) -> None:
+    """What huggingface_hub reads of it is what was measured at the checkpoint's step, also after it is written again;
+    later scores replace those of the same rows."""
+    shutil.copytree(ended[1] / "checkpoints", tmp_path / "run" / "checkpoints")
+    rows = [(6, {"en-xx": {"accuracy": 0.1}}), (7, {"en-xx": {"accuracy": 0.75, "sentences": 9, "perplexity": None}})]
+    entries = [json.dumps({"step": step, "results": {"retrieval": of}}) + "\n" for step, of in rows]
+    (tmp_path / "run" / "evals.jsonl").write_text("".join(entries))
+    tokens = [json.dumps({"step": step, "tokens": 1000 * step}) + "\n" for step in range(1, 10)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(tokens))
+    (tmp_path / "run" / "evals").mkdir()
+    hook = {"results": {"mining": {"en-xx": {"F1": 0.5}}}, "intervals": {"mining": {"en-xx": {"F1": [0.4, 0.6]}}}}
+    (tmp_path / "run" / "evals" / "step_7.json").write_text(json.dumps(hook))
+    export.export(tmp_path / "run", tmp_path / "hf")
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert (card.data.language, card.data.license, card.data.model_name) == (["en", "xx", "yy"], "unknown", "hf")
+    assert {"xscale", "ppa", "alignlm"} <= set(card.data.tags) and card.data.base_model is None
+    read = [(s.task_name, s.dataset_name, s.metric_type, s.metric_value, s.metric_args) for s in card.data.eval_results]
+    interval = {"interval_95": [0.4, 0.6]}
+    assert read == [("retrieval", "en-xx", "accuracy", 0.75, None), ("mining", "en-xx", "F1", 0.5, interval)]
+    assert "7 optimizer steps and 28,000 tokens" in card.text and "| 0.5 | 0.4 to 0.6 |" in card.text
+    recipe_text = card.text.partition("```yaml\n")[2].partition("```")[0]
+    identity = checkpoints.read(tmp_path / "run/checkpoints/step_00000007").identity
+    assert yaml.safe_load(recipe_text) == identity["recipe"]
+    card.save(tmp_path / "again.md")
+    assert ModelCard.load(tmp_path / "again.md").data.to_dict() == card.data.to_dict()
+    add_scores(tmp_path / "hf", {"mining": {"en-xx": {"F1": 0.625}}}, {})
+    later = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert [score.metric_value for score in later.data.eval_results] == [0.75, 0.625]
+    assert later.text.count("| mining |") == 1 and "0.625" in later.text
+    section = later.text.partition("## Scores")
+    assert section[0].strip() == card.text.partition("## Scores")[0].strip() and "## Limits" in section[2]
+
+
+def test_an_export_is_pushed_to_the_hub(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A fake of the hub has the calls' own signatures. What the hub refuses leaves the export, and says what to do."""
+    hub = create_autospec(HfApi, instance=True)
+    monkeypatch.setattr(export, "HfApi", lambda **given: hub)
+
+    def command(out: str, repo: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["export", str(ended[1]), str(tmp_path / out), "--push", repo])
+        return export.main(), capsys.readouterr().err
+
+    hub.upload_folder.side_effect = lambda **given: shutil.copytree(given["folder_path"], tmp_path / "hub")
+    assert command("hf", "me/encoder") == (0, "")
+    hub.create_repo.assert_called_once_with("me/encoder", private=True, exist_ok=True)
+    assert (tmp_path / "hub" / "README.md").read_bytes() == (tmp_path / "hf" / "README.md").read_bytes()
+    hub.create_repo.side_effect = LocalTokenNotFoundError("no token")
+    code, said = command("second", "me/encoder")
+    assert code == 2 and re.search("me/encoder: no token.*hf upload me/encoder", said)
+    assert (tmp_path / "second" / "model.safetensors").exists()
+    code, said = command("third", "encoder")
+    assert code == 2 and "--push encoder" in said and not (tmp_path / "third").exists()
+
+
+def test_the_first_layers_are_exported(ended: tuple[StepModule, Path, Path], demo: Path, tmp_path: Path) -> None:
+    """Their output are the whole model's states at that layer, so that retrieval is the same."""
+    whole, (source,) = Exported(ended[2]), find_sources([demo / "heldout"])
+    export.export(ended[1], tmp_path / "hf", layers=1)
+    cut = Exported(tmp_path / "hf")
+    assert whole.num_layers == 2 and cut.num_layers == 1 and cut.headless and cut.heads == {}
+    (of_whole,) = retrieval.evaluate(whole, source, 50, layers=[1]).values()
+    (of_cut,) = retrieval.evaluate(cut, source, 50).values()
+    assert of_whole == of_cut
+    card = ModelCard.load(tmp_path / "hf" / "README.md")
+    assert card.data.pipeline_tag == "feature-extraction" and "its first 1 layers" in card.text
+    with pytest.raises(UserError, match=r"--layers 3: .* layers 1 to 2"):
+        export.export(ended[1], tmp_path / "other", layers=3)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_first_layer_of_every_model_type_is_its_state_or_refused(kind: str, tmp_path: Path) -> None:
+    lm = make(kind, torch.float32).lm
+    hf_directory.first_layers(lm, 1).base_model.save_pretrained(tmp_path)
+    if kind == "modernbert":
+        with pytest.raises(UserError, match=r"--layers 1: .*modernbert"):
+            hf_directory.check_states(lm, 1, tmp_path)
+    else:
+        hf_directory.check_states(lm, 1, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "mlm", "xlm"])
+def test_pipelines_of_transformers_read_an_export(
+    demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path, kind: str
+) -> None:
+    """They give the states and the tokens of our forward pass; mlm's model has language embeddings."""
+    path = ended[2]
+    if kind != "mixed":
+        more = ["streams.mlm.language_embeddings=true"] if kind == "mlm" else []
+        run_spec = run_spec_of(demo, kind, *more)
+        save(run_spec.module(), run_spec, tmp_path / "checkpoint")
+        path = tmp_path / "hf"
+        export.export(tmp_path / "checkpoint", path)
+    ours, text = Exported(path), "the dog [MASK] a cat"
+    ids = torch.tensor(ours.tokenizer.hf(text)["input_ids"])
+    n, place = len(ids), (ids == ours.tokenizer.mask_id).nonzero().item()
+    row = Tokens(ids, torch.arange(n), torch.zeros_like(ids), torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
+    with torch.no_grad():
+        states = ours.encoder(row)
+        best = hf_directory._logits(ours.encoder, ids, torch.zeros_like(ids))[place].softmax(-1).topk(3)
+    found = pipeline("feature-extraction", str(path))(text, return_tensors=True)[0]
+    torch.testing.assert_close(found, states, rtol=0, atol=1e-4)
+    guesses = pipeline("fill-mask", str(path))(text, top_k=3)
+    assert [guess["token"] for guess in guesses] == best.indices.tolist()
+    assert [guess["score"] for guess in guesses] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -311,6 +311,28 @@ def test_means_over_languages(tmp_path: Path) -> None:
 # Several runs
 
 
+def test_a_run_is_watched_until_it_ends(
+    one: tuple[Path, list[Entry]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The page is written again while the run goes on, and a browser reads it again; the last page stands still."""
+    folder, _ = one
+    (folder / "status.json").write_text('{"status": "running"}')
+    out, seen = tmp_path / "page.html", list[bool]()
+
+    def sleep(seconds: float) -> None:
+        assert seconds >= 1
+        seen.append(out.is_file() and 'http-equiv="refresh"' in out.read_text())
+        if len(seen) == 2:
+            (folder / "status.json").write_text('{"status": "done"}')
+        assert len(seen) < 4
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    text, _ = page_of(folder, "--watch", out=out)
+    assert seen == [True, True] and "refresh" not in text
+    assert command.main([str(folder), "--watch"]) == 0
+    assert capsys.readouterr().out.count(command.CLEAR) == 1
+
+
 def test_the_console_compares_runs(one: tuple[Path, list[Entry]], tmp_path: Path, capsys: Any) -> None:
     draw = np.random.default_rng(4)
     entries = [entry(step, draw) for step in range(1, 9)]

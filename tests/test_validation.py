@@ -26,12 +26,12 @@ from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import Process, without_launcher
+from xscale.ranks import HostGroup, Process, without_launcher
 from xscale.report.read import read_runs
 from xscale.run.evals import Heldout, check_number
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.validation import hook_environment
+from xscale.run.validation import Validation, hook_environment
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -264,6 +264,36 @@ def test_a_number_is_found_by_its_path() -> None:
     assert check_number(results, "heldout/tlm en-xx/loss") == 3.0 and check_number(results, "aer/en-fr/AER") is None
     with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
         check_number(results, "heldout/mlm/loss")
+
+
+def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of steps before a resume; rows beyond the first are counted."""
+    (tmp_path / "evals.jsonl").write_text(
+        '{"step": 5, "results": {"heldout": {"mlm": {"loss": 2.5, "perplexity": null}, "tlm": {"loss": null}}}}\n'
+    )
+    recipe = SimpleNamespace(
+        eval=SimpleNamespace(tasks=["t"], every=5),
+        checkpoint=SimpleNamespace(best=None, hook=None),
+        train=SimpleNamespace(steps=20),
+    )
+    run_spec: Any = SimpleNamespace(recipe=recipe)
+    validation = Validation(run_spec, {}, tmp_path, HostGroup(), 5, None)
+    rows = {f"en-x{n}": {"en->x": 0.1, "accuracy": 0.5} for n in range(12)}
+    with caplog.at_level("INFO", logger=LOG.name):
+        LOG.propagate = True
+        validation.report(10, {"heldout": {"mlm": {"loss": 3.0}, "tlm": {"loss": 4.0}}, "retrieval": rows}, 1.0)
+        validation.report(15, {"heldout": {"mlm": {"loss": 2.0}}, "retrieval": {"en-x0": {"accuracy": 0.4}}}, 1.0)
+    first, second = (record.getMessage().splitlines() for record in caplog.records)
+    assert [line.split() for line in first[1:4]] == [
+        ["heldout", "mlm", "loss", "3", "best", "2.5", "at", "step", "5"],
+        ["heldout", "tlm", "loss", "4", "✓", "best"],
+        ["retrieval", "en-x0", "accuracy", "0.5", "✓", "best"],
+    ]
+    assert len(first) == 14 and "2 more" in first[-1]
+    assert [line.split() for line in second[1:]] == [
+        ["heldout", "mlm", "loss", "2", "✓", "best"],
+        ["retrieval", "en-x0", "accuracy", "0.4", "best", "0.5", "at", "step", "10"],
+    ]
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:

@@ -1,31 +1,52 @@
 """A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
-`SentenceTransformer` (eval/sentence_files.py), and the objectives' own heads (models/heads.py). For a run it is the
-newest checkpoint, or the best. Before the directory takes its place, it is loaded and compared with the trained model.
+`SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
+(eval/card.py). For a run it is the newest checkpoint, or the best. Before the directory takes its place, it is loaded
+and compared with the trained model.
 """
 
 import argparse
+import re
 import sys
 from pathlib import Path
+
+from huggingface_hub import HfApi
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.card import describe_checkpoint
 from xscale.eval.hf_directory import check_new, write_directory
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import trained_pooling
 from xscale.plugins import load_plugins
 
 
-def export(source: Path, out: Path, best: bool = False, pooling: str | None = None) -> Path:
-    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. Raises UserError."""
+def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
+    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. layers: the model's
+    first so many, without heads; None: the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.find(source)
     check_new(out)
     lm, heads = load_run(path)
-    pooling = pooling or trained_pooling(checkpoints.read(path).identity["recipe"]["streams"])
-    write_directory(out, lm, heads, path / checkpoints.HF, pooling, str(path))
+    checkpoint = checkpoints.read(path)
+    pooling = pooling or trained_pooling(checkpoint.identity["recipe"]["streams"])
+    card = describe_checkpoint(checkpoint, lm.config, out.resolve().name, pooling, layers)
+    write_directory(out, lm, heads, path / checkpoints.HF, pooling, str(path), card, layers)
     return path
+
+
+def push(folder: Path, repo: str) -> None:
+    """Uploads an export to the hub; a repository that is not there is created as a private one. Raises UserError."""
+    api = HfApi(library_name="xscale")
+    try:
+        api.create_repo(repo, private=True, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Export of xscale")
+    except OSError as error:  # the hub's errors are of this type
+        raise UserError(
+            f"--push {repo}: {str(error).strip().splitlines()[0]}; {folder} is complete: log in by `hf auth login` and "
+            f"run `hf upload {repo} {folder}`"
+        ) from None
 
 
 def find_best(run: Path) -> Path:
@@ -47,18 +68,25 @@ def main() -> int:
     parser.add_argument(
         "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
     )
+    parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
+    parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
     try:
         check_arguments(sys.argv[1:])
         load_plugins(args.plugin)
-        path = export(args.source, args.out, args.best, args.pooling)
+        if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+            raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
+        path = export(args.source, args.out, args.best, args.pooling, args.layers)
+        print(f"{path} -> {args.out}")
+        if args.push:
+            push(args.out, args.push)
+            print(f"{args.out} -> {args.push}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         return report_environment_error(error)
-    print(f"{path} -> {args.out}")
     return 0
 
 

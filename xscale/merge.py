@@ -21,6 +21,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.card import describe_merged
 from xscale.eval.hf_directory import check_new, write_directory
 from xscale.eval.sentence_files import saved_pooling, trained_pooling
 from xscale.models.build import dropout_fields, read_pretrained
@@ -176,13 +177,15 @@ def main() -> int:
         check_new(args.out)
         models = [load(path) for path in [*args.models, *([args.base] if args.base else [])]]
         merged = merge(models, args)
-        write_directory(args.out, merged.lm, merged.heads, merged.tokenizer_path, merged.pooling, merged.name)
+        names, name = [model.name for model in models], args.out.resolve().name
+        card = describe_merged(names, args.how, merged.lm.config, name, merged.pooling)
+        write_directory(args.out, merged.lm, merged.heads, merged.tokenizer_path, merged.pooling, merged.name, card)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         return report_environment_error(error)
-    print(json.dumps({"how": args.how, "models": [model.name for model in models], "out": str(args.out)}))
+    print(json.dumps({"how": args.how, "models": names, "out": str(args.out)}))
     return 0
 
 

@@ -7,7 +7,7 @@ A key is written NAME, NAME/STREAM, NAME/STREAM.TERM, NAME/STREAM/LANGUAGE or NA
 import re
 from typing import NamedTuple
 
-LESS = re.compile(r"loss(?!_scale)|perplexity|\baer\b|delta", re.IGNORECASE)
+LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re.IGNORECASE)
 NEITHER = re.compile(
     r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )

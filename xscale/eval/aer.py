@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from xscale.data.packed_row import pack_row
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, Scores
 from xscale.eval.retrieval import ALL, layer_numbers, stream_batch_of
 from xscale.ops.alignment_gather import alignment_gather
@@ -125,16 +127,19 @@ def word_states(
 
 
 def error_rates(found: Sequence[Links], gold: HandLinks) -> Scores:
-    links = sure = right = right_sure = 0
-    for a, s, p in zip(found, gold.sure, gold.possible, strict=True):
-        links, sure, right, right_sure = links + len(a), sure + len(s), right + len(a & p), right_sure + len(a & s)
-    precision, recall = right / max(links, 1), right_sure / max(sure, 1)
-    return {
-        "AER": 1 - (right_sure + right) / max(links + sure, 1),
-        "precision": precision,
-        "recall": recall,
-        "F1": 2 * precision * recall / max(precision + recall, 1e-12),
-    }
+    counts = [(len(a), len(s), len(a & p), len(a & s)) for a, s, p in zip(found, gold.sure, gold.possible, strict=True)]
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        links, sure, right, right_sure = np.moveaxis(sums, -1, 0)
+        precision, recall = right / np.maximum(links, 1), right_sure / np.maximum(sure, 1)
+        return {
+            "AER": 1 - (right_sure + right) / np.maximum(links + sure, 1),
+            "precision": precision,
+            "recall": recall,
+            "F1": 2 * precision * recall / np.maximum(precision + recall, 1e-12),
+        }
+
+    return bootstrap(np.array(counts), scores_of)
 
 
 def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = None) -> HandLinks:

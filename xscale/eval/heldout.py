@@ -1,12 +1,13 @@
 """Masked prediction on held-out text: TLM loss of pairs, AlignLM's losses, and perplexity by language.
 
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|;    perplexity = exp(loss)
+    bits per character = loss / ln 2 * tokens / characters
 
 Each score stands beside the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
 tokens: below it, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) go through the exported
 masked-LM head, whatever was trained; a stream of AlignLM goes through its own heads too, which are kept beside the
 model. Masks are a function of the record's number, the token's place and the vocabulary: the same for every model with
-the same tokenizer. Under different tokenizers these numbers do not compare.
+the same tokenizer. Under different tokenizers these numbers do not compare, but for bits per character.
 """
 
 import math
@@ -16,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
@@ -27,6 +27,7 @@ from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
+from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, read_all
 from xscale.objectives import OBJECTIVES, Parts, alignlm, mlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
@@ -59,15 +60,16 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
     """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
     longer than the model's positions go through it in parts."""
     check_head(model, "perplexity")
-    ids = model.tokenizer.encode([texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)])
+    texts_of_language = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
+    ids = model.tokenizer.encode(texts_of_language)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
     context = context_of(model, source)
     texts = batches_of([((language,), (text,)) for text in ids], "perplexity")
     sums = masked_sums(model, "mlm", (mlm.collate(some, options, context) for some in texts), options)
     if "mlm" not in sums:
         raise UserError(f"{source.directory}: no text in {language} has a token to predict")
-    found = scores(sums["mlm"], "mlm_loss", ids)
-    return {"perplexity": math.exp(found["mlm_loss"])} | found
+    characters = sum(map(len, texts_of_language))
+    return scores(sums["mlm"], "mlm_loss", ids, characters)
 
 
 def check_head(model: Exported, task: str) -> None:
@@ -94,9 +96,10 @@ def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name:
 @torch.inference_mode()
 def masked_sums(
     model: Exported, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
-) -> dict[str, Tensor]:
-    """Sums over the masked tokens of each term that has some: loss, tokens predicted right, tokens [3], fp64."""
-    parts, found = Parts(model.encoder, heads), dict[str, Tensor]()
+) -> dict[str, np.ndarray]:
+    """Sums over the masked tokens of each sequence, for each term that has some: loss, tokens predicted right, tokens
+    [S, 3]. Those of AlignLM are over each batch."""
+    parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
         row = pack_row({objective: stream_batch}, model.longest, model.tokenizer.sep_id)
         inputs, reads = to_device(row.inputs, model.device), row.states[objective]
@@ -105,22 +108,32 @@ def masked_sums(
         predictions = OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions
         features = torch.cat([prediction.features_MH for prediction in predictions])
         _, losses_M, right_M = model.encoder.vocabulary_loss(features, inputs.labels)
-        numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()])
+        numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()]).cpu()
         sizes = [len(prediction.features_MH) for prediction in predictions]
-        for prediction, part in zip(predictions, numbers_3M.split(sizes, dim=1), strict=True):
-            if part.numel():
-                found[prediction.term] = found.get(prediction.term, 0) + part.sum(1)
-    return found
+        sequences, alone = stream_batch.sequences, len(predictions) == 1
+        for prediction, part_3M in zip(predictions, numbers_3M.split(sizes, dim=1), strict=True):
+            of = sequences.numbers[stream_batch.reads["masked"].places] if alone else np.zeros(part_3M.shape[1], int)
+            sums = [np.bincount(of, row, len(sequences.lengths) if alone else 1) for row in part_3M.numpy()]
+            found.setdefault(prediction.term, []).append(np.stack(sums, 1))
+    joined = {term: np.concatenate(of_batches) for term, of_batches in found.items()}
+    return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
 
 
-def scores(sums: Tensor, loss_name: str, ids: list[list[int]]) -> dict[str, float]:
-    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats."""
-    loss, right, targets = sums.tolist()
+def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
+    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats. characters: those of
+    the texts, for scores of running text."""
+    bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        loss, right, targets = np.moveaxis(sums, -1, 0)
+        nats = loss / targets
+        found = {"perplexity": np.exp(nats), "bits_per_character": bits_per_nat * nats} if characters else {}
+        return found | {loss_name: nats, "masked_accuracy": right / targets}
+
     counts = np.bincount(np.concatenate([np.array(text, dtype=np.int64) for text in ids]))
     p = counts[counts > 0] / counts.sum()
     entropy = float(-(p * np.log(p)).sum())
-    found = {loss_name: loss / targets, "masked_accuracy": right / targets}
-    return found | {"unigram_entropy": entropy, "targets": targets}
+    return bootstrap(sums_S3, scores_of) | {"unigram_entropy": entropy, "targets": float(sums_S3[:, 2].sum())}
 
 
 def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, float]:
@@ -135,7 +148,7 @@ def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, f
         heads.load_state_dict(kept.weights)
         batches = alignlm_batches(model, source, limit, options)
         sums = masked_sums(model, "alignlm", batches, options, heads.eval().to(model.device))
-        for term, (loss, right, targets) in ((term, total.tolist()) for term, total in sums.items()):
+        for term, (loss, right, targets) in ((term, of_term.sum(0).tolist()) for term, of_term in sums.items()):
             found |= {f"{name}_{term}_loss": loss / targets, f"{name}_{term}_accuracy": right / targets}
             found[f"{name}_{term}_targets"] = targets
     return found

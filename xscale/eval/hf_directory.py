@@ -1,15 +1,19 @@
 """A trained encoder becomes a Hugging Face directory here, and is compared with what transformers reads from it."""
 
+import copy
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import ModelCard
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, PreTrainedModel
 
 from xscale import files
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
+from xscale.eval.card import CARD
 from xscale.eval.sentence_files import save_pooling
 from xscale.models.build import positions, run_fields
 from xscale.models.encoder import Encoder
@@ -29,24 +33,69 @@ def check_new(out: Path) -> None:
 
 
 def write_directory(
-    out: Path, lm: PreTrainedModel, heads: dict[str, KeptHeads], tokenizer_path: str | Path, pooling: str, source: str
+    out: Path,
+    lm: PreTrainedModel,
+    heads: dict[str, KeptHeads],
+    tokenizer_path: str | Path,
+    pooling: str,
+    source: str,
+    card: ModelCard | None = None,
+    layers: int | None = None,
 ) -> None:
-    """Writes a model, its heads, its tokenizer and the files of sentence-transformers. source: the model, for errors.
-    Raises RuntimeError if transformers reads something else."""
+    """Writes a model, its heads, its tokenizer, its card and the files of sentence-transformers. source: the model, for
+    errors. layers: write the first so many, without heads; None: all. Raises UserError for these, and RuntimeError if
+    transformers reads something else."""
+    whole, model = lm, cast(Any, lm)
+    if layers is not None:
+        lm, heads = first_layers(whole, layers), {}
+        model = lm.base_model
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
     tokenizer.model_max_length = positions(lm.config)
     # The tokenizer returns token types where training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
-        lm.save_pretrained(partial)
+        model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         save_heads(heads, partial)
         save_pooling(partial, pooling, lm.config, positions(lm.config))
+        if card:
+            card.save(partial / CARD)
         files.apply_umask(partial)
-        difference = compare(lm, heads, partial)
-        if difference:
+        if layers is not None:
+            check_states(whole, layers, partial)
+        elif difference := compare(lm, heads, partial):
             raise RuntimeError(f"{source} was not exported: {difference}. This is a fault of xscale, not of the run")
+
+
+def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """The model with its first layers alone, whose masked-LM head has no meaning. Raises UserError."""
+    config, there = copy.deepcopy(lm.config), lm.config.num_hidden_layers
+    if not 1 <= layers <= there:
+        raise UserError(f"--layers {layers}: the model has layers 1 to {there}")
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    cut = AutoModelForMaskedLM.from_config(config, trust_remote_code=False)
+    missing, _ = cut.load_state_dict(lm.state_dict(), strict=False)
+    assert not [name for name in missing if not name.endswith("position_ids")], missing
+    return cut
+
+
+@torch.inference_mode()
+def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
+    """Compares the output of what transformers loads with the trained model's states at this layer. Raises
+    UserError."""
+    ids, types = _sequence(lm)
+    written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
+    inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
+    found = written(**inputs).last_hidden_state[0]
+    expected = Encoder(lm).eval().hidden_states(_row(ids, types))[layers]
+    if not torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
+        raise UserError(
+            f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
+            f"that its first layers alone give others; export it whole, and measure it by --layer {layers}"
+        )
 
 
 def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
@@ -85,7 +134,10 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
     """Logits [N, V] of our forward pass."""
-    n = len(ids)
-    row = Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)
     out = encoder.lm.get_output_embeddings()
-    return F.linear(encoder.features(encoder(row)), out.weight, out.bias)
+    return F.linear(encoder.features(encoder(_row(ids, types))), out.weight, out.bias)
+
+
+def _row(ids: Tensor, types: Tensor | None) -> Tokens:
+    n = len(ids)
+    return Tokens(ids, torch.arange(n), types, torch.tensor([0, n]).int(), torch.tensor([n]).int(), n)

@@ -1,11 +1,8 @@
 """Mining of parallel sentences (BUCC; Zweigenbaum et al. 2018): which pairs of two monolingual lists are translations?
 
-Scored by the ratio margin of Artetxe & Schwenk (2019), with the k = 4 nearest neighbours of either:
-
-    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
-
-A candidate is a sentence with the best of its k neighbours, in both directions; of candidates that share a sentence,
-the one with the higher score is kept (their "max. score"). Candidates from a threshold on are mined. The threshold has
+Scored by the ratio margin (eval/neighbours.py) with the k = 4 nearest neighbours of either. A candidate is a sentence
+with the best of its k neighbours, in both directions; of candidates that share a sentence, the one with the higher
+score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates from a threshold on are mined. The threshold has
 the best F1 on a development set. Without one it comes from the test pairs, and the row says `own threshold`.
 
 Shape letters: N sentences of the first list, M of the second, C candidates, H width.
@@ -21,8 +18,9 @@ from torch import Tensor
 from xscale.data.lexicon import cut_pair
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
-from xscale.eval.neighbours import nearest_both
+from xscale.eval.neighbours import ratio_margins
 from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variants
 
 NEIGHBOURS = 4
@@ -81,12 +79,9 @@ def embed_both(
 
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     """Candidates of unit vectors x and y. No sentence stands in two of them."""
-    there, back = ([part.cpu().double().numpy() for part in found] for found in nearest_both(x_NH, y_MH, k))
-    r_N, r_M = there[0].mean(1), back[0].mean(1)
-    there_rows, back_rows = there[1].astype(np.int64), back[1].astype(np.int64)
-    forward = there[0] / ((r_N[:, None] + r_M[there_rows]) / 2)
-    backward = back[0] / ((r_M[:, None] + r_N[back_rows]) / 2)
-    first, second = np.arange(len(r_N)), np.arange(len(r_M))
+    both = ratio_margins(x_NH, y_MH, k)
+    (forward, there_rows), (backward, back_rows) = ([part.cpu().numpy() for part in found] for found in both)
+    first, second = np.arange(len(forward)), np.arange(len(backward))
     best_there, best_back = forward.argmax(1), backward.argmax(1)
     pairs = np.concatenate(
         [
@@ -121,12 +116,17 @@ def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
 
 
 def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> Scores:
+    """Scores of the candidates from the threshold on. Their intervals are over the first list's sentences."""
     mined = candidates.scores >= threshold
-    correct = int(is_gold(candidates, gold)[mined].sum())
+    first, right = candidates.pairs[mined, 0], is_gold(candidates, gold)[mined]
+    wanted = np.array([i for i, _ in gold])
+    sentences = 1 + max(candidates.pairs[:, 0].max(), wanted.max())
+    counts = (np.bincount(numbers, minlength=sentences) for numbers in (first[right], first, wanted))
+    scores = entity_scores(np.stack(list(counts), 1))
     return {
-        "precision": correct / max(int(mined.sum()), 1),
-        "recall": correct / len(gold),
-        "F1": 2 * correct / (int(mined.sum()) + len(gold)),
+        "precision": scores["precision"],
+        "recall": scores["recall"],
+        "F1": scores["f1"],
         "threshold": threshold,
         "mined": int(mined.sum()),
         "gold": len(gold),

@@ -12,6 +12,7 @@ from xscale.config import DataConfig
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.eval.bootstrap import intervals
 from xscale.models.build import positions, read_pretrained, run_fields
 from xscale.models.encoder import Encoder
 from xscale.models.heads import load_heads
@@ -104,6 +105,13 @@ def check_out(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
     files.check_writable(path)
+
+
+def write_results(out: Path | None, model: Path, results: dict, failed: dict) -> None:
+    """Writes the scores and their intervals, if a file was asked for. results: scores by task and row."""
+    if out:
+        found = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed}
+        write_json(out, found)
 
 
 def write_json(path: Path, results: dict) -> None:

@@ -40,6 +40,18 @@ def nearest_both(
     return there.found, back.found
 
 
+def ratio_margins(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Ratio margins (Artetxe & Schwenk 2019) of x with its k nearest among y, and those rows; then of y among x:
+
+    ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
+    """
+    (there, rows_there), (back, rows_back) = nearest_both(x_NH, y_MH, k)
+    there, back = there.double(), back.double()
+    r_N, r_M = there.mean(1), back.mean(1)
+    forward, backward = there / ((r_N[:, None] + r_M[rows_there]) / 2), back / ((r_M[:, None] + r_N[rows_back]) / 2)
+    return (forward, rows_there), (backward, rows_back)
+
+
 class NearestSoFar:
     """The k best columns of each of n rows, among the columns so far."""
 

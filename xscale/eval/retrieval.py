@@ -5,13 +5,16 @@ Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which rank
     csls(x, y) = 2 cos(x, y) - r(x) - r(y)
 
 where r(x) is the mean cosine of x with its k nearest neighbours in the other language. LASER calls cosine `absolute`,
-and half of csls `distance`; its default, `ratio`, divides instead.
+and half of csls `distance`. Its xSIM is the error rate by its default, `ratio`, which divides instead; a neighbour with
+the translation's text is right too. xSIM++ (Chen et al. 2023) adds candidates, wrong translations of known types.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,15 +26,20 @@ from xscale.data.sequences import Example, join_segments
 from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
+from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, Scores, read_all
-from xscale.eval.neighbours import nearest_both
+from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
 BATCH = 64
-NEIGHBOURS = 10
-"""The k of csls."""
-POOLINGS, MARGINS = ("mean", "cls"), ("cosine", "csls")
+NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
+"""The k of csls, and of xSIM."""
+POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
+Vectors = dict[tuple[str, int], Tensor]
+"""Unit vectors by pooling and layer."""
+WrongTranslations = dict[str, tuple[str, str]]
+"""The sentence that a candidate of xSIM++ was made of, and the type of its error."""
 ALL = "all"
 """This stands for all layers."""
 
@@ -43,18 +51,106 @@ def evaluate(
     poolings: Sequence[str] = POOLINGS[:1],
     layers: Sequence[str | int] = (-1,),
     margins: Sequence[str] = MARGINS[:1],
+    wrong: WrongTranslations | None = None,
 ) -> dict[str, Scores]:
-    """Accuracies of each combination of pooling, layer and margin, by its name."""
+    """Accuracies of each combination of pooling, layer and margin, or errors of xSIM, by its name. wrong: candidates
+    of xSIM++."""
     numbers = layer_numbers(layers, model.num_layers)
     records, languages = read_all(source, limit), model.language_ids(source)
+    texts = [[texts[side] for _, _, texts in records] for side in (0, 1)]
     sides = [
-        embed(model, [texts[side] for _, _, texts in records], languages[language], poolings, numbers)
-        for side, language in enumerate(source.langs)
+        embed(model, of_side, languages[language], poolings, numbers)
+        for of_side, language in zip(texts, source.langs, strict=True)
     ]
-    return {
-        name: accuracies(sides[0][pooling, layer], sides[1][pooling, layer], margin, source.langs)
-        for name, pooling, layer, margin in variants(model, poolings, numbers, margins)
-    }
+    return evaluate_vectors(model, sides, texts, source.langs, poolings, numbers, margins, wrong or {})
+
+
+def evaluate_vectors(
+    model: Exported,
+    sides: Sequence[Vectors],
+    texts: Sequence[list[str]],
+    langs: tuple[str, ...],
+    poolings: Sequence[str],
+    layers: Sequence[int],
+    margins: Sequence[str],
+    wrong: WrongTranslations,
+) -> dict[str, Scores]:
+    """Does the same for the vectors of two languages' texts. layers: counted from the end."""
+    found, extra = {}, dict[int, tuple[dict[str, tuple[str, str]], Vectors]]()
+    for side in (0, 1) if XSIM in margins else ():
+        present = set(texts[side])
+        of_side = {text: made for text, made in wrong.items() if made[0] in present}
+        if of_side:
+            number = model.numbers_of(langs)[langs[side]]
+            extra[side] = of_side, embed(model, list(of_side), number, poolings, layers)
+    for name, pooling, layer, margin in variants(model, poolings, layers, margins):
+        vectors = [side[pooling, layer] for side in sides]
+        if margin != XSIM:
+            found[name] = accuracies(vectors[0], vectors[1], margin, langs)
+            continue
+        found[name] = xsim(vectors, texts, langs)
+        for side, (of_side, more) in extra.items():
+            candidates = torch.cat([vectors[side], more[pooling, layer]])
+            direction = "->".join([langs[1 - side], langs[side]])
+            found[name] |= xsim_plus(vectors[1 - side], candidates, texts[side], of_side, direction)
+    return found
+
+
+def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str, ...]) -> Scores:
+    """The shares of sentences whose best candidate has not the translation's text, both ways, and their mean."""
+    both = ratio_margins(vectors[0], vectors[1], XSIM_NEIGHBOURS)
+    errors = [
+        [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*found))]
+        for side, found in enumerate(both)
+    ]
+    a, b = langs
+    counts = np.array([*errors, [1] * len(texts[0])]).T
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        there, back, n = np.moveaxis(sums, -1, 0)
+        return {f"{a}->{b} xsim": there / n, f"{b}->{a} xsim": back / n, "xsim": (there + back) / n / 2}
+
+    return bootstrap(counts, scores_of) | {"sentences": len(texts[0])}
+
+
+def xsim_plus(
+    x_NH: Tensor, y_MH: Tensor, translations: list[str], wrong: WrongTranslations, direction: str
+) -> dict[str, float]:
+    """The error rate among the translations [N] and the wrong ones after them, and the share of each type of error.
+    `misaligned` is another sentence, or a wrong translation of another one."""
+    candidates = [*translations, *wrong]
+    kinds = ["misaligned", *dict.fromkeys(kind for _, kind in wrong.values())]
+    counts = np.zeros((len(x_NH), 1 + len(kinds)))
+    counts[:, 0] = 1
+    for n, row in enumerate(best_rows(*ratio_margins(x_NH, y_MH, XSIM_NEIGHBOURS)[0])):
+        said, meant = candidates[row], translations[n]
+        source, kind = wrong.get(said, ("", ""))
+        if said != meant:
+            counts[n, 1 + (kinds.index(kind) if source == meant else 0)] = 1
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        shares = sums[..., 1:] / sums[..., :1]
+        by_kind = {f"{direction} xsim++ {kind}": shares[..., i] for i, kind in enumerate(kinds)}
+        return {f"{direction} xsim++": shares.sum(-1)} | by_kind
+
+    return bootstrap(counts, scores_of)
+
+
+def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
+    return rows_NK.gather(1, scores_NK.argmax(1, keepdim=True))[:, 0].tolist()
+
+
+def load_wrong_translations(path: Path) -> WrongTranslations:
+    """Reads LASER's file of xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
+    except OSError as error:
+        raise UserError(f"--xsim_plus {path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f'--xsim_plus {path} is not LASER\'s JSON, {{candidate: {{"src": sentence, "errtype": type}}}}'
+        ) from None
 
 
 def variants(
@@ -94,11 +190,17 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
     a, b = langs
-    found = {
-        f"{a}->{b}": (there_N1 == same_N1).double().mean().item(),
-        f"{b}->{a}": (back_N1 == same_N1).double().mean().item(),
-    }
-    return found | {"accuracy": sum(found.values()) / 2, "sentences": len(first_NH)}
+    hits_N3 = torch.cat([there_N1 == same_N1, back_N1 == same_N1, same_N1 >= 0], 1).cpu().numpy()
+
+    def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
+        there, back, sentences = np.moveaxis(sums, -1, 0)
+        return {
+            f"{a}->{b}": there / sentences,
+            f"{b}->{a}": back / sentences,
+            "accuracy": (there + back) / sentences / 2,
+        }
+
+    return bootstrap(hits_N3, scores_of) | {"sentences": len(first_NH)}
 
 
 def hubness(

@@ -12,6 +12,7 @@ from xscale.data.shards import Source, pair_name
 from xscale.errors import UserError
 from xscale.eval import aer, alignment_score, heldout, induction, mining, mteb_tasks, retrieval
 from xscale.eval.model import Exported, Scores
+from xscale.eval.parallel import ParallelText, find_parallel
 
 
 class TaskRow(NamedTuple):
@@ -28,7 +29,13 @@ class TaskRow(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", default=[], help="shard directories of held-out text; for alignment, of any")
-    add("--limit", type=int, default=1000, help="the most records of a source, words of a dictionary, pairs of --aer")
+    add("--texts", type=Path, nargs="+", default=[], metavar="DIR", help="folders of public test sets as they are; for "
+        "retrieval, files of one language each whose lines say the same (FLORES, NTREX, Tatoeba)")  # fmt: skip
+    add("--pairs", choices=("english", "all"), default="english", help="pairs of --texts (default: with English)")
+    add("--limit", type=int, help="most records of a source, words of a dictionary, pairs of --aer (default: 1000), "
+        "or lines of --texts (default: all)")  # fmt: skip
+    add("--xsim_plus", type=Path, metavar="FILE.json", help="xSIM++'s wrong translations, as LASER has them; with "
+        "--margin xsim")  # fmt: skip
     add("--lexicons", type=Path, nargs="+", help="dictionaries for alignment and induction (default: lexicon/*.txt)")
     add("--lexicon_heldout", type=float, metavar="SHARE", help="share of a dictionary's words that training withheld; "
         "their scores are separate (default: the model's own, else 0.2; 1: no word was trained)")  # fmt: skip
@@ -43,7 +50,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--pooling", nargs="+", choices=retrieval.POOLINGS, default=["mean"], help="for retrieval, mining, mteb (mean)")
     add("--layer", nargs="+", type=parse_layer, default=[], metavar="N", help="0: embeddings, -1: last, or all; for "
         "retrieval, mining, mteb (default: -1), aer (all), induction (besides the embedding table)")  # fmt: skip
-    add("--margin", nargs="+", choices=retrieval.MARGINS, default=["cosine"], help="for retrieval, induction (cosine)")
+    add("--margin", nargs="+", choices=(*retrieval.MARGINS, retrieval.XSIM), default=["cosine"], help="for retrieval, "
+        "induction (cosine); xsim, LASER's error rate, for retrieval alone")  # fmt: skip
 
 
 def parse_layer(text: str) -> str | int:
@@ -74,10 +82,29 @@ def plan_heldout(args: Namespace, sources: list[Source]) -> list[TaskRow]:
 
 
 def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
-    def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
-        return retrieval.evaluate(model, source, args.limit, args.pooling, args.layer or [-1], args.margin)
+    wrong = retrieval.load_wrong_translations(args.xsim_plus) if args.xsim_plus else {}
+    layers = args.layer or [-1]
 
-    return rows_of_pairs(args, sources, evaluate)
+    def evaluate(source: Source, model: Exported) -> dict[str, Scores]:
+        return retrieval.evaluate(model, source, args.limit, args.pooling, layers, args.margin, wrong)
+
+    def row(text: ParallelText, langs: tuple[str, str]) -> TaskRow:
+        def evaluate(model: Exported) -> dict[str, Scores]:
+            numbers, limit = retrieval.layer_numbers(layers, model.num_layers), args.texts_limit
+            sides = [text.vectors(model, language, args.pooling, numbers, limit) for language in langs]
+            texts = [text.texts[language][:limit] for language in langs]
+            return retrieval.evaluate_vectors(model, sides, texts, langs, args.pooling, numbers, args.margin, wrong)
+
+        return TaskRow(pair_name(langs), Path(text.name), evaluate)
+
+    texts = [text for folder in args.texts for text in find_parallel(folder)]
+    rows = [row(text, pair) for text in texts for pair in text.pairs(args.pairs == "all")]
+    if args.texts and not rows and not args.data:
+        raise UserError(
+            f"--texts {' '.join(map(str, args.texts))}: no parallel text; needs files such as eng_Latn.devtest and "
+            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines say the same"
+        )
+    return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 
 
 def plan_perplexity(args: Namespace, sources: list[Source]) -> list[TaskRow]:
@@ -107,7 +134,8 @@ def plan_induction(args: Namespace, sources: list[Source]) -> list[TaskRow]:
             lexicons = {path: load_lexicon(path, model.tokenizer, languages) for path in paths}
             asked, read = [lexicons[path] for path in chosen], list(lexicons.values())
             share = withheld_share(args, model)
-            return induction.evaluate(model, asked, read, share, args.limit, args.layer, args.margin)
+            margins = [margin for margin in args.margin if margin in retrieval.MARGINS] or ["cosine"]
+            return induction.evaluate(model, asked, read, share, args.limit, args.layer, margins)
 
         return TaskRow(pair, chosen[0], evaluate)
 

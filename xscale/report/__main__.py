@@ -7,11 +7,13 @@ python -m xscale.report RUN_DIR RUN_DIR                   without --out: compare
     --models HF_DIR ...        with --pairs: linked words in the embeddings of each, such as before and after training;
                                what the last one predicts in the place of masked words
     --png DIR                  each chart as a file too
+    --watch                    again every few seconds, until the runs have ended
 """
 
 import argparse
 import importlib.util
 import sys
+import time
 from pathlib import Path
 
 from xscale import files
@@ -20,6 +22,10 @@ from xscale.report import tables
 from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
 
+WATCH_S = 5
+"""Seconds from one report of --watch to the next."""
+CLEAR = "\x1b[2J\x1b[H"
+"""A terminal clears its screen at this."""
 SIDE_BY_SIDE = 3
 """A table of the console has at most this many runs."""
 
@@ -32,11 +38,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scores", type=Path, nargs="+", default=[], metavar="FILE.json")
     parser.add_argument("--models", type=Path, nargs="+", default=[], metavar="HF_DIR")
     parser.add_argument("--pairs", type=Path, nargs="+", default=[], metavar="DIR", help="shards with word links")
+    parser.add_argument("--watch", action="store_true", help="refresh the page or the screen while the runs train")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="of the models; see xscale.plugins")
     args = parser.parse_args(argv)
     print_anything()
     try:
-        report(args)
+        while report(args) and args.watch:
+            time.sleep(WATCH_S)
+        if args.out:
+            print(args.out)
+    except KeyboardInterrupt:  # how a user ends --watch
+        return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -45,13 +57,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def report(args: argparse.Namespace) -> None:
-    """Writes the page, or without --out prints to the console. Raises UserError."""
+def report(args: argparse.Namespace) -> bool:
+    """Writes the page, or without --out prints to the console. Returns True if a run is going on. Raises UserError."""
     check(args)
     runs, scores = read_runs(args.runs), read_scores(args.scores)
+    going_on = any(run.status.get("status") == "running" for run in runs)
     if args.out is None:
+        print(CLEAR if args.watch else "", end="")
         print_runs(runs)
-        return
+        return going_on
     from xscale.report.draw import Pictures  # matplotlib, which the console does without
     from xscale.report.page import model_sections, page
 
@@ -61,8 +75,8 @@ def report(args: argparse.Namespace) -> None:
 
         load_plugins(args.plugin)
         of_models = model_sections(args.models, args.pairs, pictures)
-    files.write_text(args.out, page(runs, scores, pictures, of_models))
-    print(args.out)
+    files.write_text(args.out, page(runs, scores, pictures, of_models, WATCH_S if args.watch and going_on else None))
+    return going_on
 
 
 def check(args: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """The page: one HTML file that loads nothing, light and dark, on wide and narrow screens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +53,14 @@ class Section:
     """A title, the tokens with those that are masked, and the guesses."""
 
 
-def page(runs: list[Run], scores: list[Scores], pictures: Pictures, model_sections: list[Section] = []) -> str:  # noqa: B006
+def page(
+    runs: list[Run],
+    scores: list[Scores],
+    pictures: Pictures,
+    model_sections: Sequence[Section] = (),
+    refresh: int | None = None,
+) -> str:
+    """The whole page. refresh: the seconds after which a browser reads it again; None: it does not."""
     named = [*(run.name for run in runs), *(model.name for model in scores)]
     names = list(dict.fromkeys(named)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
@@ -61,7 +69,7 @@ def page(runs: list[Run], scores: list[Scores], pictures: Pictures, model_sectio
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": tables.number, "numeric": tables.is_numeric, "anchor": anchor}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return template.render(title=title, sections=[*sections, *model_sections])
+    return template.render(title=title, sections=[*sections, *model_sections], refresh=refresh)
 
 
 def anchor(name: str) -> str:

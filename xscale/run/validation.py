@@ -26,6 +26,8 @@ from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
+MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
+"""The numbers of which a row's first is printed, and the most rows that are printed."""
 CODE = Path(__file__).resolve().parents[2]
 """The folder that holds the running package."""
 
@@ -54,6 +56,11 @@ class Validation:
         """The step and the number of the best checkpoint."""
         self.candidate: tuple[int, float] | None = None
         """The step and the number of a better evaluation whose checkpoint is not published yet."""
+        self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
+        """The best step, and its main number, by task and row."""
+        for line in (out / EVALS).read_text(encoding="utf-8").splitlines() if has else ():
+            entry = json.loads(line)
+            self.lines_of(entry["step"], entry.get("results") or {})
         if self.best_of:
             host_group.from_main(self.read_best)
 
@@ -105,13 +112,25 @@ class Validation:
         }
         if self.reporter:
             self.reporter.add({"step": step} | flat)
-        shown = [
-            f"{t} {row} {name} {of[name]:.4g}"
-            for t, rows in results.items()
-            for row, of in rows.items()
-            for name in list(of)[:1]
-        ]
-        LOG.info(f"step {step}, measured in {seconds:.1f} s: {'; '.join(shown[:8])}{' ...' * (len(shown) > 8)}")
+        LOG.info("\n".join([f"step {step}, measured in {seconds:.1f} s", *self.lines_of(step, results)]))
+
+    def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
+        """Return a line for each of the first rows: its main number, and the best step's. ✓ marks that this step is
+        the best so far."""
+        found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
+        for task, row, of in numbers:
+            of = {name: number for name, number in of.items() if number is not None}
+            if not of:
+                continue
+            name = next((name for name in MAIN if name in of), next(iter(of)))
+            best = self.best_numbers.get((task, row))
+            if math.isfinite(of[name]) and is_better(name, of[name], best and best[1]):
+                best = self.best_numbers[task, row] = step, of[name]
+            mark = "" if best is None else "✓ best" if best[0] == step else f"best {best[1]:.4g} at step {best[0]}"
+            found.append((f"{task} {row}", f"{name} {of[name]:.4g}", mark))
+        widths = [max(map(len, column)) for column in zip(*found, strict=True)][:2]
+        rows = [f"  {row:{widths[0]}}  {number:{widths[1]}}  {mark}".rstrip() for row, number, mark in found[:ROWS]]
+        return rows + [f"  and {len(found) - ROWS} more in {EVALS}"] * (len(found) > ROWS)
 
     def published(self, step: int, path: Path) -> set[int]:
         """Note a new checkpoint and start the hook. Returns the step of the best checkpoint, which must stay. Rank 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError
+from xscale.eval.bootstrap import bootstrap
 from xscale.eval.finetune import squad
 from xscale.eval.finetune.tables import column, is_table, read_rows
 from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task
@@ -181,12 +182,11 @@ def score(
 ) -> dict[str, float]:
     """F1 of words and share of exact matches, means over questions."""
     normalized = partial(squad.mlqa_normalized, language=language) if mlqa else squad.normalized
-    f1 = exact = 0.0
+    counts = []
     for example, prediction in zip(examples, predictions, strict=True):
         said, gold = normalized(prediction), [normalized(text) for text, _ in example.gold or ()]
-        f1 += max(squad.f1(said, text) for text in gold)
-        exact += said in gold
-    return {"f1": f1 / len(examples), "exact_match": exact / len(examples)}
+        counts.append((max(squad.f1(said, text) for text in gold), said in gold, 1))
+    return bootstrap(np.array(counts), lambda s: {"f1": s[..., 0] / s[..., 2], "exact_match": s[..., 1] / s[..., 2]})
 
 
 def write(examples: list[LabelledExample], predictions: list[str]) -> str:

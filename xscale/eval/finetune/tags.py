@@ -18,6 +18,7 @@ from torch import Tensor
 from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
+from xscale.eval.bootstrap import class_scores, entity_scores
 from xscale.eval.finetune.tables import column, is_table, read_rows
 from xscale.eval.finetune.task import IGNORED, Encoding, Feature, LabelledExample, Task, label_numbers
 
@@ -216,28 +217,27 @@ def predict(
 def score_pos(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
     """Accuracy of words; F1 averaged over the tags that occur; and seqeval's F1 as XTREME's evaluate.py reports it,
     where neighbouring words of one tag count as one."""
-    import seqeval.metrics
-    from sklearn.metrics import accuracy_score, f1_score
-
-    sentences = [list(example.gold or ()) for example in examples]
-    gold, predicted = ([tag for tags in side for tag in tags] for side in (sentences, predictions))
+    gold = [example.gold or () for example in examples]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part of speech is no entity's tag
-        entities = seqeval.metrics.f1_score(sentences, predictions, zero_division=0)
-    return {
-        "accuracy": float(accuracy_score(gold, predicted)),
-        "macro_f1": float(f1_score(gold, predicted, labels=sorted(set(gold)), average="macro", zero_division=0)),
-        "xtreme_f1": float(entities),
+        entities = entity_scores(entity_counts(examples, predictions))
+    return class_scores(gold, predictions, sorted({tag for tags in gold for tag in tags})) | {
+        "xtreme_f1": entities["f1"]
     }
 
 
 def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
     """F1, precision and recall of whole entities by seqeval's rules, which are conlleval's."""
-    from seqeval.metrics import f1_score, precision_score, recall_score
+    return entity_scores(entity_counts(examples, predictions))
 
-    gold = [list(example.gold or ()) for example in examples]
-    metrics = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
-    return {name: float(metric(gold, predictions, zero_division=0)) for name, metric in metrics.items()}
+
+def entity_counts(examples: list[LabelledExample], predictions: list[list[str]]) -> np.ndarray:
+    """The entities that are right, that were found and that are there, in each sentence [S, 3]."""
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    sides = zip(examples, predictions, strict=True)
+    sets = [(set(get_entities(list(example.gold or ()))), set(get_entities(found))) for example, found in sides]
+    return np.array([(len(gold & found), len(found), len(gold)) for gold, found in sets])
 
 
 def write(examples: list[LabelledExample], predictions: list[Any]) -> str:

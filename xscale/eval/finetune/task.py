@@ -16,19 +16,22 @@ from xscale.errors import UserError
 
 IGNORED = -100
 """The label of a place that has none."""
+CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 class LabelledExample(NamedTuple):
-    """A sentence pair, a tagged sentence or a question of a file."""
+    """A sentence, a sentence pair, a tagged sentence or a question of a file."""
 
     key: str
     """A line's number or a question's id; an example's translation has the same key in its own file."""
     langs: tuple[str, ...]
     """The language of each text, or of all texts where there is one."""
     texts: tuple[str, ...]
-    """Two sentences, a question and its context, or the words of a sentence."""
+    """One or two sentences, a question and its context, or the words of a sentence."""
     gold: tuple[Any, ...] | None
     """A label, a tag for each word, or the answers (text, start); None where the file has none."""
+    part: str | None = None
+    """The part of the data (train, dev, test), where a file has several."""
 
 
 class TaskData(NamedTuple):

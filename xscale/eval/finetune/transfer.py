@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from xscale import files
 from xscale.errors import UserError
-from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task, TaskData, check_labels
+from xscale.eval import bootstrap
+from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, TaskData, check_labels
 
 ZERO_SHOT, SUPERVISED, TRANSLATE_TRAIN = "zero-shot", "supervised", "translate-train"
 SHORT = {ZERO_SHOT: "zs", SUPERVISED: "sup", TRANSLATE_TRAIN: "tt"}
@@ -125,15 +126,15 @@ def group_features(task: Task, training: TrainingText, encoding: Encoding) -> li
 
 def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
     """The mean, and of several values the sample deviation."""
-    mean = {name: statistics.fmean(values)}
-    return mean | {f"{name}_std": statistics.stdev(values)} if len(values) > 1 else mean
+    found: dict[str, float] = {name: bootstrap.mean(values)}
+    return found | {f"{name}_std": statistics.stdev(map(float, values))} if len(values) > 1 else found
 
 
-def predict_majority(train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
+def predict_majority(task: Task, train: list[LabelledExample], test: list[LabelledExample]) -> list[Any]:
     """The training text's most frequent label for every test example, or for each of its words."""
     counts = Counter(label for example in train for label in example.gold or ())
     label = max(sorted(counts), key=lambda name: counts[name])
-    return [label if len(e.langs) == 2 else [label] * len(e.texts) for e in test]
+    return [label if task.head == CLASSIFIER else [label] * len(e.texts) for e in test]
 
 
 class TransferTable:
@@ -167,10 +168,10 @@ class TransferTable:
         both = [self.seeds.get(f"{language} {setting}") for setting in (SUPERVISED, ZERO_SHOT)]
         if both[0] and both[1]:
             paired = zip(both[0][metric], both[1][metric], strict=True)
-            summary |= mean_and_deviation("delta", [supervised - zero_shot for supervised, zero_shot in paired])
+            summary |= mean_and_deviation("delta", [bootstrap.combine(scores, (1, -1)) for scores in paired])
         if self.task.classes and "majority" not in summary:
             examples = self.tests[language].examples
-            constant = predict_majority(training.data.examples, examples)
+            constant = predict_majority(self.task, training.data.examples, examples)
             self.rows[f"{language} majority"] = self.task.score(examples, constant, language)
             summary["majority"] = self.rows[f"{language} majority"][metric]
 

@@ -1,0 +1,88 @@
+"""Intervals of scores over sentences: coverage in simulations, pairing, and sums that are those of a loop."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+from sklearn.metrics import f1_score
+
+from xscale.eval import bootstrap
+from xscale.eval.bootstrap import Score
+
+
+def share(right: np.ndarray) -> Score:
+    counts = np.stack([right, np.ones_like(right)], 1)
+    (score,) = bootstrap.bootstrap(counts, lambda sums: {"accuracy": sums[..., 0] / sums[..., 1]}).values()
+    assert isinstance(score, Score)
+    return score
+
+
+def covered(true: float, scores: list[Score]) -> float:
+    return sum(low <= true <= high for low, high in (score.interval for score in scores)) / len(scores)
+
+
+def test_intervals_of_accuracy_and_f1_cover_the_truth() -> None:
+    """95 % of simulated texts have the true score in their interval; the F1 is of words whose errors are correlated
+    within a sentence, which an interval over words would miss."""
+    draw = np.random.default_rng(0)
+    accuracies = [share((draw.random(300) < 0.7).astype(float)) for _ in range(300)]
+    assert 0.92 <= covered(0.7, accuracies) <= 0.98
+    scores, words = list[Score](), 0
+    for _ in range(300):
+        hard = draw.beta(1, 2, 200)  # how many words of a sentence are wrong: a third, on average
+        right = draw.binomial(10, 1 - hard)
+        found = bootstrap.entity_scores(np.stack([right, np.full(200, 10), np.full(200, 10)], 1))["f1"]
+        assert isinstance(found, Score)
+        scores.append(found)
+        low, high = found.interval
+        words += high - low < 2 * 1.96 * math.sqrt(found * (1 - found) / 2000)
+    assert 0.92 <= covered(2 / 3, scores) <= 0.98 and words == 0
+
+
+def test_differences_are_paired() -> None:
+    """Two models that differ in one sentence of ten have a narrow difference, and covered ones at that."""
+    draw = np.random.default_rng(1)
+    differences, widths = [], []
+    for _ in range(300):
+        first = draw.random(400) < 0.6
+        second = np.where(draw.random(400) < 0.1, draw.random(400) < 0.9, first)
+        a, b = share(first.astype(float)), share(second.astype(float))
+        differences.append(bootstrap.combine([b, a], [1, -1]))
+        widths.append([np.subtract(*score.interval[::-1]) for score in (a, differences[-1])])
+    assert 0.92 <= covered(0.03, differences) <= 0.98
+    assert np.mean(widths, 0)[1] < 0.6 * np.mean(widths, 0)[0]
+    assert bootstrap.mean([a, b]) == pytest.approx((a + b) / 2) and bootstrap.mean([a, 0.5]).interval[0] < a
+
+
+def test_the_sums_are_those_of_drawn_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = np.random.default_rng(2).integers(0, 9, (7, 3)).astype(float)
+    whole = bootstrap.resample(sums)
+    draw = np.random.default_rng(7)
+    drawn = draw.integers(0, 7, (bootstrap.REPLICATES, 7))
+    np.testing.assert_allclose(whole, [sum(sums[i] for i in row) for row in drawn])
+    monkeypatch.setattr(bootstrap, "AT_ONCE", 70)
+    np.testing.assert_array_equal(bootstrap.resample(sums), whole)
+
+
+def test_macro_f1_is_that_of_scikit_learn() -> None:
+    draw = np.random.default_rng(3)
+    gold, found = ([[str(label) for label in draw.integers(0, top, 4)] for _ in range(30)] for top in (4, 6))
+    flat = [[label for row in side for label in row] for side in (gold, found)]
+    for labels in (sorted({*flat[0]}), sorted({*flat[0], *flat[1]})):
+        scores = bootstrap.class_scores(gold, found, labels)
+        assert scores["macro_f1"] == pytest.approx(f1_score(*flat, labels=labels, average="macro", zero_division=0))
+        assert scores["accuracy"] == pytest.approx(np.mean(np.array(flat[0]) == np.array(flat[1])))
+
+
+def test_what_is_written_and_printed() -> None:
+    score = share(np.array([1.0] * 9 + [0.0]))
+    low, high = score.interval
+    assert low < 0.9 <= high <= 1
+    assert bootstrap.intervals({"task": {"en": {"accuracy": score, "n": 3}, "de": {"n": 1}}}) == {
+        "task": {"en": {"accuracy": [low, high]}}
+    }
+    assert bootstrap.describe("accuracy", score) == f"accuracy 0.9 [{low:.4g}, {high:.4g}]"
+    assert bootstrap.describe("n", 3) == "n 3"
+    assert type(copy.deepcopy({"a": score})["a"]) is float
+    assert math.isnan(share(np.zeros(0)))

@@ -1,0 +1,115 @@
+"""Suites and comparisons of models: which files are found, and that differences are paired and named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rows import one_thread  # noqa: F401
+from tests.test_eval_tasks import random_model
+from tests.test_parallel import write_flores
+from xscale.data.tokenizer import Tokenizer
+from xscale.eval import bootstrap, compare, run, suites
+
+PUBLISHED = """
+sib/data/annotated/eng_Latn/train.tsv sib/data/annotated/eng_Latn/test.tsv sib/data/annotated/deu_Latn/test.tsv
+sib/data/annotated/deu_Latn/train.tsv xtreme/panx/train-en.tsv.xz xtreme/panx/test-de.tsv.xz xtreme/panx/dev-de.tsv.xz
+ud/en_ewt-ud-train.conllu ud/en_ewt-ud-test.conllu ud/en_pud-ud-test.conllu ud/de_pud-ud-test.conllu.gz
+pawsx/test-de.tsv other/train-en.tsv
+"""
+
+
+def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
+    """Only English is trained on; of UD's test sets PUD's come first; a folder without training text is passed over."""
+    for name in PUBLISHED.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = suites.find_transfer([tmp_path])
+    names = {
+        task: {part: {lang: path.name for lang, path in files.items()} for part, files in parts.items()}
+        for task, parts in found.items()
+    }
+    assert names == {
+        "sib200": {"train": {"eng_Latn": "train.tsv"}, "test": {"deu_Latn": "test.tsv", "eng_Latn": "test.tsv"}},
+        "ner": {"train": {"en": "train-en.tsv.xz"}, "test": {"de": "test-de.tsv.xz"}},
+        "pos": {
+            "train": {"en": "en_ewt-ud-train.conllu"},
+            "test": {"de": "de_pud-ud-test.conllu.gz", "en": "en_pud-ud-test.conllu"},
+        },
+    }
+
+
+def test_real_files_are_found(real: Path) -> None:
+    found = suites.find_transfer([real / "eval"])
+    assert set(found) == {"pos", "ner"} and set(found["pos"]["test"]) == {"en", "de", "fr", "es", "zh"}
+
+
+@pytest.fixture
+def texts(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    """Parallel text of three languages, and SIB-200 of two."""
+    words = [tokenizer.hf.convert_ids_to_tokens(int(n)) for n in tokenizer.ordinary_ids[50:350]]
+    draw = np.random.default_rng(0)
+    lines = {lang: [" ".join(draw.choice(words, 6)) for _ in range(60)] for lang in ("eng", "deu", "fra")}
+    lines["deu"][:30], lines["fra"][:15] = lines["eng"][:30], lines["eng"][:15]
+    write_flores(tmp_path / "texts" / "flores", lines)
+    for language in ("eng", "deu"):
+        for part in ("train", "test"):
+            path = tmp_path / "texts" / "sib" / "annotated" / f"{language}_Latn" / f"{part}.tsv"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [f"{n}\t{'ab'[n % 3 > 0]}\t{line}\n" for n, line in enumerate(lines[language][:12])]
+            path.write_text("index_id\tcategory\ttext\n" + "".join(rows))
+    return tmp_path / "texts"
+
+
+def cells_of(text: str) -> dict[tuple[str, ...], list[str]]:
+    """The cells of a table by the row's first three."""
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return {tuple(line[:3]): line[3:] for line in lines}
+
+
+def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+    model, out = random_model(tmp_path / "one", tokenizer), tmp_path / "scores.json"
+    flags = ["--finetune", "--seeds 0 --epochs 1"]
+    assert run.main(["--model", str(model), "--suite", "all", "--texts", str(texts), "--out", str(out), *flags]) == 0
+    results = json.loads(out.read_text())["results"]
+    assert list(results) == ["retrieval", "sib200"]
+    assert set(results["sib200"]) == {
+        "eng_Latn supervised", "deu_Latn zero-shot", "eng_Latn majority", "deu_Latn majority"
+    }  # fmt: skip
+    cells = cells_of(capsys.readouterr().out)
+    of_pairs = [results["retrieval"][f"{p} cosine"]["accuracy"] for p in ("deu_Latn-eng_Latn", "eng_Latn-fra_Latn")]
+    (shown,) = cells["retrieval", "mean over 2 languages cosine", "accuracy"]
+    assert shown.startswith(f"{np.mean(of_pairs):.4g} [") and ("retrieval", "eng_Latn-fra_Latn xsim", "xsim") in cells
+    assert run.main(["--model", str(model), "--suite", "retrieval", "--texts", str(model)]) == 2
+    assert "has no test set that it knows" in capsys.readouterr().err
+
+
+def test_models_are_compared_on_the_same_sentences(texts: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A model does not differ from one with the same weights; what it differs by from another one has an interval."""
+    models = [random_model(tmp_path / name, tokenizer, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    out = tmp_path / "out"
+    words = [*models, "--suite", "retrieval", "--texts", texts, "--out", out]
+    assert compare.main([str(word) for word in words]) == 0
+    cells = cells_of((out / "table.md").read_text())
+    assert cells["task", "row", "number"] == ["a", "b", "c", "b - a", "c - a"]
+    a, b, c, same, other = cells["retrieval", "eng_Latn-fra_Latn cosine", "accuracy"]
+    assert a == b and same == "0 [0, 0], p 1"
+    found = {name: json.loads((out / f"{name}.json").read_text())["results"]["retrieval"] for name in "abc"}
+    accuracy = {name: rows["eng_Latn-fra_Latn cosine"]["accuracy"] for name, rows in found.items()}
+    alone = ["--model", models[2], "--suite", "retrieval", "--texts", texts, "--out", tmp_path / "alone.json"]
+    assert run.main([str(word) for word in alone]) == 0
+    assert json.loads((tmp_path / "alone.json").read_text())["results"]["retrieval"] == found["c"] != found["a"]
+    assert c.startswith(f"{accuracy['c']:.4g} [") and other.startswith(f"{accuracy['c'] - accuracy['a']:,.4g} [")
+
+
+def test_p_values_are_those_of_chance() -> None:
+    """Two models that are as good: p is below 0.05 in one comparison of twenty."""
+    draw = np.random.default_rng(0)
+    p = []
+    for _ in range(400):
+        right = (draw.random((2, 200)) < 0.6).astype(float)
+        scores = [bootstrap.bootstrap(side[:, None], lambda sums: {"accuracy": sums[..., 0] / 200}) for side in right]
+        p.append(bootstrap.p_value(bootstrap.combine([side["accuracy"] for side in scores], [1, -1])))
+    assert 0.02 <= np.mean(np.array(p) < 0.05) <= 0.08 and 0.4 <= np.mean(np.array(p) < 0.5) <= 0.6

@@ -1,0 +1,64 @@
+"""Compare models on a suite: one table of their scores, and of the differences from the first model.
+
+python -m xscale.eval.compare MODEL ... --suite retrieval --texts DIR --out DIR
+
+A model is a directory of Hugging Face's, ours or any other. Differences have 95 % intervals and p values of a paired
+bootstrap over sentences: all models are resampled with the same sentences.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from xscale import files
+from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.eval.model import Exported, write_results
+from xscale.eval.suites import SUITES, Results, add_suite_flags, evaluate_rows, markdown, plan_rows, table
+from xscale.eval.tasks import add_flags
+from xscale.plugins import load_plugins
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, nargs="+", metavar="MODEL", help="Hugging Face directory")
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for table.md and MODEL.json")
+    parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
+    add_flags(parser)
+    add_suite_flags(parser)
+    args = parser.parse_args(argv)
+    try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
+        load_plugins(args.plugin)
+        return compare(args)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # of --out
+        return report_environment_error(error)
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Returns the exit code. Raises UserError."""
+    names = [path.resolve().name for path in args.models]
+    if len(set(names)) < len(names):
+        names = [str(path).strip("/").replace("/", "_") for path in args.models]
+    files.check_writable(args.out / "table.md")
+    args.texts_limit, args.limit = args.limit, args.limit or 1000
+    rows = plan_rows(args, [])
+    found: dict[str, Results] = {}
+    code = 0
+    for name, path in zip(names, args.models, strict=True):
+        print(f"\n{name}", flush=True)
+        publish = partial(write_results, args.out / f"{name}.json", path)
+        found[name], _, failed = evaluate_rows(Exported(path), rows, publish)
+        code = code or failed
+        text = markdown(table(found))
+        files.write_text(args.out / "table.md", text)
+    print(f"\n{text}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

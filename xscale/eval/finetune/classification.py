@@ -1,0 +1,145 @@
+"""Classification of sentences by topic (SIB-200, Taxi1500) or intent (MASSIVE), and of sentence pairs: natural
+language inference (XNLI) and paraphrases (PAWS-X).
+
+The model labels `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>label` or `a<TAB>b<TAB>label`
+(XTREME's; a column less has no labels), or a header names the columns (SIB-200's, Taxi1500's, MultiNLI's, XNLI's own,
+PAWS-X's). Local data sets are read too.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xscale.data import sequences
+from xscale.data.sequences import fit_pairs
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+from xscale.eval.bootstrap import class_scores
+from xscale.eval.finetune.tables import Columns, column, is_table, read_rows
+from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExample, Task, label_numbers
+
+PAIR = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
+SENTENCE = (("text", "utt", "verse", "utterance"),)
+"""The names of each text's column."""
+LABEL, LANGUAGE, PARTITION = ("label", "gold_label", "category", "intent"), "language", "partition"
+SAME = {"contradictory": "contradiction"}
+"""XNLI's translated training text has another word for this label."""
+AT_ONCE = 8192
+"""Pairs of one call of the tokenizer, whose encodings take a hundred times the memory of their text."""
+CLS = np.zeros(1, dtype=np.int64)
+"""The place of the state that is classified."""
+NO_GOLD = "-"
+"""MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
+NO_LABEL = None, "", -1, "-1"
+"""The marks of an absent label; `datasets` has -1."""
+
+
+def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR) -> list[LabelledExample]:
+    """columns: the names of each text's column. Raises UserError."""
+    examples = []
+    for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns):
+        where = f"{path}: line {key}"
+        if row.get(LANGUAGE, language) != language:
+            continue
+        texts = tuple(column(row, names, where) for names in columns)
+        label = next((row[name] for name in LABEL if name in row), None)
+        if not all(isinstance(text, str) and text.strip() for text in texts):
+            raise UserError(f"{where}: a sentence is empty; mend or remove the line")
+        if label != NO_GOLD:
+            gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
+            examples.append(LabelledExample(key, (language,) * len(texts), texts, gold, row.get(PARTITION)))
+    if not examples:
+        raise UserError(f"{path} has no example in {language}")
+    return examples
+
+
+def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Columns]]:
+    """The line's number and the columns of each line with tabs."""
+    names: list[str] = []
+    for number, line in read_lines(path):
+        fields = line.split("\t")
+        if not line.strip():
+            continue
+        if not names:
+            header = [field.lower() for field in fields]
+            has_header = number == 1 and all(set(names) & set(header) for names in columns)
+            names = header if has_header else [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
+            if has_header:
+                continue
+        if len(fields) != len(names):
+            form = "<TAB>".join(["sentence"] * len(columns))
+            wanted = f"{len(names)}, as the first line has" if number > 1 else f"{len(names)}: `{form}<TAB>label`"
+            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; mend the line")
+        row = dict(zip(names, fields, strict=True))
+        yield str(number), row | {name: row[name].strip() for name in LABEL if name in row}
+
+
+def labels(examples: list[LabelledExample]) -> list[str]:
+    return sorted({label for example in examples for label in example.gold or ()})
+
+
+def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
+    """A sentence that is too long is cut; so is a pair, both sides in proportion."""
+    tokenizer, features = encoding.tokenizer, list[Feature]()
+    for start in range(0, len(examples), AT_ONCE):
+        some = examples[start : start + AT_ONCE]
+        ids = tokenizer.encode([text for example in some for text in example.texts])
+        parts = len(some[0].texts)
+        whole = [tuple(ids[parts * i : parts * (i + 1)]) for i in range(len(some))]
+        fitted: list[tuple[list[int], ...]] = [(of[0][: encoding.longest - 2],) for of in whole]
+        if parts == 2:
+            pairs = [sequences.Example(e.langs, of, None, np.uint64(0)) for e, of in zip(some, whole, strict=True)]
+            cut, _ = fit_pairs(pairs, encoding.longest, "truncate", tokenizer.pair.special)
+            fitted = [pair.ids for pair in cut]
+        for number, (example, texts) in enumerate(zip(some, fitted, strict=True), start=start):
+            sides = tuple(np.array(text, dtype=np.int32) for text in texts)
+            label = label_numbers(encoding.labels, example.gold, 1)
+            features.append(Feature(number, example.langs, sides, CLS, label))
+    return features
+
+
+def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
+    return {"labels": torch.tensor([int(feature.labels[0]) for feature in features])}
+
+
+def read_logits(outputs: np.ndarray, number: int, feature: Feature) -> np.ndarray:
+    return outputs[number][None]
+
+
+def predict(
+    examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
+) -> list[str]:
+    return [labels[int(of_pair.argmax())] for of_pair in logits]
+
+
+def score(examples: list[LabelledExample], predictions: list[str], language: str) -> dict[str, float]:
+    gold = [example.gold for example in examples if example.gold]
+    found = [(label,) for label in predictions]
+    return class_scores(gold, found, sorted({label for side in (gold, found) for (label,) in side}))
+
+
+def write(examples: list[LabelledExample], predictions: list[Any]) -> str:
+    return "".join(label + "\n" for label in predictions)
+
+
+_task = partial(
+    Task,
+    labels=labels,
+    encode=encode,
+    head=CLASSIFIER,
+    head_labels=head_labels,
+    read_logits=read_logits,
+    predict=predict,
+    score=score,
+    write=write,
+)
+_pairs = partial(_task, read=read, epochs=2, lr=5e-5)
+_sentences = partial(_task, read=partial(read, columns=SENTENCE))
+XNLI, PAWSX = _pairs(xtreme="xnli"), _pairs(xtreme="pawsx")
+SIB200 = _sentences(xtreme="sib200", epochs=20, lr=1e-5, max_length=164)
+MASSIVE, TAXI1500 = _sentences(xtreme="massive"), _sentences(xtreme="taxi1500", epochs=20)

@@ -1,0 +1,219 @@
+"""The fine-tuning runs of a task, from flags to tables and files."""
+
+import argparse
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from xscale import files, ranks
+from xscale.errors import UserError
+from xscale.eval.bootstrap import describe, intervals
+from xscale.eval.card import CARD, describe_finetuned
+from xscale.eval.finetune import classification, qa, tags
+from xscale.eval.finetune.task import Encoding, Task, TaskData
+from xscale.eval.finetune.training import Collator, FineTuner, FineTuneSettings, silence_libraries
+from xscale.eval.finetune.transfer import (
+    Predictions,
+    TrainingText,
+    TransferTable,
+    group_features,
+    plan_training,
+    write_predictions,
+)
+from xscale.eval.model import Exported, check_out, write_json
+from xscale.ranks import HostGroup, Process
+from xscale.step.ds_config import read_ds_config
+
+TASKS: dict[str, Task] = {
+    "xnli": classification.XNLI,
+    "pawsx": classification.PAWSX,
+    "sib200": classification.SIB200,
+    "massive": classification.MASSIVE,
+    "taxi1500": classification.TAXI1500,
+    "pos": tags.POS,
+    "ner": tags.NER,
+    "xquad": qa.XQUAD,
+    "mlqa": qa.MLQA,
+}
+
+
+def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="xscale-finetune", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="Hugging Face directory, e.g. from xscale.export")
+    add("--task", choices=TASKS, required=True)
+    text: dict[str, Any] = {"nargs": "+", "metavar": "LANG=FILE", "default": []}
+    add("--train", **text, help="text to train on: of the source language, and of others for their supervised scores")
+    add("--test", **text, required=True, help="text to score")
+    add("--translated", **text, help="the source language's training text, translated: for translate-train")
+    add("--source", help="language that is trained on for the zero-shot scores (default: the first of --train)")
+    add("--code_switch", action="store_true", help="translate-train by pairs of which one side is translated")
+    add("--limit", type=int, metavar="N", help="read only the first N examples of each training file")
+    add("--test_limit", type=int, metavar="N", help="read only the first N examples of each test file")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N", help="default: 0 1 2")
+    add("--epochs", type=int, help="default: 2 for pairs and questions, 10 or 20 for others")
+    add("--lr", type=float, help="peak learning rate (default: the task's, 1e-5 to 5e-5)")
+    add("--batch", type=int, default=32, help="sequences of a step, over all ranks (default: 32)")
+    add("--warmup", type=float, default=0.1, help="steps; below 1, a share of them (default: 0.1; Pan et al.: 1000)")
+    add("--max_length", type=int, help="tokens of a sequence (default: 386 for questions, 164 for sib200, else 128)")
+    add("--ds_config", type=Path, help="DeepSpeed JSON (default: torch's AdamW in fp32)")
+    add("--out", type=Path, required=True, help="JSON file to write")
+    add("--keep", type=Path, metavar="DIR", help="folder for the fine-tuned models, each as DIR/LANG.seed_N")
+    add("--predictions", type=Path, metavar="DIR", help="folder for predictions, as XTREME's evaluate.py reads them")
+    add("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
+    add("--local_rank", type=int, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Checks the values of the flags. Raises UserError."""
+    for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
+        value = getattr(args, name)
+        if value is not None and not (0 < value < float("inf") or (name == "warmup" and value == 0)):
+            raise UserError(f"--{name} {value} must be positive")
+    if args.max_length is not None and args.max_length < 16:
+        raise UserError(f"--max_length {args.max_length} must be at least 16")
+    if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: seeds are different numbers from 0 on")
+    if not args.train and not args.translated:
+        raise UserError("--train LANG=FILE is needed, or --translated")
+    for module in ("seqeval", "accelerate"):
+        try:
+            __import__(module)
+        except ImportError:
+            raise UserError(f"{module} is not installed; `pip install 'xscale[eval]'` brings it") from None
+    check_out(args.out)
+    for folder in filter(None, [args.predictions, args.keep]):
+        files.check_writable(folder / "predictions.json")
+
+
+def read_files(task: Task, given: list[str], option: str, limit: int | None) -> dict[str, TaskData]:
+    """The examples of each language's file. Raises UserError."""
+    found: dict[str, TaskData] = {}
+    for one in given:
+        language, equals, name = one.partition("=")
+        if not equals or not language or not name or language in found:
+            raise UserError(f"{option} {one}: needs the form LANG=FILE, each language once")
+        path = Path(name)
+        if not path.exists():
+            raise UserError(f"{option} {one}: {path} does not exist")
+        part = "test" if option == "--test" else "train"
+        examples = [example for example in task.read(path, language) if example.part in (None, part)]
+        if not examples:
+            raise UserError(f"{option} {one}: {path} has no example of the partition {part}")
+        found[language] = TaskData(path, language, examples[:limit])
+    return found
+
+
+def measure_transfer(args: argparse.Namespace, process: Process | None = None) -> TransferTable:
+    """Reads and checks everything before it trains anything. process: this one of several; None: it is alone,
+    and its caller prints the table."""
+    task = TASKS[args.task]
+    train = read_files(task, args.train, "--train", args.limit)
+    translated = read_files(task, args.translated, "--translated", args.limit)
+    tests = read_files(task, args.test, "--test", args.test_limit)
+    source = args.source or next(iter(train), "")
+    if args.source and source not in train:
+        raise UserError(f"--source {source} is not among --train's languages: {', '.join(train) or 'there are none'}")
+    if args.code_switch and not translated:
+        raise UserError("--code_switch needs --translated LANG=FILE")
+    hidden = [data for data in tests.values() if not data.labelled]
+    if hidden and not args.predictions:
+        raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
+    plan = plan_training(task, train, translated, tests, source, args.code_switch)
+    if process is not None:
+        ranks.start(process)  # before the model: it says which device is a rank's
+    host_group = HostGroup()
+    tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
+    encoding = Encoding(tuner.collator.model.tokenizer, tuner.settings.max_length, [])
+    unlabelled = {name: [e._replace(gold=None) for e in data.examples] for name, data in tests.items()}
+    test_features = {language: task.encode(examples, encoding) for language, examples in unlabelled.items()}
+    table = TransferTable(task, tests)
+    for training in plan:
+        encoding = encoding._replace(labels=task.labels(training.data.examples))
+        groups = group_features(task, training, encoding)
+        found: Predictions = {language: [] for language in training.tests}
+        for seed in args.seeds:
+            if host_group.is_main:
+                print(f"{args.task} {training.name}, seed {seed}", flush=True)
+            trainer = tuner.train(groups, encoding.labels, seed)
+            for language, of_seeds in found.items():
+                features = test_features[language]
+                logits = tuner.predict_logits(trainer, features)
+                of_seeds.append(task.predict(tests[language].examples, features, logits, encoding.labels))
+            if args.keep:
+                name = training.name.replace(",", "").replace(" ", "_")
+                tuner.save(trainer, args.keep / f"{name}.seed_{seed}")
+                if host_group.is_main:
+                    save_card(args, tuner, training, tests, found, args.keep / f"{name}.seed_{seed}")
+        table.add(training, found)
+        host_group.from_main(partial(publish, args, tuner, table, training, found))
+    if host_group.is_main and process is not None:
+        print_table(args.task, table)
+        for data in hidden:
+            count = sum(example.gold is None for example in data.examples)
+            print(f"{data.path}: not scored, {count:,} of {len(data.examples):,} examples have no label")
+    host_group.barrier()
+    return table
+
+
+def save_card(
+    args: argparse.Namespace,
+    tuner: FineTuner,
+    training: TrainingText,
+    tests: dict[str, TaskData],
+    found: Predictions,
+    folder: Path,
+) -> None:
+    """Writes the card of the model that the last seed has trained."""
+    scores = {
+        f"{language} {training.tests[language]}": tuner.task.score(tests[language].examples, of_seeds[-1], language)
+        for language, of_seeds in found.items()
+        if tests[language].labelled
+    }
+    card = describe_finetuned(args.model, args.task, tuner.task.head, training.name, asdict(tuner.settings), scores)
+    card.save(folder / CARD)
+
+
+def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list[str]) -> FineTuner:
+    silence_libraries()
+    if args.batch % world:
+        raise UserError(f"--batch {args.batch} is not a multiple of the {world} ranks")
+    model = Exported(args.model)
+    longest = min(args.max_length or task.max_length, model.longest)
+    settings = FineTuneSettings(args.epochs or task.epochs, args.lr or task.lr, args.batch, longest, args.warmup)
+    ds_config = read_ds_config(args.ds_config) if args.ds_config else None
+    collator = Collator(model, languages, task.head_labels)
+    return FineTuner(task, settings, collator, args.out.parent, ds_config, world)
+
+
+def publish(
+    args: argparse.Namespace, tuner: FineTuner, table: TransferTable, training: TrainingText, found: Predictions
+) -> None:
+    """Writes the scores so far, and a training text's predictions."""
+    if args.predictions:
+        write_predictions(args.predictions, tuner.task, training, table.tests, found, args.seeds)
+    given = {
+        name: getattr(args, name) for name in ("limit", "test_limit", "train", "test", "translated", "code_switch")
+    }
+    content = {
+        "model": str(args.model),
+        "results": {args.task: table.rows | table.summary},
+        "intervals": intervals({args.task: table.rows | table.summary}),
+        "failed": {},
+        "seeds": {args.task: table.seeds},
+        "settings": {"seeds": args.seeds, **asdict(tuner.settings), "ranks": tuner.world, **given},
+    }
+    write_json(args.out, content)
+
+
+def print_table(task: str, table: TransferTable) -> None:
+    for row, metrics in table.rows.items():
+        print(f"{task} {row}: " + ", ".join(describe(metric, value) for metric, value in metrics.items()))
+    for language, summary in table.summary.items():
+        if "delta" in summary:
+            deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""
+            print(f"{task} {language}: supervised - {describe('zero-shot', summary['delta'])}{deviation}")

@@ -1,0 +1,71 @@
+"""Parallel plain text: files of one language each, whose lines of one number say the same (FLORES, NTREX, Tatoeba).
+
+A file is named by its language and by what all languages share: `eng_Latn.devtest`, `newstest2019-ref.deu.txt`,
+`tatoeba.deu-eng.deu`, `de.txt`; compressed ones end in .gz or .xz.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+from torch import Tensor
+
+from xscale.data.text import read_lines
+from xscale.errors import UserError
+from xscale.eval.model import Exported
+from xscale.eval.retrieval import embed
+
+NAME = re.compile(
+    r"(?P<start>(?:.*\.)?)"
+    r"(?P<language>(?!(?:bin|csv|dev|gz|idx|log|md|pdf|py|sh|tar|tsv|txt|xz|zip)(?:\.|$))[a-z]{2,3}(?:[-_][A-Za-z0-9]+)*)"
+    r"(?P<end>(?:\.(?:txt|dev|devtest|test))?)"
+)
+ENGLISH = re.compile(r"eng?(?![a-z])")
+
+
+class ParallelText:
+    """Texts of several languages, and their vectors of one model at a time, so that each text is encoded once."""
+
+    def __init__(self, name: str, files: dict[str, Path]):
+        """name: what the files' names share. files: the file of each language. Raises UserError."""
+        self.name, self.files = name, files
+        self.texts = {language: [line for _, line in read_lines(path)] for language, path in files.items()}
+        sizes = {language: len(texts) for language, texts in self.texts.items()}
+        if len(set(sizes.values())) > 1:
+            few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+            raise UserError(
+                f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; line n of each file is to "
+                f"say the same. Mend one, or move it away"
+            )
+        self._vectors: dict[str, dict[tuple[str, int], Tensor]] = {}
+        self._key: object = None
+
+    def pairs(self, every: bool) -> list[tuple[str, str]]:
+        """The pairs of languages, in alphabetical order: all, or those with English, if it is there."""
+        found = list(combinations(sorted(self.files), 2))
+        english = [pair for pair in found if any(ENGLISH.match(language) for language in pair)]
+        return found if every or not english else english
+
+    def vectors(
+        self, model: Exported, language: str, poolings: Sequence[str], layers: Sequence[int], limit: int | None
+    ) -> dict[tuple[str, int], Tensor]:
+        """Unit vectors of the first `limit` lines, as retrieval.embed returns them."""
+        key = model, *poolings, *layers, limit
+        if key != self._key:
+            self._vectors, self._key = {}, key
+        if language not in self._vectors:
+            number = model.numbers_of([language])[language]
+            self._vectors[language] = embed(model, self.texts[language][:limit], number, poolings, layers)
+        return self._vectors[language]
+
+
+def find_parallel(folder: Path) -> list[ParallelText]:
+    """The parallel texts of a folder and of the folders in it. Raises UserError if the files of one differ in lines."""
+    groups: dict[tuple[Path, str], dict[str, Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        match = NAME.fullmatch(re.sub(r"\.[gx]z$", "", path.name))
+        if match and path.is_file():
+            start = re.sub(r"-(ref|src)\.$", ".", match["start"])  # of NTREX, whose source is English
+            groups.setdefault((path.parent, f"{start}*{match['end']}"), {})[match["language"]] = path
+    return [ParallelText(str(place / name), files) for (place, name), files in groups.items() if len(files) > 1]

@@ -1,0 +1,179 @@
+"""Suites of public test sets: which files of a folder are read by which task, the evaluation of rows, and one table.
+
+The folder has the test sets as they are published, in folders of any depth:
+
+    retrieval   plain parallel text (eval/parallel.py) by cosine and by xSIM; BUCC's `de-en.test.gold` and its lists
+    transfer    fine-tuning in English, tested in all languages: SIB-200's `annotated/LANG/train.tsv` and `test.tsv`,
+                `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos (pos), panx (ner) or taxi1500,
+                and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
+"""
+
+import argparse
+import re
+import shlex
+import sys
+import tempfile
+import traceback
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from xscale.data.shards import Source
+from xscale.errors import UserError
+from xscale.eval.bootstrap import Score, combine, describe, mean, p_value
+from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
+from xscale.eval.model import Exported, Scores
+from xscale.eval.parallel import ENGLISH, find_parallel
+from xscale.eval.retrieval import MARGINS, XSIM
+from xscale.eval.tasks import TASKS, TaskRow
+
+SUITES = ("retrieval", "transfer", "all")
+FOLDERS = {name: name for name in ("xnli", "pawsx", "pos", "ner", "taxi1500")} | {"udpos": "pos", "panx": "ner"}
+FILES = (
+    (re.compile(r"annotated/(?P<language>[^/]+)/(?P<part>train|test)\.tsv"), "sib200"),
+    (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
+    (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|test)\.conllu"), "pos"),
+)
+"""The end of a file's path, and its task; the folder's name says it where there is none."""
+MAIN = ("accuracy", "xsim", "F1", "f1", "perplexity", "tlm_loss")
+"""The number of a row that stands in the table is the first of these that it has, or its first."""
+Results = dict[str, dict[str, Scores]]
+
+
+def add_suite_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--finetune", default="", metavar="FLAGS", help="further flags of xscale.eval.finetune for the "
+        "suite transfer, such as '--seeds 0 --epochs 2'")  # fmt: skip
+
+
+def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
+    """The rows of --task or --suite, by task and name. Raises UserError."""
+    if not args.suite:
+        return {task: name_rows(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
+    rows: dict[str, list[TaskRow]] = {}
+    if args.suite != "transfer":
+        chosen = args.margin if args.margin != [MARGINS[0]] else [MARGINS[0], XSIM]
+        settings = Namespace(**vars(args) | {"margin": chosen, "data": []})
+        if any(text for folder in args.texts for text in find_parallel(folder)):
+            rows["retrieval"] = TASKS["retrieval"](settings, sources)
+        golds = [path for folder in args.texts for path in sorted(folder.rglob("*.test.gold*"))]
+        if golds:
+            settings.mining = [path.with_name(path.name.partition(".gold")[0]) for path in golds]
+            rows["mining"] = TASKS["mining"](settings, sources)
+    if args.suite != "retrieval":
+        for task, parts in find_transfer(args.texts).items():
+            rows[task] = [TaskRow("", parts["test"][min(parts["test"])], partial(transfer, task, parts, args.finetune))]
+    if not rows:
+        raise UserError(
+            f"--suite {args.suite}: --texts {' '.join(map(str, args.texts))} has no test set that it knows; "
+            f"docs/evaluation.md lists their files"
+        )
+    return {task: name_rows(of_task) for task, of_task in rows.items()}
+
+
+def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:
+    """Rows by languages, and by path too where several have the same."""
+    times = Counter(row.name for row in rows)
+    return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
+
+
+def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path]]]:
+    """The files of each task that has an English training text and tests: part -> language -> file. Of several of one
+    language the first by name counts, but UD's PUD, which has the same sentences in all languages, comes before."""
+    found: dict[str, dict[str, dict[str, Path]]] = {}
+    paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    for path in sorted(paths, key=lambda path: "_pud-" not in path.name):
+        text = re.sub(r"\.[gx]z$", "", path.as_posix())
+        for pattern, name in FILES:
+            match = re.search(rf"(?:^|/){pattern.pattern}$", text)
+            task = match and (name or FOLDERS.get(match["folder"].lower()))
+            if match and task:
+                parts = found.setdefault(task, {"train": {}, "test": {}})
+                parts[match["part"]].setdefault(match["language"], path)
+                break
+    for parts in found.values():
+        parts["train"] = {language: path for language, path in parts["train"].items() if ENGLISH.match(language)}
+    return {task: parts for task, parts in found.items() if parts["train"] and parts["test"]}
+
+
+def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Exported) -> Mapping[str, Scores]:
+    """Fine-tunes the model, and returns the rows of its scores."""
+    given = {part: [f"{language}={path}" for language, path in files.items()] for part, files in parts.items()}
+    words = ["--model", model.path, "--task", task, "--train", *given["train"], "--test", *given["test"]]
+    with tempfile.TemporaryDirectory() as folder:
+        args = parse_arguments([*map(str, words), "--out", f"{folder}/scores.json", *shlex.split(flags)])
+        check_flags(args)
+        return measure_transfer(args).rows
+
+
+def evaluate_rows(
+    model: Exported, rows: dict[str, dict[str, TaskRow]], publish: Callable[[Results, dict[str, dict[str, str]]], None]
+) -> tuple[Results, dict[str, dict[str, str]], int]:
+    """Evaluates every row, prints it, and publishes the results so far; a row that fails does not stop the others.
+    Returns the results, the failures, and the exit code: 2 after a user's error, 1 after one of ours."""
+    results: Results = {}
+    failed: dict[str, dict[str, str]] = {}
+    code = 0
+    for task, name, row in ((task, name, row) for task, rows_of in rows.items() for name, row in rows_of.items()):
+        try:
+            for variant, scores in row.evaluate(model).items():
+                full_name = f"{name} {variant}".strip()
+                results.setdefault(task, {})[full_name] = scores
+                print(f"{task} {full_name}: " + ", ".join(describe(score, value) for score, value in scores.items()))
+        except Exception as error:
+            ours = not isinstance(error, UserError)
+            text = f"{type(error).__name__}: {error}" if ours else str(error)
+            failed.setdefault(task, {})[name] = text
+            print(f"error: task {' on '.join(filter(None, [task, name]))}: {text}", file=sys.stderr)
+            if ours:
+                traceback.print_exc()
+            code = 1 if ours else code or 2
+        publish(results, failed)
+    return results, failed, code
+
+
+def with_means(rows: Mapping[str, Scores]) -> dict[str, Scores]:
+    """The rows, and after those of one variant the means of the numbers that all of them have. A row is `LANGUAGE` or
+    `LANGUAGE VARIANT`."""
+    variants: dict[str, list[str]] = {}
+    for row in rows:
+        variants.setdefault(row.partition(" ")[2], []).append(row)
+    found: dict[str, Scores] = {}
+    for variant, names in variants.items():
+        found |= {name: rows[name] for name in names}
+        shared = [name for name in rows[names[0]] if all(isinstance(rows[row].get(name), Score) for row in names)]
+        if len(names) > 1 and shared:
+            means: Scores = {name: mean([rows[row][name] for row in names]) for name in shared}
+            found[f"mean over {len(names)} languages {variant}".strip()] = means
+    return found
+
+
+def table(of_models: Mapping[str, Results]) -> list[list[str]]:
+    """A line for each row: task, row, number, the number of each model, and for each model but the first the
+    difference from the first with its p. The first line names the columns."""
+    first, *others = of_models
+    lines = [["task", "row", "number", *of_models, *(f"{name} - {first}" for name in others)]]
+    for task in dict.fromkeys(task for results in of_models.values() for task in results):
+        columns = {model: with_means(results.get(task, {})) for model, results in of_models.items()}
+        for row in dict.fromkeys(row for rows in columns.values() for row in rows):
+            known = next(rows[row] for rows in columns.values() if row in rows)
+            name = next((name for name in MAIN if name in known), next(iter(known)))
+            numbers = {model: rows.get(row, {}).get(name) for model, rows in columns.items()}
+            cells = ["" if number is None else describe("", number).strip() for number in numbers.values()]
+            for other in others:
+                a, b = numbers[first], numbers[other]
+                known_both = isinstance(a, Score) and isinstance(b, Score)
+                cells.append(difference(a, b) if known_both and a is not None and b is not None else "")
+            lines.append([task, row, name, *cells])
+    return lines
+
+
+def difference(first: float, second: float) -> str:
+    less = combine([second, first], [1, -1])
+    return f"{describe('', less).strip()}, p {p_value(less):.2g}"
+
+
+def markdown(lines: list[list[str]]) -> str:
+    head, *rows = lines
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *rows))
