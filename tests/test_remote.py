@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial, partialmethod
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,12 +23,15 @@ from data_tools import write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
+from xscale import train
+from xscale.config import EvalTask
 from xscale.data import order, remote
-from xscale.data.mixture import initial_state
+from xscale.data.mixture import initial_state, remote_window_bytes
 from xscale.data.remote import Cache
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
 from xscale.ranks import Process
+from xscale.run.evals import find_task_sources
 from xscale.run.folder import MACHINE, code_of, message_of
 from xscale.run.run_spec import RunSpec, resolve_run
 
@@ -115,6 +120,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
     monkeypatch.setattr(remote, "STALL", 0.4)
+    monkeypatch.setattr(remote, "TOUCHED", 0.0)
     yield Faults()
     RELEASED.set()
     RELEASED.clear()
@@ -183,6 +189,8 @@ def test_a_run_consumes_what_it_would_from_disk(
 ) -> None:
     near, far = (open_spec(at, demo, tmp_path, f"data.workers={workers}") for at in (corpus, url))
     assert near.identity() == far.identity()
+    with pytest.raises(UserError, match="trained on"):
+        find_task_sources(EvalTask("heldout", [url]), far)
     assert keys(near) == keys(far)
 
 
@@ -217,6 +225,25 @@ def test_a_server_that_does_not_recover(
     assert code_of(caught.value) == MACHINE and faults.asked[name] == 3
     assert f"{url}/en-xx/{name}" in message_of(caught.value) and "start again" in message_of(caught.value)
     assert [path.name for path in files_of(far.remote.cache)] == [far.shards[0].name]
+
+
+@in_memory
+def test_a_run_ends_with_exit_code_4(
+    url: str, faults: Faults, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """It does so at its start, and when a worker's shard does not come."""
+    monkeypatch.setattr(remote, "TRIES", 2)
+    run_spec = open_spec(url, demo, tmp_path / "cache", "data.workers=1")
+    for path in files_of(Cache(tmp_path / "cache", 0)):
+        path.unlink()
+    faults.next = {shard.name: ["cut"] for source in run_spec.sources for shard in source.shards}
+    with pytest.raises(OSError, match=rf"could not be fetched.*{url}/en") as caught:
+        keys(run_spec)
+    assert code_of(caught.value) == MACHINE
+    sets = [f"model.tokenizer={demo / 'tokenizer'}", f"data.cache={tmp_path / 'cache'}"]
+    run = ["--ds_config", "zero2_cpu", "--recipe", "xlm", "--data", url, "--out", str(tmp_path / "out"), "--dry_run"]
+    assert train.main([*run, "--set", *sets]) == MACHINE
+    assert f"error: {url}/en" in capsys.readouterr().err
 
 
 @in_memory
@@ -308,8 +335,11 @@ def test_windows_are_fetched_before_they_are_read(
 ) -> None:
     """With room for two windows the next one is fetched too, and every shard is asked for before a step needs it."""
     monkeypatch.setattr(order, "WINDOW_SHARDS", 2)
-    for room, together in ((100, 4), (0.0005, 2)):
-        run_spec = open_spec(url, demo, tmp_path, f"data.cache_gb={room}", "streams.tlm.samples=20")
+    for room, together in ((2.0, 4), (1.9, 2)):
+        run_spec = open_spec(url, demo, tmp_path, "streams.tlm.samples=20")
+        size = round(room * remote_window_bytes(run_spec.specs, run_spec.sources))
+        for source in run_spec.sources:
+            source.remote = replace(source.remote, cache=Cache(tmp_path, size))
         mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
         pairs = next(number for number, source in enumerate(run_spec.sources) if source.kind == "pair")
         asked: set[int] = set()
@@ -319,12 +349,22 @@ def test_windows_are_fetched_before_they_are_read(
             asked |= set(new)
             of_step = mixture.next_batch().records["tlm"]
             drawn = set(np.unique(of_step.shard).tolist())
-            assert drawn <= asked or step % 3 == 2  # the step that ends a window begins another one
-    wanted = remote.FetchAhead().wanted
-    source, done = run_spec.sources[pairs], threading.Event()
-    wanted.put(partial(source.fetch, 7))
-    wanted.put(done.set)
-    assert done.wait(20)
+            assert drawn <= asked
+
+
+@over_http
+def test_the_planner_fetches_ahead(url: str, demo: Path, tmp_path: Path) -> None:
+    """All shards of the windows come, though a step reads only two records and no further step is asked for."""
+    sets = ["data.workers=1", "streams.tlm.samples=1", "streams.mlm.samples=1"]
+    run_spec = open_spec(url, demo, tmp_path, *sets)
+    for path in files_of(Cache(tmp_path, 0)):
+        path.unlink()
+    batches = run_spec.batches(Process(0, 1, 0, 1), "cpu", initial_state(run_spec.specs), 10_000)
+    next(batches)
+    deadline = time.monotonic() + 30
+    while len([path for path in files_of(Cache(tmp_path, 0)) if path.suffix == ".tar"]) < 12:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

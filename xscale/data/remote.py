@@ -32,6 +32,8 @@ FIRST_WAIT = 0.5
 """The seconds before the second try. They double with each further one."""
 STALL = 30.0
 """The seconds without a byte after which a try has failed."""
+TOUCHED = 10.0
+"""The seconds after which another read of a shard is noted."""
 FETCHERS = 4
 """The number of threads that fetch ahead."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -88,9 +90,9 @@ class Remote:
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
         """Bytes of a shard, which is fetched if it is not there. shard: name, size and SHA-256. again: the bytes were
         damaged, so the shard is fetched anew. Its file is not kept open, so that a removed shard leaves the disk."""
-        path = self.folder / shard[0]
+        path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
         if again:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
         while True:
             try:
                 fd = os.open(path, os.O_RDONLY)
@@ -98,7 +100,8 @@ class Remote:
                 self.fetch(*shard)
                 continue
             try:
-                os.utime(fd)  # it was used last
+                if time.time() - os.fstat(fd).st_mtime > TOUCHED:
+                    os.utime(fd)  # the shards with the oldest times make room for others
                 return os.pread(fd, length, offset)
             finally:
                 os.close(fd)
@@ -124,7 +127,8 @@ class Remote:
 
         def check(path: Path) -> None:
             with path.open("rb") as file:
-                if any(zlib.crc32(file.read(size)) != crc for size, crc in zip(sizes, checksums, strict=True)):
+                found = [zlib.crc32(file.read(size)) for size in sizes]
+                if found != [*checksums] or file.read(1):
                     raise ValueError("the checksums are not those of index.json")
 
         with locked(self.folder / f"{name}.lock"):
@@ -151,7 +155,7 @@ class FetchAhead:
             try:
                 fetch()
             except Exception as error:
-                LOG.info(f"fetched ahead: {error}")
+                LOG.info(f"fetching ahead failed: {error}")
 
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:

@@ -375,8 +375,9 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> Non
 
 def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
     """Check that the cache holds the remote shards that are read at once. Raises UserError."""
-    needed = math.ceil(remote_window_bytes(specs, sources) / 1e6) / 1e3
-    if needed > recipe.data.cache_gb:
+    at_once = remote_window_bytes(specs, sources)
+    if at_once > recipe.data.cache_gb * 1e9:
+        needed = math.ceil(at_once / 1e6) / 1e3
         raise UserError(
             f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle draws from {needed:g} GB of remote shards at "
             f"once, which would be fetched again and again; set data.cache_gb={needed:g} or more"
