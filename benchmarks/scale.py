@@ -61,6 +61,7 @@ class InMemory(Source):
     def __init__(self, number: int, kind: str, counts: np.ndarray):
         self.langs = (f"l{number:02}",) if kind == "mono" else ("en", f"l{number:02}")
         self.counts, self.records, self.fingerprint = counts, int(counts.sum()), f"{number}"
+        self.remote = None
         random, most = np.random.default_rng(number), int(counts.max())
         self.index_of_all = np.zeros(2 * most, dtype=IDX_DTYPE)
         lengths = random.gamma(4, BYTES[kind] / 4, 2 * most).clip(20, 1000).astype(np.uint32)

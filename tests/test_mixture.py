@@ -30,6 +30,7 @@ class FakeSource:
         self.name, self.fingerprint = langs, f"{langs} {counts}"
         self.pair = "-".join(sorted(langs.split("-")))
         self.counts, self.records = np.array(counts), sum(counts)
+        self.remote = None
         self.sizes = [np.random.default_rng(i).integers(1, longest, count) for i, count in enumerate(counts)]
         self.on = [np.random.default_rng(i).random(count) < together for i, count in enumerate(counts)]
         for shard in self.on:

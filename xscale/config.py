@@ -91,6 +91,10 @@ class DataConfig:
     """Languages are drawn with a probability proportional to records^alpha."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
+    cache: str | None = None
+    """A folder of each machine for the shards of --data that are at a URL; null: ~/.cache/xscale."""
+    cache_gb: PositiveFloat = 100.0
+    """The gigabytes of shards that `cache` holds. The shards that were not used for longest make room for others."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, named after the pair: en-de.txt. Without any, `lexicon/*.txt` in the first --data directory or
     its parent is used. A stream reads the dictionaries of its languages. Dictionaries that no stream reads are used for
@@ -304,7 +308,7 @@ def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
 
 NOT_IDENTITY = {
     "model": {"tokenizer"},
-    "data": {"workers", "lexicons", "truecase", "lexicon_heldout"},
+    "data": {"workers", "cache", "cache_gb", "lexicons", "truecase", "lexicon_heldout"},
     "train": {
         "steps",
         "epochs",

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from xscale import files, ranks
+from xscale.data.remote import location
 from xscale.dry_run import check_room, data_lines
 from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
@@ -289,7 +290,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
     parser.add_argument(
-        "--data", type=Path, nargs="+", help="shard directories (default: the demo corpus, if it is there)"
+        "--data", type=location, nargs="+", help="shard directories or URLs (default: the demo corpus, if it is there)"
     )
     parser.add_argument("--out", type=Path, help="the run's directory (default: runs/<recipe>)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY.SUB=VALUE", help="recipe fields")

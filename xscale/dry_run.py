@@ -80,7 +80,8 @@ def data_lines(run_spec: RunSpec) -> Iterator[str]:
     for source in run_spec.sources:
         yield (
             f"{source.pair} ({source.kind}): {source.records:,} records in {len(source.shards):,} shards, "
-            f"{source.bytes / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, {source.directory}"
+            f"{source.bytes / 1e6:,.1f} MB, fingerprint {source.fingerprint[:12]}, "
+            f"{source.remote.url if source.remote else source.directory}"
         )
     tokenizer = run_spec.tokenizer
     yield (

@@ -24,6 +24,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from xscale import ranks
+from xscale.data.remote import location
 from xscale.dry_run import dry_run
 from xscale.errors import TOOLS, RankError, check_arguments, no_exit, printable, run_command
 from xscale.plugins import load_plugins
@@ -41,7 +42,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--ds_config", type=Path, required=True, help="DeepSpeed JSON, or a shipped one's name: zero2_fp16"
     )
     parser.add_argument("--recipe", default="mixed", help="name of a shipped recipe, or a YAML file (default: mixed)")
-    parser.add_argument("--data", type=Path, nargs="+", help="shard directories (default: the generated demo corpus)")
+    parser.add_argument(
+        "--data", type=location, nargs="+", help="shard directories or URLs (default: the generated demo corpus)"
+    )
     parser.add_argument("--out", help="the run's directory (default: runs/<recipe>)")
     parser.add_argument(
         "--resume", default="auto", help="auto (newest valid checkpoint in --out), never, or a directory"

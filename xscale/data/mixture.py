@@ -19,7 +19,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
-from xscale.data.order import EpochOrder, TextPacking
+from xscale.data.order import EpochOrder, TextPacking, window_count
 from xscale.data.packed_row import RowShape
 from xscale.data.shards import Source
 from xscale.errors import UserError
@@ -133,6 +133,8 @@ class Mixture:
         self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
+        self._begun: dict[tuple[str, int], tuple[int, int]] = {}
+        """Epoch and window that `remote_shards` gave last, of each stream and source."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text otherwise; "
@@ -193,6 +195,23 @@ class Mixture:
             taken, stop = taken + len(ends), int(ends[-1])
             position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
 
+    def remote_shards(self) -> Iterator[tuple[Source, int]]:
+        """The shards of each remote source whose window is new since the last call, and those of the window that
+        follows it in the epoch, if the cache has room for both."""
+        for stream in self.streams:
+            for number, (epoch, position) in zip(stream.sources, self.state["positions"][stream.name], strict=True):
+                source = self.sources[number]
+                if not source.remote:
+                    continue
+                order = self._order(stream, number, epoch)
+                window, key = order.bounds(position)[0], (stream.name, number)
+                if self._begun.get(key) != (epoch, window):
+                    self._begun[key] = epoch, window
+                    roomy = 2 * remote_window_bytes(self.streams, self.sources) <= source.remote.cache.size
+                    following = [window + 1] if roomy and window + 1 < len(order.window_ends) else []
+                    for of in [window, *following]:
+                        yield from ((source, shard) for shard in order.window_shards(of).tolist())
+
     def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
         cached = self._orders.get((stream.name, source))
         if cached is None or cached[0] != epoch:
@@ -205,6 +224,17 @@ class Mixture:
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (epoch, order)
         return cached[1]
+
+
+def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
+    """The bytes of the remote shards that the streams' windows draw from at once, at most."""
+    total = 0
+    for number, source in enumerate(sources):
+        most = -(-len(source.shards) // window_count(source.counts))
+        largest = sum(sorted((shard.bytes for shard in source.shards), reverse=True)[:most])
+        uses = sum(number in stream.sources for stream in streams)
+        total += min(uses * largest, source.bytes) if source.remote else 0
+    return total
 
 
 def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

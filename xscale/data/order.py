@@ -76,9 +76,7 @@ class EpochOrder:
         self.key = rng.hash64(seed, np.uint64(epoch))
         # Every run of `windows` neighbouring shards gives one shard to each window, so that a window is a cross-section
         # of a source that is sorted by topic or length.
-        number = np.arange(len(counts))
-        enough = max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1)
-        windows = min(enough, len(counts))
+        number, windows = np.arange(len(counts)), window_count(counts, window)
         drawn = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
         members = [drawn[w::windows] for w in range(windows)]
         self.shards = np.concatenate(members)
@@ -115,7 +113,7 @@ class EpochOrder:
         else:
             ends = np.arange(at, min(at + samples, len(part.ordinals))) + 1
         records = slice(at, int(ends[-1]))
-        shards = self._window_shards(self.bounds(start)[0])
+        shards = self.window_shards(self.bounds(start)[0])
         shard_ends = np.cumsum(self.counts[shards])
         ordinals = part.ordinals[records].astype(np.int64)
         slot = np.searchsorted(shard_ends, ordinals, side="right")
@@ -132,7 +130,7 @@ class EpochOrder:
             self._part = WindowPart(first + before, *(array.astype(np.uint32) for array in arrays))
         return self._part
 
-    def _window_shards(self, window: int) -> np.ndarray:
+    def window_shards(self, window: int) -> np.ndarray:
         return self.shards[self.window_ends[window - 1] if window else 0 : self.window_ends[window]]
 
     def _window_key(self, window: int) -> np.ndarray:
@@ -140,7 +138,7 @@ class EpochOrder:
 
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """The part of a window's permutation that holds place `at`: WindowPart's fields, counted from the window."""
-        shards, key = self._window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
         if bits and self._leading[0] != window:
@@ -157,7 +155,7 @@ class EpochOrder:
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
         """The part of a window's running text that holds place `at`: WindowPart's fields, counted from the window."""
         assert self.text and self.look
-        shards, key = self._window_shards(window), self._window_key(window)
+        shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
         edges = counts * np.arange(parts + 1)[:, None] // parts
         places = edges.sum(1)
@@ -173,6 +171,11 @@ class EpochOrder:
         order, sample_ends = arrange(tokens, follows, self.text.room, key)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return int(places[number]), order + skipped[order], lengths[order], sample_ends
+
+
+def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
+    """The number of windows of a source whose shards have so many records."""
+    return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
 from xscale.data.mixture import Mixture, StepPlan
+from xscale.data.remote import FetchAhead
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
 
@@ -147,7 +148,11 @@ def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connecti
                 del connections[rank]
 
     try:
+        ahead = FetchAhead() if any(source.remote for source in mixture.sources) else None
         for _ in range(steps):
+            if ahead:
+                for source, shard in mixture.remote_shards():
+                    ahead.wanted.put(partial(source.fetch, shard))
             send(mixture.next_batch().plans([*connections]))
     except (UserError, OSError) as error:
         send([Failure.of_error(error)] * len(connections))

@@ -22,7 +22,7 @@ import struct
 import tarfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,7 @@ from xscale.data import words
 from xscale.data.link_projection import project_links
 from xscale.data.parse import parse_line, parse_sample
 from xscale.data.ragged import evenly_spaced
+from xscale.data.remote import Cache, Remote, find_remote
 from xscale.data.text import stretch
 from xscale.errors import UserError
 from xscale.files import PARTIAL, parallel_map
@@ -70,8 +71,9 @@ class Shard(NamedTuple):
 class Source:
     """One directory of shards, with one kind of record and one language or one ordered pair of languages."""
 
-    def __init__(self, directory: Path | str):
-        self.directory = Path(directory)
+    def __init__(self, directory: Path | str, remote: Remote | None = None):
+        """remote: the source is at a URL, and the directory is its folder in the cache."""
+        self.directory, self.remote = Path(directory), remote
         collects = gc.isenabled()
         gc.disable()  # the index may be hundreds of thousands of objects, none of them garbage
         try:
@@ -90,6 +92,9 @@ class Source:
         """Number within the source of each shard's first record."""
         self.records = int(self.counts.sum())
         self.bytes = sum(shard.bytes for shard in self.shards)
+        if remote:
+            checksums = [shard.idx_crc32 for shard in self.shards]
+            remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.readahead = False
         """True if shards are read through: a whole shard is requested when it is opened."""
 
@@ -181,6 +186,8 @@ class Source:
 
     def check_size(self, shard: Shard) -> None:
         """Checks the sizes of a shard's two files. Raises UserError."""
+        if self.remote:  # they are checked when they are fetched
+            return
         path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
             try:
@@ -220,6 +227,8 @@ class Source:
             if shard in file.intact or zlib.crc32(found.data) == about.idx_crc32:
                 file.intact.add(shard)
                 return found[: self.counts[shard]]
+        if self.remote:
+            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove this folder of the cache and start again")
         return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:
@@ -244,14 +253,14 @@ class Source:
         """Record number `record` of shard number `shard`. Raises UserError if its bytes are damaged."""
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
-        tar = self._file(self.shards[shard].name)
-        for _ in range(2):  # a shared file system may answer better the second time
-            data = tar.read(length, offset) if offset + length <= self.shards[shard].bytes else b""
+        path = f"{self.directory}/{self.shards[shard].name}"
+        for again in (False, True):  # a shared file system may answer better the second time
+            data = self._bytes(shard, length, offset, again) if offset + length <= self.shards[shard].bytes else b""
             if data and zlib.crc32(data) == crc:
                 break
         else:
             raise UserError(
-                f"{tar.path}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
+                f"{path}: record {record} (bytes {offset}-{offset + length}) is damaged, its checksum differs "
                 f"from the index. Restore the shard; `python -m data_tools.inspect {self.directory} --verify` names "
                 f"every damaged shard"
             )
@@ -259,7 +268,7 @@ class Source:
             whole = self.parse(data)
         except (ValueError, LookupError, TypeError, AttributeError, tarfile.TarError) as error:
             raise UserError(
-                f"{tar.path}: record {record} does not fit layout {self.layout!r} ({error}); run "
+                f"{path}: record {record} does not fit layout {self.layout!r} ({error}); run "
                 f"`python -m data_tools.index {self.directory}`"
             ) from None
         if whole.langs != self.langs:
@@ -271,14 +280,27 @@ class Source:
             return whole
         return self._part(whole, shard, record, offset, length // PART_BYTES)
 
+    def fetch(self, shard: int) -> None:
+        """Fetches a remote source's shard unless it is in the cache. Raises OSError."""
+        assert self.remote
+        about = self.shards[shard]
+        self.remote.fetch(about.name, about.bytes, about.sha256)
+
+    def _bytes(self, shard: int, length: int, offset: int, again: bool) -> bytes:
+        """Bytes of a shard's tar."""
+        about = self.shards[shard]
+        if self.remote:
+            return self.remote.read((about.name, about.bytes, about.sha256), length, offset, again)
+        return self._file(about.name).read(length, offset)
+
     def parse(self, data: bytes) -> Record:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """The part of a long text that this record stands for. most: greatest number of further parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
-        near = self._file(self._idx(shard)).read((end - first) * IDX_DTYPE.itemsize, first * IDX_DTYPE.itemsize)
-        same = np.frombuffer(near, dtype=IDX_DTYPE)["offset"] == offset
+        near = np.frombuffer(self._idx_bytes(shard, first, end), dtype=IDX_DTYPE)
+        same = near["offset"] == offset
         number, parts = int(same[: record - first].sum()), int(same.sum())
         if parts == 1:
             return whole
@@ -286,14 +308,20 @@ class Source:
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Offset, length with FOLLOWS, and CRC-32 of a record. The .idx is verified when it is opened, and again when
-        it has changed: an .idx that was replaced together with its tar would fit that tar's bytes."""
+        """Offset, length with FOLLOWS, and CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
+        return ENTRY.unpack(self._idx_bytes(shard, record, record + 1))
+
+    def _idx_bytes(self, shard: int, first: int, end: int) -> bytes:
+        """The entries of some records of a shard. The .idx is verified when it is opened, and again when it has
+        changed: an .idx that was replaced together with its tar would fit that tar's bytes."""
+        if self.remote:
+            return self.entries(shard)[first:end].tobytes()
         idx = self._file(self._idx(shard))
         if os.fstat(idx.fd).st_ctime_ns != idx.verified:
             self._verified_idx(shard)
-        return ENTRY.unpack(idx.read(ENTRY.size, record * ENTRY.size))
+        return idx.read((end - first) * ENTRY.size, first * ENTRY.size)
 
     def _idx(self, shard: int) -> str:
         return f"{self.shards[shard].name[:-4]}.idx"
@@ -452,10 +480,19 @@ def directories_below(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
 
 
-def find_sources(directories: list[Path]) -> list[Source]:
-    """Sources at, or one level below, each directory, in the order given. Raises UserError where there is none."""
+def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
+    """Sources at, or one level below, each directory or URL, in the order given. cache: where shards at a URL are kept.
+    Raises UserError where there is none."""
     sources: list[Source] = []
-    for directory in directories:
+    for directory in locations:
+        if isinstance(directory, str):
+            remote = find_remote(directory, cache or Cache.of())
+            if not remote:
+                raise UserError(
+                    f"--data {directory}: no index.json there or one level below. Copy folders of shards there whole"
+                )
+            sources += [Source(of.folder, of) for of in remote]
+            continue
         found = [directory] if (directory / "index.json").exists() else directories_below(directory)
         if not found:
             raise UserError(

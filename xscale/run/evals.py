@@ -23,6 +23,7 @@ from xscale.config import EvalTask, StreamConfig
 from xscale.data.calibrate import tokens_per_byte
 from xscale.data.calibration import Calibration
 from xscale.data.mixture import PACK_FILL, StreamSpec, initial_state
+from xscale.data.remote import Cache, location
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.streams import matches_languages
 from xscale.errors import UserError
@@ -135,7 +136,9 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     """Find the task's data. Raises UserError if the run trains on it or does not know its languages."""
-    sources = take_first(find_sources([Path(path) for path in task.data]), task.limit)
+    data = run_spec.recipe.data
+    cache = Cache.of(data.cache, data.cache_gb)
+    sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:

@@ -1,7 +1,8 @@
 """The run spec holds recipe, data, tokenizer and dictionaries, resolved and checked before any weight exists."""
 
 import importlib.util
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,9 +21,10 @@ from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, fit_row_shape, initial_state
+from xscale.data.mixture import Mixture, StreamSpec, fit_row_shape, initial_state, remote_window_bytes
 from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
+from xscale.data.remote import Cache
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
 from xscale.data.streams import matches_languages, select_sources
@@ -307,24 +309,26 @@ class RunSpec:
 def resolve_run(
     recipe_name: str,
     sets: list[str],
-    data: list[Path],
+    data: Sequence[Path | str],
     host_group: HostGroup | None = None,
     known: frozenset[str] = frozenset(),
 ) -> RunSpec:
     """Resolve and check recipe, data, tokenizer and dictionaries. The ranks of `host_group` share the check of the
     files. known: fingerprints of sources to which shards may have been added. Raises UserError."""
     recipe = config.load_recipe(recipe_name, sets, {name: o.options for name, o in OBJECTIVES.items()})
-    found_sources = [part for source in find_sources(data) for part in source.parts(known)]
-    sources = take_first(found_sources, recipe.data.first)
+    whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
+    sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
     specs = stream_specs(recipe, sources)
+    check_cache(recipe, specs, sources)
+    near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
-    tokenizer = Tokenizer(find_tokenizer(recipe, data[0]))
+    tokenizer = Tokenizer(find_tokenizer(recipe, near))
     smaller_tokenizer = check_tokenizer(recipe, tokenizer)
     check_tracker(recipe.train.tracker)
     languages = sorted({language for source in sources for language in source.langs})
     check_language_names(sources)
-    found, left_out = load_lexicons(recipe, tokenizer, sources, data[0], host_group)
+    found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_links(recipe, specs, sources)
     paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
@@ -383,6 +387,17 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> Non
     (host_group.share if host_group else run_serially)([partial(check, number) for number in range(size)])
 
 
+def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
+    """Check that the cache holds the remote shards that are read at once. Raises UserError."""
+    at_once = remote_window_bytes(specs, sources)
+    if at_once > recipe.data.cache_gb * 1e9:
+        needed = math.ceil(at_once / 1e6) / 1e3
+        raise UserError(
+            f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle draws from {needed:g} GB of remote shards at "
+            f"once, which would be fetched again and again; set data.cache_gb={needed:g} or more"
+        )
+
+
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
     """Return the recipe with train.steps in the place of train.epochs. Raises UserError."""
     if recipe.train.epochs is None:
@@ -430,11 +445,11 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 
 
 def load_lexicons(
-    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path, host_group: HostGroup | None = None
+    recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
     """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. Raises
     UserError if one that an objective reads, or the recipe names, is missing, malformed or has its columns reversed."""
-    paths = [Path(path) for path in recipe.data.lexicons] or find_lexicons(sources, data)
+    paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if data else [])
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
     )
@@ -510,9 +525,9 @@ def check_links_of_records(stream: str, source: Source) -> None:
             )
 
 
-def find_tokenizer(recipe: Recipe, data: Path) -> str:
-    """Return the tokenizer of model.tokenizer, or of model.init, or beside the shards. Raises UserError if none
-    exists."""
+def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
+    """Return the tokenizer of model.tokenizer, or of model.init, or beside the shards. data: the first directory of
+    --data. Raises UserError if none exists."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -523,6 +538,8 @@ def find_tokenizer(recipe: Recipe, data: Path) -> str:
         if not may_be_there(init):
             raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
         return init  # a hub name
+    if data is None:
+        raise UserError("all of --data is remote, and the tokenizer is not fetched; set model.tokenizer=DIR")
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")

@@ -1,0 +1,289 @@
+"""Sources at a URL. Whole shards are fetched into a cache on this machine, which all of its processes share.
+
+A source has a folder in the cache, which is named by a hash of its index.json. It is as the source's own directory, but
+without .idx files and with those shards alone that were used last. Every answer of a server is checked: a shard by its
+SHA-256 and the entries by their CRC-32, which index.json has, and index.json itself by a second answer.
+"""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from xscale.errors import UserError
+from xscale.files import PARTIAL, sha256_file
+
+TRIES = 7
+"""The number of times that a file is asked for."""
+FIRST_WAIT = 0.5
+"""The seconds before the second try. They double with each further one."""
+STALL = 30.0
+"""The seconds without a byte after which a try has failed."""
+TOUCHED = 10.0
+"""The seconds after which another read of a shard is noted."""
+FETCHERS = 4
+"""The number of threads that fetch ahead."""
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""Errors of the cache, which another try would not mend."""
+LOG = logging.getLogger("xscale")
+Found = TypeVar("Found")
+
+
+def location(text: str) -> Path | str:
+    """An argument of --data: a path, or a URL, which a Path would change."""
+    return text.rstrip("/") if "://" in text else Path(text)
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The shards of remote sources that this machine has. Several runs may share it."""
+
+    folder: Path
+    size: int
+    """The bytes of shards that it holds at most."""
+
+    @classmethod
+    def of(cls, folder: str | None = None, gigabytes: float = 100.0) -> "Cache":
+        """The cache of data.cache and data.cache_gb."""
+        default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xscale"
+        return cls(Path(folder).absolute() if folder else default, round(gigabytes * 1e9))
+
+    def make_room(self, size: int) -> None:
+        """Remove the shards that were not used for longest, until this many bytes more fit."""
+        with locked(self.folder / "lock"):
+            shards = [path for path in self.folder.glob("*/*.tar*") if path.suffix != ".lock"]
+            found = []
+            for path in shards:
+                try:
+                    found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+                except FileNotFoundError:  # it has become whole, or was found to be damaged
+                    continue
+            used = sum(bytes_of for _, bytes_of, _ in found)
+            for _, bytes_of, path in sorted(found):
+                if used + size <= self.size:
+                    break
+                path.unlink(missing_ok=True)
+                used -= bytes_of
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A source at a URL, and its folder in the cache."""
+
+    url: str
+    folder: Path
+    cache: Cache
+
+    def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
+        """Bytes of a shard, which is fetched if it is not there. shard: name, size and SHA-256. again: the bytes were
+        damaged, so the shard is fetched anew. Its file is not kept open, so that a removed shard leaves the disk."""
+        path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
+        if again:
+            Path(path).unlink(missing_ok=True)
+        while True:
+            try:
+                fd = os.open(path, os.O_RDONLY)
+            except FileNotFoundError:
+                self.fetch(*shard)
+                continue
+            try:
+                if time.time() - os.fstat(fd).st_mtime > TOUCHED:
+                    os.utime(fd)  # the shards with the oldest times make room for others
+                return os.pread(fd, length, offset)
+            finally:
+                os.close(fd)
+
+    def fetch(self, name: str, size: int, sha256: str) -> None:
+        """Fetch a shard unless it is there. Other processes that want it wait. Raises OSError."""
+
+        def check(path: Path) -> None:
+            if (found := path.stat().st_size) != size:
+                raise ValueError(f"{found:,} bytes in the place of {size:,}")
+            if sha256_file(path) != sha256:
+                raise ValueError("the SHA-256 is not that of index.json")
+
+        with locked(self.folder / f"{name}.lock"):
+            if not (self.folder / name).exists():
+                self.cache.make_room(size)
+                fetch_file(f"{self.url}/{name}", self.folder / name, check)
+                self.cache.make_room(0)  # other processes may have fetched others meanwhile
+
+    def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
+        """Fetch the file of all entries unless it is there. sizes and checksums: bytes and CRC-32 of each shard's
+        entries. Raises OSError, or UserError if the source has no such file."""
+
+        def check(path: Path) -> None:
+            with path.open("rb") as file:
+                found = [zlib.crc32(file.read(size)) for size in sizes]
+                if found != [*checksums] or file.read(1):
+                    raise ValueError("the checksums are not those of index.json")
+
+        with locked(self.folder / f"{name}.lock"):
+            path = self.folder / name
+            there = path.exists() and path.stat().st_size == sum(sizes)
+            if not there and not fetch_file(f"{self.url}/{name}", path, check, optional=True):
+                raise UserError(
+                    f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
+                    f"copy all that it writes there too"
+                )
+
+
+class FetchAhead:
+    """Threads that fetch shards before they are read. What fails is told by the process that needs the shard."""
+
+    def __init__(self) -> None:
+        self.wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        for _ in range(FETCHERS):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            fetch = self.wanted.get()
+            try:
+                fetch()
+            except Exception as error:
+                LOG.info(f"fetching ahead failed: {error}")
+
+
+def find_remote(url: str, cache: Cache) -> list[Remote]:
+    """The source at a URL, or those one level below it in the order of their names. Raises OSError or UserError."""
+    try:
+        import fsspec
+
+        file_system, path = fsspec.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
+        raise UserError(f"--data {url}: {error}") from None
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    if found := find_one(url, cache):
+        return [found]
+
+    def list_folders() -> list[str]:
+        try:
+            entries = file_system.ls(path, detail=True, refresh=True)
+        except (FileNotFoundError, NotADirectoryError, NotImplementedError):
+            return []
+        names = [entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"]
+        return sorted(name.rpartition("/")[2] for name in names)
+
+    names = persist(url, lambda _: timed(list_folders))
+    return [found for name in names if (found := find_one(f"{url}/{name}", cache))]
+
+
+def find_one(url: str, cache: Cache) -> Remote | None:
+    """The source at a URL, with its index.json in the cache; None if there is none. Raises OSError."""
+
+    def check(path: Path) -> None:
+        again = path.with_name("again")
+        download(f"{url}/index.json", again)
+        if (answer := path.read_bytes()) != again.read_bytes():
+            raise ValueError("two answers differ")
+        json.loads(answer)
+
+    with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
+        index = Path(folder) / "index.json"
+        if not fetch_file(f"{url}/index.json", index, check, optional=True):
+            return None
+        place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
+        place.mkdir(exist_ok=True)
+        os.replace(index, place / "index.json")  # by the same bytes, where it is there
+    return Remote(url, place, cache)
+
+
+def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bool = False) -> bool:
+    """Fetch a file. check: raises an error if what was fetched is damaged. optional: if the server has no such file,
+    the result is False. Raises OSError past the last try."""
+
+    def attempt(number: int) -> bool:
+        partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a try that stalled may still write to its own
+        try:
+            download(url, partial_path)
+            check(partial_path)
+            os.replace(partial_path, path)
+        except FileNotFoundError:
+            if optional:
+                return False
+            raise
+        finally:
+            partial_path.unlink(missing_ok=True)
+        return True
+
+    return persist(url, attempt)
+
+
+def persist(url: str, attempt: Callable[[int], Found]) -> Found:
+    """The value of `attempt`, which is called with the number of the try until it succeeds. Raises OSError."""
+    for number in range(1, TRIES + 1):
+        try:
+            return attempt(number)
+        except Exception as error:  # each file system has errors of its own
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
+                raise OSError(error.errno, error.strerror, "data.cache, the folder of remote shards") from None
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        if number < TRIES:
+            wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)
+            LOG.warning(f"{url}: try {number} of {TRIES} failed ({problem}); the next is in {wait:.1f} s")
+            time.sleep(wait)
+    raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", url)
+
+
+def download(url: str, path: Path) -> None:
+    """Copy a file to a path, whatever it holds. Raises the file system's errors, and TimeoutError if it stalls."""
+    import fsspec
+
+    if url.startswith("http"):
+        import aiohttp
+
+        # The default is 5 minutes for a whole file.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL, sock_read=2 * STALL)
+        for protocol in ("http", "https"):
+            of_protocol = fsspec.config.conf.setdefault(protocol, {})
+            of_protocol.setdefault("client_kwargs", {}).setdefault("timeout", timeout)
+
+    def copy() -> None:
+        file_system, remote_path = fsspec.url_to_fs(url)
+        file_system.get_file(remote_path, str(path))
+
+    timed(copy, lambda: path.stat().st_size if path.exists() else 0)
+
+
+def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
+    """The value of `do`, which runs in a thread. Raises TimeoutError, and leaves the thread alone, when `progress` has
+    stayed the same for STALL seconds."""
+    done: Future[Found] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(do())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    before = progress()
+    while True:
+        try:
+            return done.result(timeout=STALL)
+        except TimeoutError:
+            if done.done() or before == (now := progress()):
+                raise TimeoutError(f"nothing came for {STALL:g} s") from None
+            before = now
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """A context that one thread of one process of this machine is in at a time."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
