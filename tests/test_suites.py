@@ -104,6 +104,21 @@ def test_models_are_compared_on_the_same_sentences(texts: Path, tmp_path: Path, 
     assert c.startswith(f"{accuracy['c']:.4g} [") and other.startswith(f"{accuracy['c'] - accuracy['a']:,.4g} [")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["--limit", "0"], "--limit 0"), (["--suite", "transfer"], "has no test set that it knows")]
+)
+def test_what_cannot_be_compared_is_said_before_the_work(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], said: str
+) -> None:
+    monkeypatch.setattr(compare, "Exported", lambda path: pytest.fail("a model was loaded"))
+    model = random_model(tmp_path / "one", tokenizer)
+    words = ["--suite", "retrieval", "--texts", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert compare.main([str(model), *words, *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert compare.main([str(model), str(tmp_path / "two"), *words]) == 2
+    assert f"{tmp_path / 'two'} has no config.json" in capsys.readouterr().err
+
+
 def test_p_values_are_those_of_chance() -> None:
     """Two models that are as good: p is below 0.05 in one comparison of twenty."""
     draw = np.random.default_rng(0)

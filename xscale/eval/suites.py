@@ -49,6 +49,9 @@ def add_suite_flags(parser: argparse.ArgumentParser) -> None:
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
     """The rows of --task or --suite, by task and name. Raises UserError."""
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit} must be 1 or more")
+    args.texts_limit, args.limit = args.limit, args.limit or 1000
     if not args.suite:
         return {task: name_rows(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
     rows: dict[str, list[TaskRow]] = {}
