@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,15 @@ def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
         for task, parts in found.items()
     }
     assert names == {
-        "sib200": {"train": {"eng_Latn": "train.tsv"}, "test": {"deu_Latn": "test.tsv", "eng_Latn": "test.tsv"}},
-        "ner": {"train": {"en": "train-en.tsv.xz"}, "test": {"de": "test-de.tsv.xz"}},
+        "sib200": {
+            "train": {"eng_Latn": "train.tsv"},
+            "dev": {},
+            "test": {"deu_Latn": "test.tsv", "eng_Latn": "test.tsv"},
+        },
+        "ner": {"train": {"en": "train-en.tsv.xz"}, "dev": {"de": "dev-de.tsv.xz"}, "test": {"de": "test-de.tsv.xz"}},
         "pos": {
             "train": {"en": "en_ewt-ud-train.conllu"},
+            "dev": {},
             "test": {"de": "de_pud-ud-test.conllu.gz", "en": "en_pud-ud-test.conllu"},
         },
     }
@@ -102,6 +108,34 @@ def test_models_are_compared_on_the_same_sentences(texts: Path, tmp_path: Path, 
     assert run.main([str(word) for word in alone]) == 0
     assert json.loads((tmp_path / "alone.json").read_text())["results"]["retrieval"] == found["c"] != found["a"]
     assert c.startswith(f"{accuracy['c']:.4g} [") and other.startswith(f"{accuracy['c'] - accuracy['a']:,.4g} [")
+
+
+def test_a_test_without_labels_gives_way_to_dev(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for part, text in (("train", "a\tO\n"), ("dev", "b\tO\n"), ("test", "c\n")):
+        (tmp_path / f"{part}-de.tsv").write_text(text)
+    (tmp_path / "test-en.tsv").write_text("d\tO\n")
+    asked = []
+    monkeypatch.setattr(suites, "measure_transfer", lambda args: asked.append(args) or SimpleNamespace(rows={}))
+    parts = {part: {"de": tmp_path / f"{part}-de.tsv"} for part in ("train", "dev", "test")}
+    parts["test"]["en"] = tmp_path / "test-en.tsv"
+    suites.transfer("ner", parts, "", SimpleNamespace(path=tmp_path))  # type: ignore[arg-type]
+    assert asked[0].test == [f"de={tmp_path}/dev-de.tsv", f"en={tmp_path}/test-en.tsv"]
+    assert "test-de.tsv has no labels" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"), [(["--limit", "0"], "--limit 0"), (["--suite", "transfer"], "has no test set that it knows")]
+)
+def test_what_cannot_be_compared_is_said_before_the_work(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], said: str
+) -> None:
+    monkeypatch.setattr(compare, "Exported", lambda path: pytest.fail("a model was loaded"))
+    model = random_model(tmp_path / "one", tokenizer)
+    words = ["--suite", "retrieval", "--texts", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert compare.main([str(model), *words, *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert compare.main([str(model), str(tmp_path / "two"), *words]) == 2
+    assert f"{tmp_path / 'two'} has no config.json" in capsys.readouterr().err
 
 
 def test_p_values_are_those_of_chance() -> None:

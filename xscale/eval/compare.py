@@ -44,8 +44,10 @@ def compare(args: argparse.Namespace) -> int:
     names = [path.resolve().name for path in args.models]
     if len(set(names)) < len(names):
         names = [str(path).strip("/").replace("/", "_") for path in args.models]
+    for path in args.models:
+        if not (path / "config.json").is_file():
+            raise UserError(f"{path} has no config.json; give directories that transformers or xscale.export has saved")
     files.check_writable(args.out / "table.md")
-    args.texts_limit, args.limit = args.limit, args.limit or 1000
     rows = plan_rows(args, [])
     found: dict[str, Results] = {}
     code = 0

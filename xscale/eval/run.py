@@ -35,9 +35,6 @@ def main(argv: list[str] | None = None) -> int:
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
             raise UserError(f"--lexicon_heldout {args.lexicon_heldout:g} must lie between 0 and 1")
         check_arguments(sys.argv[1:] if argv is None else argv)
-        if args.limit is not None and args.limit < 1:
-            raise UserError(f"--limit {args.limit} must be 1 or more")
-        args.texts_limit, args.limit = args.limit, args.limit or 1000
         load_plugins(args.plugin)
         if args.out:
             check_out(args.out)

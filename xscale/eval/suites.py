@@ -23,6 +23,7 @@ from pathlib import Path
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.bootstrap import Score, combine, describe, mean, p_value
+from xscale.eval.finetune.measure import TASKS as FINETUNED
 from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
 from xscale.eval.model import Exported, Scores
 from xscale.eval.parallel import ENGLISH, find_parallel
@@ -32,9 +33,9 @@ from xscale.eval.tasks import TASKS, TaskRow
 SUITES = ("retrieval", "transfer", "all")
 FOLDERS = {name: name for name in ("xnli", "pawsx", "pos", "ner", "taxi1500")} | {"udpos": "pos", "panx": "ner"}
 FILES = (
-    (re.compile(r"annotated/(?P<language>[^/]+)/(?P<part>train|test)\.tsv"), "sib200"),
-    (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
-    (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|test)\.conllu"), "pos"),
+    (re.compile(r"annotated/(?P<language>[^/]+)/(?P<part>train|dev|test)\.tsv"), "sib200"),
+    (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|dev|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
+    (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|dev|test)\.conllu"), "pos"),
 )
 """The end of a file's path, and its task; the folder's name says it where there is none."""
 MAIN = ("accuracy", "xsim", "F1", "f1", "perplexity", "tlm_loss")
@@ -49,6 +50,9 @@ def add_suite_flags(parser: argparse.ArgumentParser) -> None:
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
     """The rows of --task or --suite, by task and name. Raises UserError."""
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit} must be 1 or more")
+    args.texts_limit, args.limit = args.limit, args.limit or 1000
     if not args.suite:
         return {task: name_rows(TASKS[task](args, sources)) for task in dict.fromkeys(args.task)}
     rows: dict[str, list[TaskRow]] = {}
@@ -89,7 +93,7 @@ def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path
             match = re.search(rf"(?:^|/){pattern.pattern}$", text)
             task = match and (name or FOLDERS.get(match["folder"].lower()))
             if match and task:
-                parts = found.setdefault(task, {"train": {}, "test": {}})
+                parts = found.setdefault(task, {"train": {}, "dev": {}, "test": {}})
                 parts[match["part"]].setdefault(match["language"], path)
                 break
     for parts in found.values():
@@ -98,8 +102,17 @@ def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path
 
 
 def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Exported) -> Mapping[str, Scores]:
-    """Fine-tunes the model, and returns the rows of its scores."""
-    given = {part: [f"{language}={path}" for language, path in files.items()] for part, files in parts.items()}
+    """Fine-tunes the model, and returns the rows of its scores. A test without labels, as XTREME's, gives way to the
+    language's dev."""
+    tests = parts["test"] | {
+        language: parts["dev"][language]
+        for language, path in parts["test"].items()
+        if language in parts["dev"] and any(one.gold is None for one in FINETUNED[task].read(path, language))
+    }
+    for language, path in tests.items() - parts["test"].items():
+        print(f"{task} {language}: {parts['test'][language]} has no labels; {path} is the test")
+    sides = {"train": parts["train"], "test": tests}
+    given = {part: [f"{language}={path}" for language, path in files.items()] for part, files in sides.items()}
     words = ["--model", model.path, "--task", task, "--train", *given["train"], "--test", *given["test"]]
     with tempfile.TemporaryDirectory() as folder:
         args = parse_arguments([*map(str, words), "--out", f"{folder}/scores.json", *shlex.split(flags)])
