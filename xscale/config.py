@@ -116,6 +116,12 @@ class TrainConfig:
     """The peak learning rate."""
     warmup: NotNegative = 0.1
     """The steps of linear warm-up. A number below 1 is a share of `steps`."""
+    schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
+    """The curve by which the learning rate falls to 0: 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x), where x goes from 0
+    to 1. null: linear, or the scheduler of the ds_config if it has one."""
+    decay: NotNegative | None = None
+    """The last steps, in which the learning rate falls; before them it stays at its peak (warm-up, stable, decay). A
+    number below 1 is a share of `steps`. null: it falls from the end of the warm-up on; 0: it never falls."""
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
@@ -163,7 +169,23 @@ class TrainConfig:
     def warms_up_within_the_run(self) -> Self:
         if self.warmup > self.steps:
             raise ValueError(f"warmup: {self.warmup:g} exceeds the steps: {self.steps}")
+        if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
+            raise ValueError(f"decay: {self.decay:g} and warmup: {self.warmup:g} exceed the steps: {self.steps}")
         return self
+
+    def whole_steps(self, number: float) -> int:
+        """A number of steps that may be given as a share of the run."""
+        return round(number * self.steps) if number < 1 else int(number)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0. It is neither 0 in the first step nor in the last."""
+        warmup = self.whole_steps(self.warmup)
+        decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        x = max(step - (self.steps - decay), 0) / max(decay, 1)
+        falls = {"cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
+        return self.lr * falls.get(self.schedule or "linear", 1 - x)
 
 
 HOOK_FIELDS = ("checkpoint", "step", "out")
@@ -253,10 +275,6 @@ class Recipe:
     train: TrainConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig = EvalConfig()
-
-    def warmup_steps(self) -> int:
-        warmup = self.train.warmup
-        return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
 
     def stream_weight(self, name: str, step: int) -> float:
         """The factor of a stream's loss in a step, counted from 0."""

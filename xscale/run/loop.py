@@ -216,7 +216,7 @@ class Trainer:
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
-        lr, skipped = engine.get_lr()[0], engine.skipped_steps
+        skipped = engine.skipped_steps
         # The first step measures too, so that its need of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
@@ -243,7 +243,7 @@ class Trainer:
             step=self.step + 1,
             sums=sums,
             targets=counts.targets,
-            lr=lr,
+            lr=sums.lr,
             skipped=engine.skipped_steps - skipped,
             tokens=counts.work.tokens,
             samples=counts.samples,

@@ -30,6 +30,8 @@ class StepSums:
     values_K: Tensor
     own_s: Callable[[], float]
     """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
+    lr: float = 0.0
+    """The learning rate of the step."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Return the losses and metrics by name, each divided by its targets. totals_K and targets: sums over all
@@ -117,7 +119,7 @@ def optimizer_step(
     totals: the targets of all ranks by (stream, term). Returns this rank's sums and, if `measure`, the gradient norm of
     each stream.
     """
-    weights = step_weights(recipe, totals, step)
+    weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     passes = [
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
         for number, row in enumerate(rows)
@@ -141,7 +143,7 @@ def optimizer_step(
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied=applied)
     assert values_K is not None
-    return StepSums(engine.module.reported, values_K, watch.seconds), norms
+    return StepSums(engine.module.reported, values_K, watch.seconds, lr), norms
 
 
 @torch.no_grad()
@@ -252,6 +254,15 @@ def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) 
         for name, stream in recipe.streams.items()
         for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
     }
+
+
+def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
+    """Set the recipe's learning rate of a step, unless the ds_config has a scheduler. Returns the rate."""
+    if engine.lr_scheduler is None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = recipe.train.learning_rate(step)
+    lr: float = engine.get_lr()[0]
+    return lr
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
