@@ -5,6 +5,7 @@ recipe are reported at once.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 import re
@@ -52,10 +53,11 @@ class ModelConfig:
 class StreamConfig:
     objective: str
     """The name of the objective."""
-    samples: Count | None = None
+    samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
     """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
     data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
-    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped."""
+    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. In a phase with
+    0 samples the stream rests."""
     tokens: Count | None = None
     """Tokens per optimizer step, instead of `samples`. A measurement before step 1 turns them into samples."""
     weight: PositiveFloat = 1.0
@@ -87,6 +89,8 @@ class DataConfig:
     first: Count | None = None
     """The number of records that are read of each language and each pair of languages, in the order of --data and of
     the shards; null: all."""
+    languages: list[str] | None = None
+    """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
     """Languages are drawn with a probability proportional to records^alpha."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
@@ -267,6 +271,27 @@ class EvalConfig:
     """The evaluations."""
 
 
+IN_PHASES = {
+    "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha"}),
+    "streams": frozenset({"samples", "tokens", "weight", "languages"}),
+}
+"""The fields that a phase may change. Options of objectives name theirs in a class variable of the name in_phases."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run, in which some fields of the recipe have other values."""
+
+    until: int | float
+    """The end as it is written: an integer is a step, a float a share of the run."""
+    fields: dict[str, Any]
+    """The fields as they are written, by their dotted names."""
+    end: int
+    """The first step, counted from 0, that does not belong to the phase."""
+    recipe: Any
+    """The recipe of the phase's steps; it has no phases."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     model: ModelConfig
@@ -275,6 +300,12 @@ class Recipe:
     train: TrainConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig = EvalConfig()
+    phases: tuple[Phase, ...] = ()
+    """The phases in order. The steps after the last phase are as the recipe says."""
+
+    def at(self, step: int) -> "Recipe":
+        """The recipe of a step, counted from 0."""
+        return next((phase.recipe for phase in self.phases if step < phase.end), self)
 
     def stream_weight(self, name: str, step: int) -> float:
         """The factor of a stream's loss in a step, counted from 0."""
@@ -286,6 +317,9 @@ class Recipe:
         resolved = dataclasses.asdict(self)
         for stream in resolved["streams"].values():
             stream.update(stream.pop("options"))
+        del resolved["phases"]
+        if self.phases:
+            resolved["phases"] = [{"until": phase.until} | phase.fields for phase in self.phases]
         return resolved
 
     def identity(self) -> dict[str, Any]:
@@ -386,7 +420,11 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     problems: list[str] = []
     for assignment in sets:
         _assign(tree, assignment, problems)
+    phases = tree.pop("phases", None) or []
+    base = copy.deepcopy(tree)
     recipe = _build_recipe(tree, objectives, problems)
+    if recipe and not problems:
+        recipe = _build_phases(recipe, phases, base, objectives, problems)
     if problems or recipe is None:
         raise UserError(
             f"recipe {path}{' with --set' if sets else ''}:\n" + "\n".join(f"  {problem}" for problem in problems)
@@ -416,6 +454,12 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
+    if problem := _put(tree, dotted, value):
+        problems.append(f"--set {assignment}: {problem}")
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
+    """Set a field by its dotted name. Returns a problem, or nothing."""
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
@@ -423,14 +467,70 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            problems.append(f"--set {assignment}: {parent} has no fields")
-            return
+            return f"{parent} has no fields"
     node[last] = value
     if dotted in EITHER and value is not None:
         node.pop(EITHER[dotted], None)
+    return ""
 
 
-def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
+def _build_phases(
+    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
+) -> Recipe:
+    """The recipe with its phases. tree: the recipe's fields without them."""
+    if not isinstance(phases, list):
+        problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
+        return recipe
+    if phases and (recipe.train.epochs or recipe.train.compile):
+        problems.append("phases: need train.steps in the place of train.epochs, and train.compile: false")
+    found = list[Phase]()
+    for number, fields in enumerate(phases):
+        wrong = list[str]()
+        until: Any = fields.get("until") if isinstance(fields, dict) else None
+        share = type(until) is float and 0 < until <= 1
+        end: int = round(until * recipe.train.steps) if share else until if type(until) is int else -1
+        first = found[-1].end if found else 0
+        if end < first:
+            wrong.append(
+                f"until: {until!r} is neither a step (an integer from {first} on) nor a share of the run (a float, "
+                f"such as 0.8, and 1.0 for its end)"
+            )
+        else:
+            changes = {str(name): value for name, value in fields.items() if name != "until"}
+            of_phase = _build_phase(changes, copy.deepcopy(tree), recipe, objectives, wrong)
+            found.append(Phase(until, changes, end, of_phase))
+        problems += [f"phases[{number}].{line}" for line in wrong]
+    return dataclasses.replace(recipe, phases=tuple(found))
+
+
+def _build_phase(
+    changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
+) -> Recipe | None:
+    """The recipe of a phase. tree: the fields of the recipe, which become the phase's."""
+    allowed = {f"data.{name}" for name in IN_PHASES["data"]}
+    for name, stream in recipe.streams.items():
+        own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
+        allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
+    for name, value in changes.items():
+        if name not in allowed:
+            problems.append(f"{name}: a phase cannot change it; it may change {', '.join(sorted(allowed))}")
+            continue
+        if name == "data.languages_add":
+            before = changes.get("data.languages", recipe.data.languages)
+            if before is None or not isinstance(value, list):
+                problems.append(f"{name}: needs a list, and languages to add to: data.languages of the recipe")
+                continue
+            name, value = "data.languages", [*before, *value]
+        _put(tree, name, value)
+        if name.endswith((".samples", ".tokens")):
+            other = {"samples": "tokens", "tokens": "samples"}[name.rpartition(".")[2]]
+            tree["streams"][name.split(".")[1]].pop(other, None)
+    return None if problems else _build_recipe(tree, objectives, problems, phase=True)
+
+
+def _build_recipe(
+    tree: dict[str, Any], objectives: dict[str, type], problems: list[str], phase: bool = False
+) -> Recipe | None:
     sections = {
         "model": ModelConfig,
         "data": DataConfig,
@@ -439,7 +539,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         "eval": EvalConfig,
     }
     for unknown in [name for name in tree if name not in (*sections, "streams")]:
-        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams'])}")
+        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams', 'phases'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:
         train.setdefault("steps", BY_EPOCHS)
@@ -454,6 +554,11 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     else:
         for name, fields in tree["streams"].items():
             streams[str(name)] = _build_stream(str(name), fields, objectives, problems)
+    resting = [name for name, stream in streams.items() if stream and stream.samples == 0]
+    if len(resting) == len(streams) or not phase:
+        problems += [
+            f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in resting
+        ]
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)

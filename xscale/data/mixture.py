@@ -7,6 +7,7 @@ position per source; the state and the step number determine everything that fol
 first and then assigned to ranks and rows (balance.py).
 """
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from xscale import rng
 from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
-from xscale.data.order import EpochOrder, TextPacking
+from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking
 from xscale.data.packed_row import RowShape
 from xscale.data.shards import Source
 from xscale.errors import UserError
@@ -40,6 +41,8 @@ class StreamSpec:
     sources: tuple[int, ...]
     samples: int
     packed: bool
+    idle: frozenset[int] = frozenset()
+    """The sources that the stream does not draw from now; it does in another phase of the run."""
 
 
 @dataclass(frozen=True)
@@ -130,9 +133,10 @@ class Mixture:
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
         self.rank, self.world, self.rows = rank, world, rows
-        self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
+        self.room = int(PACK_FILL * max_length)
+        self.weights = [stream_weights(stream, sources, alpha) for stream in streams]
         self.state = state or initial_state(streams)
-        self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
+        self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text otherwise; "
@@ -155,7 +159,7 @@ class Mixture:
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = {"step": step + 1, "positions": positions, "order": ORDER}
+        self.state = {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -166,17 +170,21 @@ class Mixture:
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
         """The stream's records of a step, and its positions after it."""
-        chosen = choose(weights, stream.samples, rng.key(self.seed, stream.name, "source", step))
+        drawn = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
+        chosen = drawn[choose(weights[drawn], stream.samples, rng.key(self.seed, stream.name, "source", step))]
         in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
         by_source = np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
         positions = [list(position) for position in self.state["positions"][stream.name]]
+        if stream.packed and self.state.get("room", self.room) != self.room:
+            for position in positions:
+                position += [position[1], self.state["room"]]
         pieces = [
             piece
             for source, samples, position in zip(stream.sources, by_source, positions, strict=True)
             for piece in self._take(stream, source, samples, position)
         ]
-        records = SampledRecords(*map(np.concatenate, zip(*pieces, strict=True)))
-        return records, positions
+        records = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)] or [NO_RECORDS] * 6
+        return SampledRecords(*records), positions
 
     def _take(
         self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
@@ -184,25 +192,50 @@ class Mixture:
         """The source's next records for these samples: arrays of SampledRecords. Advances `position` in place."""
         taken = 0
         while taken < len(samples):
-            epoch, start = position
-            order = self._order(stream, source, epoch)
+            epoch, start = position[:2]
+            order = self._order(stream, source, position)
             ends, shard, record, lengths = order.take(start, len(samples) - taken)
             sample = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start))
             same = [np.full(len(sample), number, dtype=np.int32) for number in (source, epoch)]
             yield sample, *same, shard, record, self.calibration.estimated_tokens(source, lengths)
             taken, stop = taken + len(ends), int(ends[-1])
-            position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
+            position[:] = [epoch, stop, *position[2:]] if stop < order.size else [epoch + 1, 0]
 
-    def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
+    def _order(self, stream: StreamSpec, source: int, position: list[int]) -> EpochOrder:
         cached = self._orders.get((stream.name, source))
-        if cached is None or cached[0] != epoch:
+        epoch, before = position[0], tuple(zip(position[2::2], position[3::2], strict=True))
+        now = epoch, (*before, self.room) if stream.packed else None
+        if cached is None or cached[0] != now:
             of = self.sources[source]
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
-            text = TextPacking(tokens, int(PACK_FILL * self.max_length)) if stream.packed else None
+            text = TextPacking(tokens, self.room, before) if stream.packed else None
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=len(stream.sources))
-            cached = self._orders[stream.name, source] = (epoch, order)
+            cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
+
+
+class PhasedMixture:
+    """The mixtures of a run's phases. Each goes on from the state that the one before has left."""
+
+    def __init__(self, ends: list[int], mixtures: list[Mixture]):
+        """ends: the step after each phase but the last, counted from 0."""
+        self.ends, self.mixtures = ends, mixtures
+        self.rank, self.state = mixtures[0].rank, mixtures[0].state
+        for mixture in mixtures:
+            mixture._orders = mixtures[0]._orders  # most stay as they are
+
+    def next_batch(self) -> GlobalBatch:
+        """The next step's global batch; advances the state."""
+        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
+        mixture.state = self.state
+        batch = mixture.next_batch()
+        self.state = mixture.state
+        return batch
+
+    def next_step(self) -> StepPlan:
+        """This rank's plan of the next step."""
+        return self.next_batch().plans([self.rank])[0]
 
 
 def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -265,8 +298,17 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
     return found
 
 
+def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float) -> np.ndarray:
+    """p of each of the stream's sources; 0 for those that it does not draw from."""
+    drawn = [source not in stream.idle for source in stream.sources]
+    weights = np.zeros(len(drawn))
+    weights[drawn] = source_weights([sources[s] for s in stream.sources if s not in stream.idle], alpha)
+    return weights
+
+
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
-    """The state before step 0: [epoch, position] of every source of every stream."""
+    """The state before step 0: [epoch, position] of every source of every stream. Of running text in an epoch in which
+    the room of a sample changed, the numbers of TextPacking.before follow."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
@@ -313,7 +355,7 @@ def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: 
     """Lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
     lines = []
     for stream in streams:
-        for source, (epoch, position) in zip(stream.sources, state["positions"][stream.name], strict=True):
+        for source, (epoch, position, *_) in zip(stream.sources, state["positions"][stream.name], strict=True):
             name, total = sources[source].pair, sources[source].records
             lines.append(f"{stream.name} {name}: epoch {epoch}, {position:,} of {total:,} records")
     return lines

@@ -139,7 +139,7 @@ class Trainer:
             if pending_step.stopped():
                 return self.stop_early()
             counts, batch = pending_step.counts(), pending_step.batch
-            check_targets(counts, self.step + 1, recipe)
+            check_targets(counts, self.step + 1, recipe.at(self.step))
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.excluded_steps:
@@ -316,7 +316,7 @@ class Trainer:
         in_a_row = self.skips.in_a_row
         if fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
-        streams = [name for name in self.recipe.streams if not math.isfinite(entry[f"loss/{name}"])]
+        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
         if not streams and math.isfinite(norm) and not in_a_row:
             return

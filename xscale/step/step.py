@@ -38,7 +38,7 @@ class StepSums:
         ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
-            if language:
+            if language or recipe.streams[stream].samples == 0:
                 continue
             if name != "loss":
                 shares[f"{name}/{stream}"] = value / max(targets[stream, term], 1)
@@ -51,7 +51,7 @@ class StepSums:
             if len(factors) > 1:
                 shares[f"loss/{stream}.{term}"] = share
         for stream, config in recipe.streams.items():
-            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items():
+            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items() if config.samples != 0 else ():
                 shares[f"{name}/{stream}"] = targets[stream, part] / max(targets[stream, whole], 1)
         return shares
 
@@ -119,6 +119,8 @@ def optimizer_step(
     totals: the targets of all ranks by (stream, term). Returns this rank's sums and, if `measure`, the gradient norm of
     each stream.
     """
+    recipe = recipe.at(step)
+    engine.module.follow(recipe)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     passes = [
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
@@ -155,6 +157,7 @@ def measure_rows(
     recipe: a recipe with the streams of the rows. All ranks must have equally many rows. note: called before each row.
     """
     module, encoder = engine.module, engine.module.encoder
+    module.follow(recipe)
     kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
     module.eval()
     try:
