@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tests import launch
 from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
+from xscale.checkpoint.restore import full_weights
 from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
@@ -287,3 +288,25 @@ def test_phases_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
     for ours, theirs in zip(*found, strict=True):
         for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+
+
+@pytest.mark.slow
+def test_steps_that_are_left_out(demo: Path, tmp_path: Path) -> None:
+    """They read what they would have read, and leave weights and optimizer as they were; a resume among them is
+    exact."""
+    script = str(launch.ROOT / "tests" / "many_runs.py")
+    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1", "train.skip_steps=[4, 6-8]"]
+    launch.run(2, listed(demo, tmp_path, ["whole"], *sets), script=script)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for later in range(8, 21):
+        shutil.rmtree(killed / "checkpoints" / f"step_{later:08d}")
+    launch.run(2, listed(demo, tmp_path, ["killed"], *sets), script=script)
+    assert launch.without_times(killed) == launch.without_times(whole)
+    assert [e["step"] for e in launch.metrics(whole) if e.get("excluded")] == [4, 6, 7, 8]
+    assert len(launch.trace(whole)) == 20 * 2
+    weights = [full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    train = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()}).train
+    assert all(e["lr"] == train.learning_rate(e["step"] - 1) for e in launch.metrics(whole) if "lr" in e)

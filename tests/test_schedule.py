@@ -76,3 +76,12 @@ def test_a_decay_must_fit_beside_the_warm_up() -> None:
     with pytest.raises(UserError, match=r"train.decay: 30 and warmup: 11 exceed the steps: 40"):
         load("warmup=11", "decay=30")
     assert TrainConfig(steps=40, warmup=10, decay=30).learning_rate(9) == TrainConfig().lr
+
+
+def test_steps_that_are_left_out() -> None:
+    train = load("skip_steps=[3, 7-9]").train
+    assert [step for step in range(1, 12) if train.skips(step)] == [3, 7, 8, 9]
+    assert load("skip_steps=[3, 7-9]").identity() == load().identity(), "a resume may name others"
+    for wrong in ("[7..9]", "[-3]", "[a-b]", "[1-2-3]", "[1.5]", "3"):
+        with pytest.raises(UserError, match=r"train.skip_steps"):
+            load(f"skip_steps={wrong}")

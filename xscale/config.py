@@ -169,6 +169,22 @@ class TrainConfig:
     """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
     skips the bad step. After that it ends with exit code 3."""
 
+    skip_steps: list[int | str] = dataclasses.field(default_factory=list)
+    """Steps that read their records and change nothing, counted from 1, such as [500, 81200-81260]: those of a loss
+    spike, on a resume from a checkpoint before it."""
+
+    @model_validator(mode="after")
+    def skips_steps(self) -> Self:
+        for entry in self.skip_steps:
+            if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
+                raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
+        return self
+
+    def skips(self, step: int) -> bool:
+        """Whether a step, counted from 1, is left out."""
+        ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
+        return any(steps[0] <= step <= steps[-1] for steps in ranges)
+
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
         if self.warmup > self.steps:
@@ -370,6 +386,7 @@ NOT_IDENTITY = {
         "tracker",
         "stop_limit",
         "rollbacks",
+        "skip_steps",
     },
 }
 """Fields that a resumed run may change. The tokenizer and the dictionaries are compared by content instead of path."""

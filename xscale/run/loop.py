@@ -142,7 +142,7 @@ class Trainer:
             check_targets(counts, self.step + 1, recipe.at(self.step))
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
-            if self.step + 1 in self.excluded_steps:
+            if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
             else:
                 self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
