@@ -23,7 +23,7 @@ from xscale.checkpoint.restore import full_weights
 from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
-from xscale.data.mixture import initial_state
+from xscale.data.mixture import initial_state, limited
 from xscale.data.order import EpochOrder
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
@@ -163,6 +163,58 @@ def test_the_calibration_of_the_phases_is_kept(plan: RunSpec, tmp_path: Path) ->
     assert again.calibration == plan.calibration
     assert [p.calibration for p in again.phases] == [p.calibration for p in plan.phases]
     assert calibration(plan, None, HostGroup(alone=True)).phases == plan.calibration.phases
+
+
+@pytest.mark.parametrize("by", ["records", "tokens", "bytes"])
+def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> None:
+    run_spec = resolve_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo]).calibrated()
+    lines = run_spec.calibration.lines
+    for spec in run_spec.specs:
+        sources = [run_spec.sources[s] for s in spec.sources]
+        size = [sum(int(s.lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
+        tokens = [
+            lines[i][0] * n + lines[i][1] * run_spec.sources[i].records for i, n in zip(spec.sources, size, strict=True)
+        ]
+        n = {"records": [source.records for source in sources], "bytes": size, "tokens": tokens}[by]
+        drawing = run_spec.mixture(ALONE, "cpu", [replace(spec, samples=1000)], initial_state([spec]))
+        drawn = Counter(drawing.next_batch().records[spec.name].source.tolist())
+        wanted = np.array(n) ** 0.7 / (np.array(n) ** 0.7).sum()
+        assert drawing.weights[0] == pytest.approx(wanted, rel=0.02)
+        if not spec.packed:
+            assert [drawn[s] / 1000 for s in spec.sources] == pytest.approx(wanted, abs=0.01)
+
+
+def unimax(sizes: list[float], budget: float, epochs: float) -> list[float]:
+    """The shares of Chung et al. (2023, algorithm 1): from the smallest language on, an equal part of what is left of
+    the budget, or `epochs` times what the language has."""
+    found, left = dict[int, float](), budget
+    for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        found[i] = min(left / (len(sizes) - done), epochs * sizes[i])
+        left -= found[i]
+    return [found[i] / sum(found.values()) for i in range(len(sizes))]
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=9), st.floats(0.1, 30), st.floats(0.01, 10))
+def test_a_limit_of_epochs_is_unimax_s(sizes: list[float], epochs: float, share: float) -> None:
+    budget = share * sum(sizes) * epochs
+    found = limited(np.full(len(sizes), 1 / len(sizes)), np.array(sizes) * epochs / budget)
+    assert found == pytest.approx(unimax(sizes, budget, epochs), rel=1e-6)
+
+
+def test_no_language_is_read_more_often_in_all_phases_together(demo: Path, tmp_path: Path) -> None:
+    phases = [{"until": 0.4, "data.alpha": 0.3}, {"until": 0.5, "streams.tlm.samples": 0}, {"until": 1.0}]
+    streams = {"mlm": {"objective": "mlm", "samples": 6}, "tlm": {"objective": "tlm", "samples": 12}}
+    sets, epochs = ["data.languages=null", "data.alpha=0.0", "train.steps=40"], {}
+    for limit in (0.9, None):
+        more = [f"data.max_epochs={limit or 'null'}"]
+        whole = resolve_run(write(tmp_path, phases, streams=streams), sets + more, [demo]).calibrated()
+        *_, last = whole.plans(ALONE, "cpu", initial_state(whole.specs), 40)
+        for spec in whole.specs:
+            of = zip(spec.sources, last.state["positions"][spec.name], strict=True)
+            epochs[spec.name, limit] = [p[0] + p[1] / whole.sources[s].records for s, p in of]
+    for name in streams:
+        assert max(epochs[name, 0.9]) <= 0.9 * 1.1 < max(epochs[name, None]), epochs
+        assert epochs[name, 0.9][0] > epochs[name, None][0]
 
 
 @settings(max_examples=60, deadline=None)

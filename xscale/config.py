@@ -92,7 +92,14 @@ class DataConfig:
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages are drawn with a probability proportional to records^alpha."""
+    """Languages are drawn with a probability proportional to n^alpha."""
+    alpha_by: Literal["records", "tokens", "bytes"] = "records"
+    """The n of alpha: a language's records, or their tokens or bytes, estimated from some shards. Of running text a
+    sample is a number of tokens, whatever its records are."""
+    max_epochs: PositiveFloat | None = None
+    """About the number of times that the run reads a record at most (UniMax, Chung et al. 2023; data.alpha 0 is
+    theirs). Samples of languages that would be read more often go to the others, in proportion. If all languages are
+    read as often, they exceed it alike. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
     lexicons: list[str] = dataclasses.field(default_factory=list)
@@ -288,7 +295,7 @@ class EvalConfig:
 
 
 IN_PHASES = {
-    "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha"}),
+    "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
     "streams": frozenset({"samples", "tokens", "weight", "languages"}),
 }
 """The fields that a phase may change. Options of objectives name theirs in a class variable of the name in_phases."""
@@ -344,6 +351,8 @@ class Recipe:
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         del fields["checkpoint"], fields["eval"]
+        if self.data.alpha_by == "records":
+            del fields["data"]["alpha_by"]  # as in runs of earlier versions
         for stream in fields["streams"].values():
             if not stream.get("language_embeddings"):
                 stream.pop("language_dropout", None)

@@ -9,7 +9,6 @@ first and then assigned to ranks and rows (balance.py).
 
 import bisect
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
 from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking
 from xscale.data.packed_row import RowShape
+from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
@@ -43,6 +43,8 @@ class StreamSpec:
     packed: bool
     idle: frozenset[int] = frozenset()
     """The sources that the stream does not draw from now; it does in another phase of the run."""
+    most: tuple[float, ...] = ()
+    """The largest share of each source, by data.max_epochs; empty: no limit."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,15 @@ class Mixture:
         world: int,
         rows: int = 1,
         state: dict[str, Any] | None = None,
+        alpha_by: str = "records",
     ):
-        """rows: least number of rows of a step."""
+        """rows: least number of rows of a step. alpha_by: see data.alpha_by."""
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
         self.rank, self.world, self.rows = rank, world, rows
         self.room = int(PACK_FILL * max_length)
-        self.weights = [stream_weights(stream, sources, alpha) for stream in streams]
+        sizes = source_sizes(sources, calibration, alpha_by)
+        self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
@@ -298,12 +302,45 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
     return found
 
 
-def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float) -> np.ndarray:
-    """p of each of the stream's sources; 0 for those that it does not draw from."""
+def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
+    """The records of each source, or their bytes or tokens, which are estimated from some shards."""
+    if by == "records":
+        return [source.records for source in sources]
+    lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
+    means = [
+        np.concatenate(
+            [source.lengths(shard, slice(None)) for shard in evenly_spaced(len(source.counts), SIZED).tolist()]
+        )
+        for source in sources
+    ]
+    return [s.records * (a * float(of.mean()) + b) for s, of, (a, b) in zip(sources, means, lines, strict=True)]
+
+
+SIZED = 4
+"""The number of shards of a source whose records tell the mean length of its records."""
+
+
+def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
+    """p of each of the stream's sources; 0 for those that it does not draw from. sizes: those of all sources."""
     drawn = [source not in stream.idle for source in stream.sources]
-    weights = np.zeros(len(drawn))
-    weights[drawn] = source_weights([sources[s] for s in stream.sources if s not in stream.idle], alpha)
-    return weights
+    weights, of = np.zeros(len(drawn)), [s for s in stream.sources if s not in stream.idle]
+    weights[drawn] = source_weights([sources[s] for s in of], alpha, [sizes[s] for s in of])
+    return limited(weights, np.array(stream.most)) if stream.most else weights
+
+
+def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """The weights, none of them above `most`; the others get what these lose, in proportion. If that is impossible,
+    all are in proportion to `most`."""
+    most = np.where(weights > 0, most, 0.0)
+    if most.sum() <= 1:
+        return most / most.sum() if most.sum() else weights
+    full = np.zeros(len(weights), dtype=bool)
+    found = weights
+    while (over := found > most * (1 + 1e-9)).any():
+        full |= over
+        rest = np.where(full, 0.0, weights)
+        found = np.where(full, most, rest * (1 - most[full].sum()) / rest.sum())
+    return found
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
@@ -339,16 +376,16 @@ BUCKETS = 1 << 12
 """The number of different leading bits of a draw."""
 
 
-def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
-    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to records within
-    one. The weights sum to 1."""
-    names = [source.pair for source in sources]
-    records = Counter[str]()
-    for name, source in zip(names, sources, strict=True):
-        records[name] += source.records
-    total = sum(n**alpha for n in records.values())
-    shares = [records[name] ** alpha / total for name in names]
-    return np.array([p * s.records / records[name] for p, name, s in zip(shares, names, sources, strict=True)])
+def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
+    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to n within one. The
+    weights sum to 1. sizes: n of each source; None: its records."""
+    names, sizes = [source.pair for source in sources], sizes or [source.records for source in sources]
+    of_name = dict.fromkeys(names, 0.0)
+    for name, size in zip(names, sizes, strict=True):
+        of_name[name] += size
+    total = sum(n**alpha for n in of_name.values())
+    shares = [of_name[name] ** alpha / total for name in names]
+    return np.array([p * size / of_name[name] for p, name, size in zip(shares, names, sizes, strict=True)])
 
 
 def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:

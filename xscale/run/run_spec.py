@@ -21,7 +21,16 @@ from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import PhasedDataset, StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, PhasedMixture, StreamSpec, fit_row_shape, initial_state
+from xscale.data.mixture import (
+    PACK_FILL,
+    Mixture,
+    PhasedMixture,
+    StreamSpec,
+    fit_row_shape,
+    initial_state,
+    source_sizes,
+    stream_weights,
+)
 from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
 from xscale.data.shards import Source, find_sources, take_first
@@ -89,7 +98,11 @@ class RunSpec:
             found = self.measured_calibration(host_group)
             of_phases = [phase.measured_calibration(host_group, found.lines).streams for phase in self.phases]
             found = replace(found, phases=of_phases)
-        phases = [phase.calibrated(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
+        phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
+        return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
+
+    def with_samples(self, found: Calibration) -> "RunSpec":
+        """Return the run spec with a calibration and the samples of each stream. Raises UserError."""
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
@@ -99,7 +112,7 @@ class RunSpec:
             problem = OBJECTIVES[stream.objective].check(stream.options, samples)
             if problem:
                 raise UserError(f"streams.{spec.name}.{problem}")
-        return replace(self, specs=specs, calibration=found, phases=tuple(phases))
+        return replace(self, specs=specs, calibration=found)
 
     def measured_calibration(
         self, host_group: HostGroup | None, lines: list[tuple[float, float]] | None = None
@@ -114,7 +127,29 @@ class RunSpec:
             max_length=self.recipe.data.max_length,
             share=host_group.share if host_group else run_serially,
             lines=lines,
+            alpha_by=self.recipe.data.alpha_by,
         )
+
+    def with_limits(self) -> "RunSpec":
+        """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
+        assert self.calibration is not None
+        most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
+        left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
+        sizes = {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes") if most}
+        for _, steps, part in self.parts() if most else []:
+            data, specs = part.recipe.data, list[StreamSpec]()
+            for spec in part.specs:
+                in_epoch = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
+                in_epoch = in_epoch / (PACK_FILL * data.max_length) if spec.packed else in_epoch
+                epochs = steps * spec.samples / in_epoch
+                if spec.samples:
+                    spec = replace(spec, most=tuple((left[spec.name] / epochs).tolist()))
+                    drawn = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
+                    left[spec.name] = np.maximum(left[spec.name] - drawn * epochs, 0.0)
+                specs.append(spec)
+            limited[id(part)] = replace(part, specs=specs)
+        phases = tuple(limited.get(id(phase), phase) for phase in self.phases)
+        return replace(self, specs=limited.get(id(self), self).specs, phases=phases)
 
     def max_tokens(self, device: str) -> int:
         default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
@@ -256,6 +291,7 @@ class RunSpec:
             alpha=self.recipe.data.alpha,
             max_length=self.recipe.data.max_length,
             max_tokens=self.max_tokens(device),
+            alpha_by=self.recipe.data.alpha_by,
             rank=process.rank,
             world=process.world,
             rows=rows,
