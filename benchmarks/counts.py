@@ -283,7 +283,13 @@ class NoDeepSpeed(SimpleNamespace):
     def __init__(self, module: Any, ds_config: Any):
         import torch
 
-        super().__init__(module=module, device=torch.device("cpu"), optimizer=None, skipped_steps=0)
+        super().__init__(
+            module=module,
+            device=torch.device("cpu"),
+            optimizer=SimpleNamespace(param_groups=[]),
+            lr_scheduler=None,
+            skipped_steps=0,
+        )
 
     def __call__(self, *arguments: Any) -> Any:
         return self.module(*arguments)

@@ -480,7 +480,8 @@ def holds(given: Any, found: Any, where: str = "") -> None:
 def check_recipe(recipe: Any, given: Any, folder: Path) -> None:
     resolved = recipe.to_dict()
     holds(given, resolved, "recipe")
-    assert 0 <= recipe.warmup_steps() <= max(recipe.train.steps, 1)
+    last = recipe.train.steps - 1
+    assert all(0 < recipe.train.learning_rate(step) <= recipe.train.lr for step in (0, last // 2, last))
     assert all(recipe.stream_weight(name, step) >= 0 for name in recipe.streams for step in (0, 1, recipe.train.steps))
     recipe.identity()
     (folder / "again.yaml").write_text(yaml.safe_dump(resolved, allow_unicode=True), encoding="utf-8")

@@ -45,7 +45,7 @@ def test_draws(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in lines:
         stream, _, _, source, *_ = line.split()
         drawn = found[f"{stream} {source}"] / 8
-        _, of_step, epochs, _ = numbers(line.partition(source)[2])
+        _, _, of_step, epochs, _ = numbers(line.partition(source)[2])
         assert of_step == pytest.approx(drawn, abs=0.1)
         assert epochs == pytest.approx(500 * drawn / records[source], abs=0.05)
 

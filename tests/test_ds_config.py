@@ -75,16 +75,14 @@ def test_shipped_files_resolve_with_every_recipe(path: Path, name: str) -> None:
         assert resolved["gradient_clipping"] == made.train.max_grad_norm
         assert resolved["optimizer"]["params"]["lr"] == 0.002
         assert resolved["optimizer"]["params"]["weight_decay"] == made.train.weight_decay
-        schedule = resolved["scheduler"]["params"]
-        assert (schedule["total_num_steps"], schedule["warmup_num_steps"]) == (1000, 100)
-        assert schedule["warmup_max_lr"] == 0.002 and schedule["warmup_min_lr"] == 0
+        assert "scheduler" not in resolved, "the recipe has the learning rate of each step"
         wanted = next((p for p in ("fp16", "bf16") if p in config), "fp32")
         supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}[wanted]
         assert precision == (wanted if supported else "fp32")
         assert len(notes) == (0 if supported else 1)
         for name_ in ("fp16", "bf16"):
             assert resolved.get(name_, {}).get("enabled", False) is (precision == name_)
-        for key in set(config) - {"fp16", "bf16", "optimizer", "scheduler"}:
+        for key in set(config) - {"fp16", "bf16", "optimizer"}:
             assert differing(config[key], resolved[key]) <= {"auto"}, f"{key} was changed"
 
 
@@ -116,7 +114,6 @@ def test_absence_is_auto_and_the_file_stays_as_it_is() -> None:
     spelled = sizes | {
         "gradient_accumulation_steps": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}},
     }
     before = copy.deepcopy(spelled)
     assert resolve({}) == resolve(spelled) and spelled == before
@@ -138,6 +135,13 @@ def test_schedulers_get_the_recipe_s_steps(kind: str, owned: dict[str, Any]) -> 
         assert {key: params[key] for key in owned} == owned
         assert ("total_num_steps" in params) == (kind != "WarmupLR"), "DeepSpeed refuses parameters it does not know"
         assert ("warmup_min_lr" in params) == (kind != "WarmupCosineLR")
+
+
+def test_a_schedule_is_the_recipe_s_or_the_ds_config_s() -> None:
+    for field in ("schedule=cosine", "decay=0.1"):
+        name, value = field.split("=")
+        with pytest.raises(UserError, match=f"scheduler = WarmupLR contradicts .*train.{name} = {value}"):
+            resolve({"scheduler": {"type": "WarmupLR"}}, recipe("mlm", f"train.{field}"))
 
 
 MADE = {"train.lr": "0.001", "train.weight_decay": "0.01", "train.max_grad_norm": "1.0", "train.steps": "1000"}
@@ -384,6 +388,8 @@ def test_a_resume_with_another_optimizer_is_refused() -> None:
     saved = json.loads(json.dumps({"step": 5, "world_size": 2, "engine": engine({"torch_adam": True}).saved()}))
     checkpoint = Checkpoint(Path("step_5"), saved)
     check_engine(checkpoint, engine({"torch_adam": True, "fused": False, "lr": "auto"}))
+    with pytest.raises(UserError, match=r"scheduler: was None, is now WarmupLR"):
+        check_engine(checkpoint, engine({"torch_adam": True}, scheduler={"type": "WarmupLR"}))
     with pytest.raises(UserError, match=r"optimizer.params.betas: was \[0.9, 0.999\], is now \[0.9, 0.98\]"):
         check_engine(checkpoint, engine({"torch_adam": True, "betas": [0.9, 0.98]}))
     before = {"step": 5, "world_size": 2, "engine": {"stage": 2, "precision": "fp32"}}

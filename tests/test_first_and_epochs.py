@@ -123,7 +123,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
     pairs = first + min(first, 40)
     steps = next(n for n in range(1, 10**6) if n * samples >= Fraction(str(epochs)) * pairs)
     assert run_spec.recipe.train.steps == steps and run_spec.recipe.train.epochs == epochs
-    assert run_spec.recipe.warmup_steps() == round(0.3 * steps)
+    assert run_spec.recipe.train.whole_steps(0.3) == round(0.3 * steps)
     (note,) = [line for line in run_spec.notes() if line.startswith("train.epochs")]
     assert f"{epochs:g}: {steps:,} steps, by the {samples:,} of {pairs:,} pairs that stream tlm draws" in note
 

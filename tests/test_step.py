@@ -168,6 +168,5 @@ def dense_loss(model: torch.nn.Module, stream_batch: StreamBatch) -> Tensor:
 
 
 def warmup_decay(step: int) -> float:
-    """DeepSpeed's WarmupDecayLR, linear from 0 to lr to 0; its counter starts one step late."""
-    done = max(step - 1, 0)
-    return LR * (done / WARMUP if done < WARMUP else (STEPS - done) / (STEPS - WARMUP))
+    """Linear from LR / WARMUP to LR, and down to LR / (STEPS - WARMUP)."""
+    return LR * min((step + 1) / WARMUP, (STEPS - step) / (STEPS - WARMUP))

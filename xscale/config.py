@@ -5,6 +5,7 @@ recipe are reported at once.
 """
 
 import contextlib
+import copy
 import dataclasses
 import math
 import re
@@ -52,10 +53,11 @@ class ModelConfig:
 class StreamConfig:
     objective: str
     """The name of the objective."""
-    samples: Count | None = None
+    samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
     """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
     data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
-    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped."""
+    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. In a phase with
+    0 samples the stream rests."""
     tokens: Count | None = None
     """Tokens per optimizer step, instead of `samples`. A measurement before step 1 turns them into samples."""
     weight: PositiveFloat = 1.0
@@ -87,8 +89,17 @@ class DataConfig:
     first: Count | None = None
     """The number of records that are read of each language and each pair of languages, in the order of --data and of
     the shards; null: all."""
+    languages: list[str] | None = None
+    """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages are drawn with a probability proportional to records^alpha."""
+    """Languages are drawn with a probability proportional to n^alpha."""
+    alpha_by: Literal["records", "tokens", "bytes"] = "records"
+    """The n of alpha: a language's records, or their tokens or bytes, estimated from some shards. Of running text a
+    sample is a number of tokens, whatever its records are."""
+    max_epochs: PositiveFloat | None = None
+    """About the number of times that the run reads a record at most (UniMax, Chung et al. 2023; data.alpha 0 is
+    theirs). Samples of languages that would be read more often go to the others, in proportion. If all languages are
+    read as often, they exceed it alike. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
     cache: str | None = None
@@ -120,6 +131,12 @@ class TrainConfig:
     """The peak learning rate."""
     warmup: NotNegative = 0.1
     """The steps of linear warm-up. A number below 1 is a share of `steps`."""
+    schedule: Literal["linear", "cosine", "1-sqrt"] | None = None
+    """The curve by which the learning rate falls to 0: 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x), where x goes from 0
+    to 1. null: linear, or the scheduler of the ds_config if it has one."""
+    decay: NotNegative | None = None
+    """The last steps, in which the learning rate falls; before them it stays at its peak (warm-up, stable, decay). A
+    number below 1 is a share of `steps`. null: it falls from the end of the warm-up on; 0: it never falls."""
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
@@ -163,11 +180,43 @@ class TrainConfig:
     """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
     skips the bad step. After that it ends with exit code 3."""
 
+    skip_steps: list[int | str] = dataclasses.field(default_factory=list)
+    """Steps that read their records and change nothing, counted from 1, such as [500, 81200-81260]: those of a loss
+    spike, on a resume from a checkpoint before it."""
+
+    @model_validator(mode="after")
+    def skips_steps(self) -> Self:
+        for entry in self.skip_steps:
+            if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
+                raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
+        return self
+
+    def skips(self, step: int) -> bool:
+        """Whether a step, counted from 1, is left out."""
+        ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
+        return any(steps[0] <= step <= steps[-1] for steps in ranges)
+
     @model_validator(mode="after")
     def warms_up_within_the_run(self) -> Self:
         if self.warmup > self.steps:
             raise ValueError(f"warmup: {self.warmup:g} exceeds the steps: {self.steps}")
+        if self.decay is not None and self.whole_steps(self.warmup) + self.whole_steps(self.decay) > self.steps:
+            raise ValueError(f"decay: {self.decay:g} and warmup: {self.warmup:g} exceed the steps: {self.steps}")
         return self
+
+    def whole_steps(self, number: float) -> int:
+        """A number of steps that may be given as a share of the run."""
+        return round(number * self.steps) if number < 1 else int(number)
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0. It is neither 0 in the first step nor in the last."""
+        warmup = self.whole_steps(self.warmup)
+        decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        x = max(step - (self.steps - decay), 0) / max(decay, 1)
+        falls = {"cosine": (1 + math.cos(math.pi * x)) / 2, "1-sqrt": 1 - math.sqrt(x)}
+        return self.lr * falls.get(self.schedule or "linear", 1 - x)
 
 
 HOOK_FIELDS = ("checkpoint", "step", "out")
@@ -249,6 +298,27 @@ class EvalConfig:
     """The evaluations."""
 
 
+IN_PHASES = {
+    "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
+    "streams": frozenset({"samples", "tokens", "weight", "languages"}),
+}
+"""The fields that a phase may change. Options of objectives name theirs in a class variable of the name in_phases."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the run, in which some fields of the recipe have other values."""
+
+    until: int | float
+    """The end as it is written: an integer is a step, a float a share of the run."""
+    fields: dict[str, Any]
+    """The fields as they are written, by their dotted names."""
+    end: int
+    """The first step, counted from 0, that does not belong to the phase."""
+    recipe: Any
+    """The recipe of the phase's steps; it has no phases."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Recipe:
     model: ModelConfig
@@ -257,10 +327,12 @@ class Recipe:
     train: TrainConfig
     checkpoint: CheckpointConfig
     eval: EvalConfig = EvalConfig()
+    phases: tuple[Phase, ...] = ()
+    """The phases in order. The steps after the last phase are as the recipe says."""
 
-    def warmup_steps(self) -> int:
-        warmup = self.train.warmup
-        return round(warmup * self.train.steps) if warmup < 1 else int(warmup)
+    def at(self, step: int) -> "Recipe":
+        """The recipe of a step, counted from 0."""
+        return next((phase.recipe for phase in self.phases if step < phase.end), self)
 
     def stream_weight(self, name: str, step: int) -> float:
         """The factor of a stream's loss in a step, counted from 0."""
@@ -272,6 +344,9 @@ class Recipe:
         resolved = dataclasses.asdict(self)
         for stream in resolved["streams"].values():
             stream.update(stream.pop("options"))
+        del resolved["phases"]
+        if self.phases:
+            resolved["phases"] = [{"until": phase.until} | phase.fields for phase in self.phases]
         return resolved
 
     def identity(self) -> dict[str, Any]:
@@ -280,6 +355,8 @@ class Recipe:
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
         del fields["checkpoint"], fields["eval"]
+        if self.data.alpha_by == "records":
+            del fields["data"]["alpha_by"]  # as in runs of earlier versions
         for stream in fields["streams"].values():
             if not stream.get("language_embeddings"):
                 stream.pop("language_dropout", None)
@@ -322,6 +399,7 @@ NOT_IDENTITY = {
         "tracker",
         "stop_limit",
         "rollbacks",
+        "skip_steps",
     },
 }
 """Fields that a resumed run may change. The tokenizer and the dictionaries are compared by content instead of path."""
@@ -372,7 +450,11 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
     problems: list[str] = []
     for assignment in sets:
         _assign(tree, assignment, problems)
+    phases = tree.pop("phases", None) or []
+    base = copy.deepcopy(tree)
     recipe = _build_recipe(tree, objectives, problems)
+    if recipe and not problems:
+        recipe = _build_phases(recipe, phases, base, objectives, problems)
     if problems or recipe is None:
         raise UserError(
             f"recipe {path}{' with --set' if sets else ''}:\n" + "\n".join(f"  {problem}" for problem in problems)
@@ -402,6 +484,12 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)  # YAML 1.1 reads 3e-4 as text; on a command line it can only be a number
+    if problem := _put(tree, dotted, value):
+        problems.append(f"--set {assignment}: {problem}")
+
+
+def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
+    """Set a field by its dotted name. Returns a problem, or nothing."""
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
@@ -409,14 +497,70 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
             node[parent] = {}
         node = node[parent]
         if not isinstance(node, dict):
-            problems.append(f"--set {assignment}: {parent} has no fields")
-            return
+            return f"{parent} has no fields"
     node[last] = value
     if dotted in EITHER and value is not None:
         node.pop(EITHER[dotted], None)
+    return ""
 
 
-def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: list[str]) -> Recipe | None:
+def _build_phases(
+    recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
+) -> Recipe:
+    """The recipe with its phases. tree: the recipe's fields without them."""
+    if not isinstance(phases, list):
+        problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
+        return recipe
+    if phases and (recipe.train.epochs or recipe.train.compile):
+        problems.append("phases: need train.steps in the place of train.epochs, and train.compile: false")
+    found = list[Phase]()
+    for number, fields in enumerate(phases):
+        wrong = list[str]()
+        until: Any = fields.get("until") if isinstance(fields, dict) else None
+        share = type(until) is float and 0 < until <= 1
+        end: int = round(until * recipe.train.steps) if share else until if type(until) is int else -1
+        first = found[-1].end if found else 0
+        if end < first:
+            wrong.append(
+                f"until: {until!r} is neither a step (an integer from {first} on) nor a share of the run (a float, "
+                f"such as 0.8, and 1.0 for its end)"
+            )
+        else:
+            changes = {str(name): value for name, value in fields.items() if name != "until"}
+            of_phase = _build_phase(changes, copy.deepcopy(tree), recipe, objectives, wrong)
+            found.append(Phase(until, changes, end, of_phase))
+        problems += [f"phases[{number}].{line}" for line in wrong]
+    return dataclasses.replace(recipe, phases=tuple(found))
+
+
+def _build_phase(
+    changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
+) -> Recipe | None:
+    """The recipe of a phase. tree: the fields of the recipe, which become the phase's."""
+    allowed = {f"data.{name}" for name in IN_PHASES["data"]}
+    for name, stream in recipe.streams.items():
+        own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
+        allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
+    for name, value in changes.items():
+        if name not in allowed:
+            problems.append(f"{name}: a phase cannot change it; it may change {', '.join(sorted(allowed))}")
+            continue
+        if name == "data.languages_add":
+            before = changes.get("data.languages", recipe.data.languages)
+            if before is None or not isinstance(value, list):
+                problems.append(f"{name}: needs a list, and languages to add to: data.languages of the recipe")
+                continue
+            name, value = "data.languages", [*before, *value]
+        _put(tree, name, value)
+        if name.endswith((".samples", ".tokens")):
+            other = {"samples": "tokens", "tokens": "samples"}[name.rpartition(".")[2]]
+            tree["streams"][name.split(".")[1]].pop(other, None)
+    return None if problems else _build_recipe(tree, objectives, problems, phase=True)
+
+
+def _build_recipe(
+    tree: dict[str, Any], objectives: dict[str, type], problems: list[str], phase: bool = False
+) -> Recipe | None:
     sections = {
         "model": ModelConfig,
         "data": DataConfig,
@@ -425,7 +569,7 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
         "eval": EvalConfig,
     }
     for unknown in [name for name in tree if name not in (*sections, "streams")]:
-        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams'])}")
+        problems.append(f"{unknown}: unknown section; the sections are {', '.join([*sections, 'streams', 'phases'])}")
     train = tree.get("train")
     if isinstance(train, dict) and train.get("epochs") is not None:
         train.setdefault("steps", BY_EPOCHS)
@@ -440,6 +584,11 @@ def _build_recipe(tree: dict[str, Any], objectives: dict[str, type], problems: l
     else:
         for name, fields in tree["streams"].items():
             streams[str(name)] = _build_stream(str(name), fields, objectives, problems)
+    resting = [name for name, stream in streams.items() if stream and stream.samples == 0]
+    if len(resting) == len(streams) or not phase:
+        problems += [
+            f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in resting
+        ]
     if problems:
         return None
     recipe = Recipe(streams=streams, **built)

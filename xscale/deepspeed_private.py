@@ -317,9 +317,10 @@ def take_over_flats(engine: Any) -> None:
 
 
 def take_over_counters(engine: Any, model: dict[str, Any], scaler: Any) -> None:
-    """Restore the loss scale, the schedule and the engine's counters."""
+    """Restore the loss scale, the ds_config's scheduler and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler
-    engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
     for counter in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, counter, model[counter])

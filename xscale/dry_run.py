@@ -100,22 +100,27 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
 
 
 def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
-    """The samples, records and epochs that each stream draws from each source, estimated from its first steps."""
-    mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
-    steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in run_spec.specs), MIN_STEPS), MAX_STEPS)
-    for _ in range(steps):
-        mixture.next_batch()
-    total = run_spec.recipe.train.steps
-    for spec, weights in zip(run_spec.specs, mixture.weights, strict=True):
-        yield f"stream {spec.name}: {spec.samples:,} samples a step from {run_spec.records(spec):,} records"
-        positions = mixture.state["positions"][spec.name]
-        for number, share, (epoch, position) in zip(spec.sources, weights, positions, strict=True):
-            source = run_spec.sources[number]
-            records = (epoch * source.records + position) / steps
-            yield (
-                f"  {spec.name} draws from {source.pair} {share * spec.samples:,.1f} samples a step, {records:,.1f} "
-                f"records; {records * total / source.records:,.2f} epochs in {total:,} steps"
-            )
+    """The samples, records and epochs that each stream draws from each source, estimated from its first steps, in each
+    phase of the run."""
+    for title, total, phase in run_spec.parts():
+        if run_spec.phases:
+            yield f"{title}:"
+        mixture = phase.mixture(ALONE, "cpu", phase.specs, initial_state(phase.specs))
+        steps = min(max(FIT_SAMPLES // sum(spec.samples for spec in phase.specs), MIN_STEPS), MAX_STEPS)
+        for _ in range(steps):
+            mixture.next_batch()
+        for spec, weights in zip(phase.specs, mixture.weights, strict=True):
+            yield f"stream {spec.name}: {spec.samples:,} samples a step from {phase.records(spec):,} records"
+            positions = mixture.state["positions"][spec.name]
+            for number, share, (epoch, position) in zip(spec.sources, weights, positions, strict=True):
+                source = phase.sources[number]
+                records = (epoch * source.records + position) / steps
+                if share:
+                    yield (
+                        f"  {spec.name} draws from {source.pair} {share * spec.samples:,.1f} samples a step "
+                        f"({share:.2%}), {records:,.1f} records; {records * total / source.records:,.2f} epochs in "
+                        f"{total:,} steps"
+                    )
 
 
 def cost_lines(

@@ -43,18 +43,21 @@ def calibrate(
     alpha: float,
     max_length: int,
     share: Callable[[list[Work]], list[Any]] = run_serially,
+    lines: list[tuple[float, float]] | None = None,
+    alpha_by: str = "records",
 ) -> Calibration:
-    """The calibration of a run; the same on every machine, however the work is shared out."""
+    """The calibration of a run; the same on every machine, however the work is shared out. lines: those of another
+    phase of the run."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)
     dataset.sources = [source.with_shards(shards) for source in sources]
     tokenizer = dataset.context.tokenizer
-    lines = share(
+    lines = lines or share(
         [partial(bytes_to_tokens, source, tokenizer, min(shards, LINE_SHARDS), sample) for source in dataset.sources]
     )
     found = Calibration(lines, {})
-    settings = {"seed": seed, "alpha": alpha, "max_length": max_length}
+    settings = {"seed": seed, "alpha": alpha, "alpha_by": alpha_by, "max_length": max_length}
     estimates = share([partial(estimate_stream, spec, dataset, found, settings) for spec in specs])
     return replace(found, streams={spec.name: of for spec, of in zip(specs, estimates, strict=True)})
 

@@ -51,6 +51,12 @@ class Calibration:
     lines: list[tuple[float, float]]
     """(a, b) of each source: its records are estimated at a * bytes + b tokens."""
     streams: dict[str, Estimate]
+    phases: list[dict[str, Estimate]] = field(default_factory=list)
+    """The streams' estimates in each phase of the run."""
+
+    def of_phases(self) -> list["Calibration"]:
+        """The calibration of each phase."""
+        return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
         """The stream's estimate, or the identity for a stream that has none."""
@@ -67,11 +73,14 @@ class Calibration:
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
         """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if sources or streams are others."""
-        found = {name: Estimate(**fields) for name, fields in tree["streams"].items()}
+        found, *phases = (
+            {name: Estimate(**fields) for name, fields in of_phase.items()}
+            for of_phase in (tree["streams"], *tree.get("phases", []))
+        )
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(found) != set(streams):
             raise ValueError(f"it has {len(lines)} sources and streams {', '.join(found)}")
         wrong = [f"streams.{n}.ratio = {e.ratio}" for n, e in found.items() if not 0 < e.ratio < math.inf]
         if wrong:
             raise ValueError(wrong[0])
-        return cls(lines, found)
+        return cls(lines, found, phases)

@@ -6,6 +6,7 @@ step t says what step t consumed, whatever was prefetched.
 
 import atexit
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, SampledRecords, StepPlan
+from xscale.data.mixture import Mixture, PhasedMixture, SampledRecords, StepPlan
 from xscale.data.packed_row import PackedRow, RowCost, RowShape, pack_row
 from xscale.data.planner import Failure, Node, Plans, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
@@ -241,6 +242,17 @@ class StepDataset(Dataset):
         return rng.hash64(per_source, number)
 
 
+class PhasedDataset(Dataset):
+    """The datasets of a run's phases."""
+
+    def __init__(self, ends: list[int], datasets: list[StepDataset]):
+        """ends: the step after each phase but the last, counted from 0."""
+        self.ends, self.datasets = ends, datasets
+
+    def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
+        return self.datasets[0 if isinstance(plan, Failure) else bisect_right(self.ends, plan.step)][plan]
+
+
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
     """The value of data.workers; "auto" means 2 on a CPU and 4 to 6 for a GPU, by the cores of the rank."""
     if wanted != "auto":
@@ -256,12 +268,12 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
     return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
 
 
-def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
+def step_plans(mixture: Mixture | PhasedMixture, workers: int, steps: int, node: Node | None = None) -> Plans:
     """The plans of the mixture's next steps. If there are workers, a planner process begins to draw them now."""
     return start_planner(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
 
 
-def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
+def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: int, rank: int) -> Iterator[StepBatch]:
     """The batches of these plans. It starts the workers, and waits for the first plans."""
     loader: DataLoader = DataLoader(
         dataset,

@@ -7,8 +7,8 @@ position per source; the state and the step number determine everything that fol
 first and then assigned to ranks and rows (balance.py).
 """
 
+import bisect
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,9 @@ import numpy as np
 from xscale import rng
 from xscale.data.balance import balance
 from xscale.data.calibration import Calibration
-from xscale.data.order import EpochOrder, TextPacking, window_count
+from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.packed_row import RowShape
+from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
@@ -40,6 +41,10 @@ class StreamSpec:
     sources: tuple[int, ...]
     samples: int
     packed: bool
+    idle: frozenset[int] = frozenset()
+    """The sources that the stream does not draw from now; it does in another phase of the run."""
+    most: tuple[float, ...] = ()
+    """The largest share of each source, by data.max_epochs; empty: no limit."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +130,17 @@ class Mixture:
         world: int,
         rows: int = 1,
         state: dict[str, Any] | None = None,
+        alpha_by: str = "records",
     ):
-        """rows: least number of rows of a step."""
+        """rows: least number of rows of a step. alpha_by: see data.alpha_by."""
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
         self.rank, self.world, self.rows = rank, world, rows
-        self.weights = [source_weights([sources[s] for s in stream.sources], alpha) for stream in streams]
+        self.room = int(PACK_FILL * max_length)
+        sizes = source_sizes(sources, calibration, alpha_by)
+        self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
         self.state = state or initial_state(streams)
-        self._orders: dict[tuple[str, int], tuple[int, EpochOrder]] = {}
+        self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """Epoch and window that `remote_shards` gave last, of each stream and source."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
@@ -157,7 +165,7 @@ class Mixture:
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER}
+        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -168,17 +176,21 @@ class Mixture:
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
         """The stream's records of a step, and its positions after it."""
-        chosen = choose(weights, stream.samples, rng.key(self.seed, stream.name, "source", step))
+        drawn = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
+        chosen = drawn[choose(weights[drawn], stream.samples, rng.key(self.seed, stream.name, "source", step))]
         in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
         by_source = np.split(in_order, np.cumsum(np.bincount(chosen, minlength=len(weights)))[:-1])
         positions = [list(position) for position in self.state["positions"][stream.name]]
+        if stream.packed and self.state.get("room", self.room) != self.room:
+            for position in positions:
+                position += [position[1], self.state["room"]]
         pieces = [
             piece
             for source, samples, position in zip(stream.sources, by_source, positions, strict=True)
             for piece in self._take(stream, source, samples, position)
         ]
-        records = SampledRecords(*map(np.concatenate, zip(*pieces, strict=True)))
-        return records, positions
+        records = [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)] or [NO_RECORDS] * 6
+        return SampledRecords(*records), positions
 
     def _take(
         self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
@@ -186,25 +198,25 @@ class Mixture:
         """The source's next records for these samples: arrays of SampledRecords. Advances `position` in place."""
         taken = 0
         while taken < len(samples):
-            epoch, start = position
-            order = self._order(stream, source, epoch)
+            epoch, start = position[:2]
+            order = self._order(stream, source, position)
             ends, shard, record, lengths = order.take(start, len(samples) - taken)
             sample = np.repeat(samples[taken : taken + len(ends)], np.diff(ends, prepend=start))
             same = [np.full(len(sample), number, dtype=np.int32) for number in (source, epoch)]
             yield sample, *same, shard, record, self.calibration.estimated_tokens(source, lengths)
             taken, stop = taken + len(ends), int(ends[-1])
-            position[:] = [epoch, stop] if stop < order.size else [epoch + 1, 0]
+            position[:] = [epoch, stop, *position[2:]] if stop < order.size else [epoch + 1, 0]
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """The shards of each remote source whose window is new since the last call, and those of the window that
         follows it in the epoch, if the cache has room for both."""
         for stream in self.streams:
-            for number, (epoch, position) in zip(stream.sources, self.state["positions"][stream.name], strict=True):
-                source = self.sources[number]
-                if not source.remote:
+            for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
+                source, epoch = self.sources[number], position[0]
+                if not source.remote or number in stream.idle:
                     continue
-                order = self._order(stream, number, epoch)
-                window, key = order.bounds(position)[0], (stream.name, number)
+                order = self._order(stream, number, position)
+                window, key = order.bounds(position[1])[0], (stream.name, number)
                 if self._begun.get(key) != (epoch, window):
                     self._begun[key] = epoch, window
                     roomy = 2 * remote_window_bytes(self.streams, self.sources) <= source.remote.cache.size
@@ -212,18 +224,49 @@ class Mixture:
                     for of in [window, *following]:
                         yield from ((source, shard) for shard in order.window_shards(of).tolist())
 
-    def _order(self, stream: StreamSpec, source: int, epoch: int) -> EpochOrder:
+    def _order(self, stream: StreamSpec, source: int, position: list[int]) -> EpochOrder:
         cached = self._orders.get((stream.name, source))
-        if cached is None or cached[0] != epoch:
+        epoch, before = position[0], tuple(zip(position[2::2], position[3::2], strict=True))
+        now = epoch, (*before, self.room) if stream.packed else None
+        if cached is None or cached[0] != now:
             of = self.sources[source]
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
-            text = TextPacking(tokens, int(PACK_FILL * self.max_length)) if stream.packed else None
+            text = TextPacking(tokens, self.room, before) if stream.packed else None
             # Data that was added to a run (run/append.py) leaves the order of the other sources as it is.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
-            cached = self._orders[stream.name, source] = (epoch, order)
+            cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
+
+
+class PhasedMixture:
+    """The mixtures of a run's phases. Each goes on from the state that the one before has left."""
+
+    def __init__(self, ends: list[int], mixtures: list[Mixture]):
+        """ends: the step after each phase but the last, counted from 0."""
+        self.ends, self.mixtures = ends, mixtures
+        self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
+        for mixture in mixtures:
+            mixture._orders = mixtures[0]._orders  # most stay as they are
+
+    def next_batch(self) -> GlobalBatch:
+        """The next step's global batch; advances the state."""
+        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
+        mixture.state = self.state
+        batch = mixture.next_batch()
+        self.state = mixture.state
+        return batch
+
+    def next_step(self) -> StepPlan:
+        """This rank's plan of the next step."""
+        return self.next_batch().plans([self.rank])[0]
+
+    def remote_shards(self) -> Iterator[tuple[Source, int]]:
+        """`Mixture.remote_shards` of the next step's phase."""
+        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
+        mixture.state = self.state
+        return mixture.remote_shards()
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
@@ -297,8 +340,50 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
     return found
 
 
+def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
+    """The records of each source, or their bytes or tokens, which are estimated from some shards."""
+    if by == "records":
+        return [source.records for source in sources]
+    lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
+    means = [
+        np.concatenate(
+            [source.lengths(shard, slice(None)) for shard in evenly_spaced(len(source.counts), SIZED).tolist()]
+        )
+        for source in sources
+    ]
+    return [s.records * (a * float(of.mean()) + b) for s, of, (a, b) in zip(sources, means, lines, strict=True)]
+
+
+SIZED = 4
+"""The number of shards of a source whose records tell the mean length of its records."""
+
+
+def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
+    """p of each of the stream's sources; 0 for those that it does not draw from. sizes: those of all sources."""
+    drawn = [source not in stream.idle for source in stream.sources]
+    weights, of = np.zeros(len(drawn)), [s for s in stream.sources if s not in stream.idle]
+    weights[drawn] = source_weights([sources[s] for s in of], alpha, [sizes[s] for s in of])
+    return limited(weights, np.array(stream.most)) if stream.most else weights
+
+
+def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """The weights, none of them above `most`; the others get what these lose, in proportion. If that is impossible,
+    all are in proportion to `most`."""
+    most = np.where(weights > 0, most, 0.0)
+    if most.sum() <= 1:
+        return most / most.sum() if most.sum() else weights
+    full = np.zeros(len(weights), dtype=bool)
+    found = weights
+    while (over := found > most * (1 + 1e-9)).any():
+        full |= over
+        rest = np.where(full, 0.0, weights)
+        found = np.where(full, most, rest * (1 - most[full].sum()) / rest.sum())
+    return found
+
+
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
-    """The state before step 0: [epoch, position] of every source of every stream."""
+    """The state before step 0: [epoch, position] of every source of every stream. Of running text in an epoch in which
+    the room of a sample changed, the numbers of TextPacking.before follow."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
@@ -329,23 +414,23 @@ BUCKETS = 1 << 12
 """The number of different leading bits of a draw."""
 
 
-def source_weights(sources: list[Source], alpha: float) -> np.ndarray:
-    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to records within
-    one. The weights sum to 1."""
-    names = [source.pair for source in sources]
-    records = Counter[str]()
-    for name, source in zip(names, sources, strict=True):
-        records[name] += source.records
-    total = sum(n**alpha for n in records.values())
-    shares = [records[name] ** alpha / total for name in names]
-    return np.array([p * s.records / records[name] for p, name, s in zip(shares, names, sources, strict=True)])
+def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
+    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to n within one. The
+    weights sum to 1. sizes: n of each source; None: its records."""
+    names, sizes = [source.pair for source in sources], sizes or [source.records for source in sources]
+    of_name = dict.fromkeys(names, 0.0)
+    for name, size in zip(names, sizes, strict=True):
+        of_name[name] += size
+    total = sum(n**alpha for n in of_name.values())
+    shares = [of_name[name] ** alpha / total for name in names]
+    return np.array([p * size / of_name[name] for p, name, size in zip(shares, names, sizes, strict=True)])
 
 
 def positions_report(state: dict[str, Any], streams: list[StreamSpec], sources: list[Source]) -> list[str]:
     """Lines such as "tlm en-de: epoch 1, 6,120 of 29,000 records"."""
     lines = []
     for stream in streams:
-        for source, (epoch, position) in zip(stream.sources, state["positions"][stream.name], strict=True):
+        for source, (epoch, position, *_) in zip(stream.sources, state["positions"][stream.name], strict=True):
             name, total = sources[source].pair, sources[source].records
             lines.append(f"{stream.name} {name}: epoch {epoch}, {position:,} of {total:,} records")
     return lines

@@ -10,6 +10,8 @@ records.
 
 A stream of many sources keeps only one part of each window in memory. The parts of a permutation are slices of it; a
 part of running text takes a slice of each of the window's shards and is permuted by itself.
+
+Where the room of a sample changes within a part, the records that are left of it are permuted and packed anew.
 """
 
 import bisect
@@ -38,6 +40,8 @@ class TextPacking(NamedTuple):
     """The function estimates tokens from bytes; an estimate is at least 1."""
     room: int
     """A sample has at most so many tokens, unless it is a single record."""
+    before: tuple[tuple[int, int], ...] = ()
+    """(position, room) of each change of the room within the epoch: the room was that until the position."""
 
 
 class WindowPart(NamedTuple):
@@ -91,9 +95,11 @@ class EpochOrder:
         """(window, first position, end position) of the window that holds `position`."""
         shard = int(np.searchsorted(self.ends, position, side="right"))
         window = bisect.bisect_right(self.window_ends, shard)
-        first_shard = self.window_ends[window - 1] if window else 0
-        first = int(self.ends[first_shard - 1]) if first_shard else 0
-        return window, first, int(self.ends[self.window_ends[window] - 1])
+        return window, self.first_of_window(window), int(self.ends[self.window_ends[window] - 1])
+
+    def first_of_window(self, window: int) -> int:
+        """The position of the window's first record."""
+        return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
 
     def parts(self, position: int) -> int:
         """Number of parts of the window that holds `position`."""
@@ -168,7 +174,19 @@ class EpochOrder:
         if parts > 1:
             key = rng.hash64(key, np.uint64(number))
         tokens = np.rint(self.text.tokens(lengths)).astype(np.int64)
-        order, sample_ends = arrange(tokens, follows, self.text.room, key)
+        begin = self.first_of_window(window) + int(places[number])
+        changes = [
+            (position - begin, room) for position, room in self.text.before if 0 < position - begin < len(tokens)
+        ]
+        rooms = [*(room for _, room in changes), self.text.room]
+        order, sample_ends = arrange(tokens, follows, rooms[0], key)
+        for (done, _), room in zip(changes, rooms[1:], strict=True):
+            left = np.sort(order[done:])
+            on = follows[left] & (np.diff(left, prepend=-1) == 1)
+            on[0] = False
+            again, ends = arrange(tokens[left], on, room, rng.hash64(key, np.uint64(done)))
+            order = np.append(order[:done], left[again])
+            sample_ends = np.append(sample_ends[sample_ends <= done], ends + done)
         skipped = np.repeat(np.cumsum(counts) - counts + first - starts, end - first)
         return int(places[number]), order + skipped[order], lengths[order], sample_ends
 

@@ -14,9 +14,21 @@ def both_names(langs: tuple[str, ...]) -> set[str]:
     return {"-".join(langs), "-".join(langs[::-1])}
 
 
-def select_sources(stream: str, reads: str, languages: list[str] | None, sources: list[Source]) -> tuple[int, ...]:
-    """The numbers of the sources that a stream draws from. Raises UserError if there is none for it or a language."""
+def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
+    """Checks that there is data for each of data.languages. Raises UserError."""
+    there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
+    if absent := [language for language in languages or [] if language not in there]:
+        raise UserError(f"data.languages: --data has nothing in {', '.join(absent)}, only {', '.join(sorted(there))}")
+
+
+def select_sources(
+    stream: str, reads: str, languages: list[str] | None, sources: list[Source], of_all: list[str] | None = None
+) -> tuple[int, ...]:
+    """The numbers of the sources that a stream draws from. of_all: data.languages, if the stream has none of its own.
+    Raises UserError if there is none for it or a language."""
     fitting = [i for i, source in enumerate(sources) if source.kind == reads]
+    if languages is None and of_all is not None:
+        fitting = [i for i in fitting if matches_languages(of_all, sources[i].langs)]
     available = sorted({sources[i].pair for i in fitting})
     if languages is not None:
         chosen = [i for i in fitting if matches_languages(languages, sources[i].langs)]
@@ -30,8 +42,9 @@ def select_sources(stream: str, reads: str, languages: list[str] | None, sources
         fitting = chosen
     if not fitting:
         kinds = ", ".join(f"{source.pair} ({source.kind})" for source in sources)
+        only = f" in {', '.join(of_all)}" if of_all and languages is None else ""
         raise UserError(
-            f"streams.{stream} reads {reads} records, --data has only: {kinds}. Add a directory written by "
+            f"streams.{stream} reads {reads} records{only}, --data has only: {kinds}. Add a directory written by "
             f"`python -m data_tools.write_shards {'pairs' if reads == 'pair' else 'mono'}`"
         )
     return tuple(fitting)

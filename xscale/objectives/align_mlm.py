@@ -16,7 +16,7 @@ Shape letters: N entries of a row, H hidden width.
 """
 
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from xscale.objectives.base import Losses, Objective, Parts
 
 @dataclass(frozen=True, config=STRICT)
 class AlignMlmOptions(mlm.MaskedOptions):
+    in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"alpha", "pairs_per_step"}
     alpha: NotNegative = 10.0
     """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"

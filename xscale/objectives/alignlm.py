@@ -23,7 +23,7 @@ Decided, where the paper is silent:
 
 import copy
 from dataclasses import replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic.dataclasses import dataclass
@@ -40,6 +40,7 @@ from xscale.objectives.tlm import swapped
 
 @dataclass(frozen=True, config=STRICT)
 class AlignLMOptions:
+    in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "bilingual_weight", "shuffle_sides"})
     mask_prob: Fraction = 0.30
     """Fraction of the maskable tokens that is predicted."""
     bilingual_weight: NotNegative = 1.0

@@ -119,7 +119,8 @@ class Objective:
     reads: Literal["mono", "pair"]
     """Kind of the records; samples of "mono" are packed to max_length."""
     options: type
-    """Frozen dataclass of the objective's own fields of a stream."""
+    """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names those that a
+    phase may change: collate, loss and terms alone read them, and `terms` has the same keys for all their values."""
     collate: Collate
     """(samples, options, context) -> stream batch. It runs in a worker."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]

@@ -17,7 +17,7 @@ Decided, where the paper is silent:
 """
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from xscale.ops.alignment_gather import alignment_gather
 
 @dataclass(frozen=True, config=STRICT)
 class ContextualOptions:
+    in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
     """Language whose states stay near the initial encoder's; every pair must have it. null: each pair's first."""
     anchor_weight: NotNegative = 1.0

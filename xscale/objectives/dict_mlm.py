@@ -19,7 +19,7 @@ Shape letters: N tokens, M selected tokens, W selected words, B sequences.
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -37,6 +37,7 @@ from xscale.objectives.base import Objective
 
 @dataclass(frozen=True, config=STRICT)
 class DictMlmOptions(mlm.MaskedOptions):
+    in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"dict_share"}
     whole_word: bool = True
     """Choose whole words and mask all their tokens. false: choose tokens; a word uses the dictionary only if all its
     tokens happen to be chosen."""

@@ -7,7 +7,7 @@ between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019
 Special tokens are never masked.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -23,6 +23,7 @@ from xscale.objectives.base import Losses, Objective, Parts, Prediction
 class MaskedOptions:
     """The fields shared by the masked objectives."""
 
+    in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob"})
     mask_prob: Fraction = 0.15
     """Fraction of the maskable tokens that is predicted."""
     whole_word: bool = False

@@ -31,7 +31,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ from xscale.ops.alignment_gather import alignment_gather
 
 @dataclass(frozen=True, config=STRICT)
 class PpaOptions:
+    in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "temperature"})
     temperature: PositiveFloat = 0.05
     """The temperature tau of the contrast."""
     pooling: Literal["cls", "mean"] = "cls"

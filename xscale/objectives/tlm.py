@@ -1,5 +1,7 @@
 """Translation language modelling (Conneau & Lample 2019): MLM over `[CLS] S [SEP] T [SEP]`, both sides masked."""
 
+from typing import ClassVar
+
 import numpy as np
 from pydantic.dataclasses import dataclass
 
@@ -13,6 +15,7 @@ from xscale.objectives.base import Objective
 
 @dataclass(frozen=True, config=STRICT)
 class TlmOptions(mlm.MaskedOptions):
+    in_phases: ClassVar[frozenset[str]] = mlm.MaskedOptions.in_phases | {"shuffle_sides"}
     reset_positions: bool = False
     """Restart the positions at 0 in the second sentence (XLM)."""
     shuffle_sides: bool = False

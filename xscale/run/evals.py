@@ -192,9 +192,9 @@ class Heldout:
                 text = sum(estimated_size(sources[s], s, tokens) for s in spec.sources)
                 specs[i] = replace(spec, samples=max(int(text / (PACK_FILL * recipe.data.max_length)), 1))
         streams = {spec.name: with_languages(recipe.streams[spec.name]) for spec in specs}
-        data = replace(recipe.data, alpha=1.0, workers=0, first=None)
-        recipe = replace(recipe, data=data, streams=streams)
-        self.run_spec = replace(run_spec, sources=sources, recipe=recipe, specs=specs, calibration=tokens)
+        data = replace(recipe.data, alpha=1.0, alpha_by="records", workers=0, first=None)
+        recipe = replace(recipe, data=data, streams=streams, phases=())
+        self.run_spec = replace(run_spec, phases=(), sources=sources, recipe=recipe, specs=specs, calibration=tokens)
         (self.batch,) = self.run_spec.batches(process, engine.device.type, initial_state(specs), 1)
         for source in sources:
             source.close()

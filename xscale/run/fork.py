@@ -24,7 +24,7 @@ ANCESTRY = "ancestry.json"
 MAY_CHANGE = {
     "model": {"dropout"},
     "data": {"alpha"},
-    "train": {"lr", "warmup", "max_grad_norm", "label_smoothing", "z_loss"},
+    "train": {"lr", "warmup", "schedule", "decay", "max_grad_norm", "label_smoothing", "z_loss"},
 }
 """The fields that a fork may change, beside those that every resume may."""
 OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}

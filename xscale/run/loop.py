@@ -140,10 +140,10 @@ class Trainer:
             if pending_step.stopped():
                 return self.stop_early()
             counts, batch = pending_step.counts(), pending_step.batch
-            check_targets(counts, self.step + 1, recipe)
+            check_targets(counts, self.step + 1, recipe.at(self.step))
             self.synchronizer.announce(batches, counts.ahead)
             self.watch.note(f"in step {self.step + 1}")
-            if self.step + 1 in self.excluded_steps:
+            if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
             else:
                 self.unreported.append(UnreportedStep(self.train_step(batch, counts, started), batch))
@@ -217,7 +217,7 @@ class Trainer:
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
-        lr, skipped = engine.get_lr()[0], engine.skipped_steps
+        skipped = engine.skipped_steps
         # The first step measures too, so that its need of memory shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
@@ -244,7 +244,7 @@ class Trainer:
             step=self.step + 1,
             sums=sums,
             targets=counts.targets,
-            lr=lr,
+            lr=sums.lr,
             skipped=engine.skipped_steps - skipped,
             tokens=counts.work.tokens,
             samples=counts.samples,
@@ -317,7 +317,7 @@ class Trainer:
         in_a_row = self.skips.in_a_row
         if fp16 and 0 < in_a_row < MOST_SKIPPED:
             return
-        streams = [name for name in self.recipe.streams if not math.isfinite(entry[f"loss/{name}"])]
+        streams = [name for name in self.recipe.streams if not math.isfinite(entry.get(f"loss/{name}", 0))]
         norm = entry["grad_norm"] or 0.0
         if not streams and math.isfinite(norm) and not in_a_row:
             return

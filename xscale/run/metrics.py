@@ -214,8 +214,10 @@ class StepRecord:
 
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
         """Return the step's line of metrics.jsonl. totals_K and counts: sums over ranks."""
+        recipe = recipe.at(self.step - 1)
         shares = self.sums.shares(totals_K, recipe, self.targets)
-        loss = sum(recipe.stream_weight(name, self.step - 1) * shares[f"loss/{name}"] for name in recipe.streams)
+        losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
+        loss = sum(recipe.stream_weight(name, self.step - 1) * of_stream for name, of_stream in losses.items())
         entry = {"step": self.step, "loss": loss} | shares
         entry |= {"grad_norm": self.grad_norm, "lr": self.lr, "skipped": self.skipped}
         entry |= {f"count/{stream}": count for (stream, _), count in reversed(self.targets.items())}
@@ -344,7 +346,7 @@ class Reporter:
         step = entry["step"]
         done = step - self.first_step
         left = int((time.monotonic() - self.started) / max(done, 1) * (self.steps - step))
-        parts = ", ".join(f"{name} {entry[f'loss/{name}']:.3f}" for name in self.streams)
+        parts = ", ".join(f"{name} {entry[f'loss/{name}']:.3f}" for name in self.streams if f"loss/{name}" in entry)
         eta = f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d}"
         return (
             f"step {step}/{self.steps}  loss {entry['loss']:.3f} ({parts})  lr {entry['lr']:.1e}  "

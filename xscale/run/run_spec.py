@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,24 @@ from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
-from xscale.data.loader import StepBatch, StepDataset, StreamCollate
-from xscale.data.mixture import Mixture, StreamSpec, fit_row_shape, initial_state, remote_window_bytes
+from xscale.data.loader import PhasedDataset, StepBatch, StepDataset, StreamCollate
+from xscale.data.mixture import (
+    PACK_FILL,
+    Mixture,
+    PhasedMixture,
+    StreamSpec,
+    fit_row_shape,
+    initial_state,
+    remote_window_bytes,
+    source_sizes,
+    stream_weights,
+)
 from xscale.data.packed_row import RowShape
 from xscale.data.planner import Plans, find_node
 from xscale.data.remote import Cache
 from xscale.data.shards import Source, find_sources, take_first
 from xscale.data.stream_batch import Context
-from xscale.data.streams import matches_languages, select_sources
+from xscale.data.streams import check_languages, matches_languages, select_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.truecase import Forms, forms_of
 from xscale.errors import UserError
@@ -81,6 +92,8 @@ class RunSpec:
     """The tokenizer of model.init, if the run's tokenizer is a larger form of it, to which the model grows."""
     calibration: Calibration | None = None
     """The estimates of the data. `calibrated` adds them, and no record can be drawn before."""
+    phases: tuple["RunSpec", ...] = ()
+    """The run spec of each of the recipe's phases. Its recipe, specs, dictionaries and calibration are the phase's."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
         """Return the run spec with a calibration, which gives streams with `tokens` their samples.
@@ -88,16 +101,14 @@ class RunSpec:
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
         if found is None:
-            train, data = self.recipe.train, self.recipe.data
-            found = calibrate(
-                self.specs,
-                self.sources,
-                self.dataset(self.specs),
-                seed=train.seed,
-                alpha=data.alpha,
-                max_length=data.max_length,
-                share=host_group.share if host_group else run_serially,
-            )
+            found = self.measured_calibration(host_group)
+            of_phases = [phase.measured_calibration(host_group, found.lines).streams for phase in self.phases]
+            found = replace(found, phases=of_phases)
+        phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
+        return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
+
+    def with_samples(self, found: Calibration) -> "RunSpec":
+        """Return the run spec with a calibration and the samples of each stream. Raises UserError."""
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
@@ -108,6 +119,43 @@ class RunSpec:
             if problem:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
+
+    def measured_calibration(
+        self, host_group: HostGroup | None, lines: list[tuple[float, float]] | None = None
+    ) -> Calibration:
+        """Return the calibration of these specs, which all ranks of `host_group` measure together."""
+        return calibrate(
+            self.specs,
+            self.sources,
+            self.dataset(self.specs),
+            seed=self.recipe.train.seed,
+            alpha=self.recipe.data.alpha,
+            max_length=self.recipe.data.max_length,
+            share=host_group.share if host_group else run_serially,
+            lines=lines,
+            alpha_by=self.recipe.data.alpha_by,
+        )
+
+    def with_limits(self) -> "RunSpec":
+        """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
+        assert self.calibration is not None
+        most, limited = self.recipe.data.max_epochs, dict[int, RunSpec]()
+        left = {spec.name: np.full(len(spec.sources), most, dtype=float) for spec in self.specs}
+        sizes = {by: source_sizes(self.sources, self.calibration, by) for by in ("records", "tokens", "bytes") if most}
+        for _, steps, part in self.parts() if most else []:
+            data, specs = part.recipe.data, list[StreamSpec]()
+            for spec in part.specs:
+                in_epoch = np.array([sizes["tokens" if spec.packed else "records"][s] for s in spec.sources])
+                in_epoch = in_epoch / (PACK_FILL * data.max_length) if spec.packed else in_epoch
+                epochs = steps * spec.samples / in_epoch
+                if spec.samples:
+                    spec = replace(spec, most=tuple((left[spec.name] / epochs).tolist()))
+                    drawn = stream_weights(spec, self.sources, data.alpha, sizes[data.alpha_by])
+                    left[spec.name] = np.maximum(left[spec.name] - drawn * epochs, 0.0)
+                specs.append(spec)
+            limited[id(part)] = replace(part, specs=specs)
+        phases = tuple(limited.get(id(phase), phase) for phase in self.phases)
+        return replace(self, specs=limited.get(id(self), self).specs, phases=phases)
 
     def max_tokens(self, device: str) -> int:
         default = MAX_TOKENS.get(device, MAX_TOKENS["cpu"])
@@ -138,6 +186,9 @@ class RunSpec:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
             lines += [f"streams.{spec.name}.{line}" for line in advice]
+        for number, phase in enumerate(self.recipe.phases, start=1):
+            fields = ", ".join(f"{name} {value}" for name, value in phase.fields.items()) or "no field"
+            lines.append(f"phase {number}, until step {phase.end:,}, changes {fields}")
         train, counted = self.recipe.train, counts_epochs(self.specs)
         if train.epochs and counted:
             lines.append(
@@ -151,7 +202,8 @@ class RunSpec:
         assert self.calibration is not None
         return replace(
             self,
-            recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}),
+            recipe=replace(self.recipe, streams={name: self.recipe.streams[stream]}, phases=()),
+            phases=(),
             specs=[replace(spec, name=name) for spec in self.specs if spec.name == stream],
             dictionaries={name: self.dictionaries.get(stream, ())},
             calibration=replace(self.calibration, streams={name: self.calibration.estimate_for(stream)}),
@@ -211,7 +263,7 @@ class RunSpec:
             preset=model.preset,
             dropout=model.dropout,
             attention_gain=model.attention_gain,
-            max_length=self.recipe.data.max_length,
+            max_length=max(spec.recipe.data.max_length for spec in (self, *self.phases)),
             vocab_size=self.tokenizer.vocab_size,
             pad_id=self.tokenizer.pad_id,
             languages=self.languages,
@@ -224,6 +276,16 @@ class RunSpec:
         )
         encoder.lm.config.xscale["lexicon_heldout"] = self.unseen  # for eval/alignment_score.py
         return encoder
+
+    def phase_ends(self) -> list[int]:
+        return [phase.end for phase in self.recipe.phases]
+
+    def parts(self) -> list[tuple[str, int, "RunSpec"]]:
+        """Return the phases that have steps, and the rest of the run: the title, the number of steps and the run spec
+        of each."""
+        ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
+        spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
+        return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
 
     def any_stream(self, option: str) -> bool:
         return any_stream(self.recipe, option)
@@ -240,6 +302,7 @@ class RunSpec:
             alpha=self.recipe.data.alpha,
             max_length=self.recipe.data.max_length,
             max_tokens=self.max_tokens(device),
+            alpha_by=self.recipe.data.alpha_by,
             rank=process.rank,
             world=process.world,
             rows=rows,
@@ -281,7 +344,11 @@ class RunSpec:
         for source in self.sources:
             source.close()  # reading opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        mixture = self.mixture(process, device, self.specs, state, fitted[0] if fitted else 1)
+        mixtures = [
+            spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)
+            for spec in (*self.phases, self)
+        ]
+        mixture = PhasedMixture(self.phase_ends(), mixtures)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
@@ -301,7 +368,8 @@ class RunSpec:
         plans: from `plans`, if they were begun before.
         """
         plans = plans or self.plans(process, device, state, steps, fitted)
-        dataset = self.dataset(self.specs, fitted[1] if fitted else None)
+        datasets = [spec.dataset(spec.specs, fitted[1] if fitted else None) for spec in (*self.phases, self)]
+        dataset = PhasedDataset(self.phase_ends(), datasets)
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
 
@@ -319,7 +387,7 @@ def resolve_run(
     whole = find_sources(data, Cache.of(recipe.data.cache, recipe.data.cache_gb))
     sources = take_first([part for source in whole for part in source.parts(known)], recipe.data.first)
     check_file_sizes(sources, host_group)
-    specs = stream_specs(recipe, sources)
+    specs, *specs_of_phases = phase_specs(recipe, sources)
     check_cache(recipe, specs, sources)
     near = next((path for path in data if isinstance(path, Path)), None)
     recipe = with_steps(recipe, specs, sources)
@@ -331,11 +399,12 @@ def resolve_run(
     found, left_out = load_lexicons(recipe, tokenizer, sources, near, host_group)
     dictionaries = stream_lexicons(recipe, found)
     check_links(recipe, specs, sources)
-    paths = {lexicon.path for read in dictionaries.values() for lexicon in read}
+    of_phases = [stream_lexicons(phase.recipe, found) for phase in recipe.phases]
+    paths = {lexicon.path for of in (dictionaries, *of_phases) for read in of.values() for lexicon in read}
     lexicons = tuple(lexicon for lexicon in found if lexicon.path in paths)
     measured = tuple(lexicon for lexicon in found if lexicon.path not in paths)
     before = trained_as(initial_directory(recipe)).get("lexicon_heldout", 1.0)
-    return RunSpec(
+    run_spec = RunSpec(
         recipe,
         sources,
         tokenizer,
@@ -349,14 +418,36 @@ def resolve_run(
         left_out,
         smaller_tokenizer,
     )
+    phases = [
+        replace(run_spec, recipe=phase.recipe, specs=specs, dictionaries=dictionaries)
+        for phase, specs, dictionaries in zip(recipe.phases, specs_of_phases, of_phases, strict=True)
+    ]
+    return replace(run_spec, phases=tuple(phases))
+
+
+def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]:
+    """Return the streams of the recipe, and those of each phase. A stream has the same sources in all of them, and
+    where it does not draw from one the source is idle."""
+    drawn = [stream_specs(of, sources) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
+    every: dict[str, set[int]] = {}
+    for spec in chain(*drawn):
+        every.setdefault(spec.name, set()).update(spec.sources)
+    return [
+        [
+            replace(spec, sources=tuple(sorted(every[spec.name])), idle=frozenset(every[spec.name] - {*spec.sources}))
+            for spec in specs
+        ]
+        for specs in drawn
+    ]
 
 
 def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
     """Return each stream with its sources and samples. A stream with `tokens` has 0 samples until it is calibrated."""
     specs = []
+    check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
-        chosen = select_sources(name, reads, stream.languages, sources)
+        chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
         specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
     return specs
 
@@ -417,7 +508,7 @@ def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
     """Return the number of records that a stream draws from."""
-    return sum(sources[source].records for source in spec.sources)
+    return sum(sources[source].records for source in spec.sources if source not in spec.idle)
 
 
 def any_stream(recipe: Recipe, option: str) -> bool:
@@ -481,12 +572,13 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
-        own = [lexicon for lexicon in lexicons if of_languages(stream.languages, lexicon)]
+        languages = recipe.data.languages if stream.languages is None else stream.languages
+        own = [lexicon for lexicon in lexicons if of_languages(languages, lexicon)]
         kept |= {lexicon: lexicon.kept(recipe.data.lexicon_heldout) for lexicon in own if lexicon not in kept}
         found[name] = tuple(kept[lexicon] for lexicon in own)
         if not any(lexicon.words for lexicon in found[name]):
             there = ", ".join(str(lexicon.path) for lexicon in lexicons) or "none"
-            of = f" of its languages, {', '.join(stream.languages)} (there are: {there})" if stream.languages else ""
+            of = f" of its languages, {', '.join(languages)} (there are: {there})" if languages else ""
             raise UserError(
                 f"streams.{name} needs a dictionary{of}: set data.lexicons=[PATH/en-de.txt], or put it into "
                 f"lexicon/ beside the shards"

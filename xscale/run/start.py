@@ -185,11 +185,11 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
             f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
             f"model.init={checkpoint.path} and another --out"
         )
-    kept = {key: saved[key] for key in ("optimizer", "fp16") if key in saved}
+    kept = {key: saved[key] for key in ("optimizer", "fp16", "scheduler") if key in saved}
     if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
         raise UserError(
-            f"{checkpoint.path} was saved with another optimizer, which DeepSpeed would use further. Give the "
-            f"ds_config of the run's first start:\n" + indented(changed)
+            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would use further. "
+            f"Give the ds_config of the run's first start:\n" + indented(changed)
         )
 
 

@@ -176,9 +176,10 @@ def validate_by_building(resolved: dict[str, Any]) -> list[str]:
         weight.grad = torch.zeros(2, 2)
         optimizer = stand_in([weight], **{name: params[name] for name in known})
         optimizer.step()
-        where = f"scheduler.params = {resolved['scheduler'].get('params', {})}: "
-        made = scheduler_class(resolved["scheduler"]["type"])(optimizer, **resolved["scheduler"].get("params", {}))
-        for _ in range(3):
+        scheduler = resolved.get("scheduler", {})
+        where = f"scheduler.params = {scheduler.get('params', {})}: "
+        made = scheduler and scheduler_class(scheduler["type"])(optimizer, **scheduler.get("params", {}))
+        for _ in range(3 if made else 0):
             made.step()
             if not all(math.isfinite(group["lr"]) for group in optimizer.param_groups):
                 raise ValueError("the learning rate is not finite")

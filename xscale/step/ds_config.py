@@ -65,6 +65,7 @@ class EngineConfig:
         optimizer, fp16 = self.resolved["optimizer"], self.resolved.get("fp16") if self.precision == "fp16" else None
         params = {k: v for k, v in optimizer.get("params", {}).items() if k not in MAY_CHANGE}
         kept = {"optimizer": {"type": optimizer["type"], "params": params}, "fp16": fp16}
+        kept["scheduler"] = self.resolved.get("scheduler", {}).get("type")
         return {"stage": self.stage, "precision": self.precision, **kept}
 
 
@@ -191,15 +192,21 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware
 
 
 def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str]) -> None:
-    scheduler = resolved.setdefault("scheduler", {"type": "WarmupDecayLR"})
+    """Complete the ds_config's scheduler. Without one, the recipe's learning rate is set in each step."""
+    if "scheduler" not in resolved:
+        return
+    scheduler, train = resolved["scheduler"], recipe.train
     takes = SCHEDULES.get(scheduler["type"], ())
+    for field in ("schedule", "decay"):
+        if (value := getattr(train, field)) is not None:
+            problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
         params["warmup_min_lr"] = 0.0  # the decay ends there too
     owned = {
-        "total_num_steps": (recipe.train.steps, "train.steps"),
-        "warmup_num_steps": (max(recipe.warmup_steps(), 2), "train.warmup, in steps"),
-        "warmup_max_lr": (recipe.train.lr, "train.lr"),
+        "total_num_steps": (train.steps, "train.steps"),
+        "warmup_num_steps": (max(train.whole_steps(train.warmup), 2), "train.warmup, in steps"),
+        "warmup_max_lr": (train.lr, "train.lr"),
     }
     for key, (value, field) in owned.items():
         if key in params or key in takes:

@@ -77,6 +77,10 @@ class StepModule(nn.Module):
             encoder.compile_forward()
         self.train()  # from_pretrained leaves a model without dropout
 
+    def follow(self, recipe: Recipe) -> None:
+        """Take the options of the streams from the recipe of a phase, or of an evaluation."""
+        self.streams |= {name: (OBJECTIVES[of.objective], of.options) for name, of in recipe.streams.items()}
+
     def blaming(self, stream: str, function: str) -> AbstractContextManager[None]:
         """Return a context whose errors name the stream, the objective and its function."""
         objective = next((name for name, of in OBJECTIVES.items() if of == self.streams[stream][0]), "?")

@@ -30,13 +30,15 @@ class StepSums:
     values_K: Tensor
     own_s: Callable[[], float]
     """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
+    lr: float = 0.0
+    """The learning rate of the step."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
         """Return the losses and metrics by name, each divided by its targets. totals_K and targets: sums over all
         ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
-            if language:
+            if language or recipe.streams[stream].samples == 0:
                 continue
             if name != "loss":
                 shares[f"{name}/{stream}"] = value / max(targets[stream, term], 1)
@@ -49,7 +51,7 @@ class StepSums:
             if len(factors) > 1:
                 shares[f"loss/{stream}.{term}"] = share
         for stream, config in recipe.streams.items():
-            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items():
+            for name, (part, whole) in OBJECTIVES[config.objective].ratios.items() if config.samples != 0 else ():
                 shares[f"{name}/{stream}"] = targets[stream, part] / max(targets[stream, whole], 1)
         return shares
 
@@ -117,7 +119,9 @@ def optimizer_step(
     totals: the targets of all ranks by (stream, term). Returns this rank's sums and, if `measure`, the gradient norm of
     each stream.
     """
-    weights = step_weights(recipe, totals, step)
+    recipe = recipe.at(step)
+    engine.module.follow(recipe)
+    weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     passes = [
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
         for number, row in enumerate(rows)
@@ -141,7 +145,7 @@ def optimizer_step(
     for auxiliary_state in engine.module.auxiliary_states.values():
         auxiliary_state.update(applied=applied)
     assert values_K is not None
-    return StepSums(engine.module.reported, values_K, watch.seconds), norms
+    return StepSums(engine.module.reported, values_K, watch.seconds, lr), norms
 
 
 @torch.no_grad()
@@ -153,6 +157,7 @@ def measure_rows(
     recipe: a recipe with the streams of the rows. All ranks must have equally many rows. note: called before each row.
     """
     module, encoder = engine.module, engine.module.encoder
+    module.follow(recipe)
     kept, encoder.label_smoothing, encoder.z_loss = (encoder.label_smoothing, encoder.z_loss), 0.0, 0.0
     module.eval()
     try:
@@ -252,6 +257,15 @@ def step_weights(recipe: Recipe, totals: dict[tuple[str, str], int], step: int) 
         for name, stream in recipe.streams.items()
         for term, factor in OBJECTIVES[stream.objective].terms(stream.options).items()
     }
+
+
+def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
+    """Set the recipe's learning rate of a step, unless the ds_config has a scheduler. Returns the rate."""
+    if engine.lr_scheduler is None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = recipe.train.learning_rate(step)
+    lr: float = engine.get_lr()[0]
+    return lr
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:

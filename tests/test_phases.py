@@ -1,0 +1,364 @@
+"""A run with phases: each step is as its phase says, and positions go on from phase to phase."""
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import launch
+from tests.test_mixture import SOURCES, mixture
+from tests.test_order import SEED, documents
+from xscale.checkpoint.restore import full_weights
+from xscale.config import load_recipe
+from xscale.data.calibration import Calibration
+from xscale.data.loader import StepBatch
+from xscale.data.mixture import initial_state, limited
+from xscale.data.order import EpochOrder
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.ranks import HostGroup, Process
+from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run.start import calibration
+
+BASE: dict[str, Any] = {
+    "model": {"preset": "tiny", "dropout": 0.1},
+    "streams": {
+        "mlm": {"objective": "mlm", "samples": 16, "mask_prob": 0.3},
+        "tlm": {"objective": "tlm", "samples": 8},
+    },
+    "data": {"max_length": 64, "languages": ["en", "xx"], "workers": 0},
+    "train": {"steps": 20, "lr": 0.002, "warmup": 2, "schedule": "1-sqrt", "decay": 0.25, "measure_every": 4},
+    "checkpoint": {"every": 3},
+}
+PHASES = [
+    {"until": 0.2, "streams.mlm.samples": 5, "streams.tlm.samples": 0},
+    {"until": 7, "streams.mlm.samples": 11},
+    {
+        "until": 0.7,
+        "data.max_length": 128,
+        "data.languages_add": ["yy"],
+        "data.alpha": 0.5,
+        "streams.mlm.mask_prob": 0.15,
+    },
+    {"until": 1.0, "data.max_length": 96, "data.languages": None, "data.alpha": 0.3, "streams.mlm.tokens": 1500},
+]
+ENDS = [4, 7, 14, 20]
+ALONE = Process(0, 1, 0, 1)
+
+
+def write(folder: Path, phases: list[dict[str, Any]] = PHASES, **changes: Any) -> str:
+    (folder / "plan.yaml").write_text(yaml.safe_dump(BASE | {"phases": phases} | changes, sort_keys=False))
+    return str(folder / "plan.yaml")
+
+
+@pytest.fixture
+def plan(demo: Path, tmp_path: Path) -> RunSpec:
+    return resolve_run(write(tmp_path), [], [demo]).calibrated()
+
+
+def steps_of(run_spec: RunSpec, state: dict[str, Any] | None = None, place: Process = ALONE) -> Iterator[StepBatch]:
+    state = state or initial_state(run_spec.specs)
+    return run_spec.batches(place, "cpu", state, run_spec.recipe.train.steps - state["step"])
+
+
+def test_each_step_is_that_of_its_phase(plan: RunSpec) -> None:
+    """The samples, lengths, languages and masks of every step; a stream rests and comes back."""
+    tokens = plan.phases[3].calibration.estimate_for("mlm").tokens
+    wanted = {"mlm": [5] * 4 + [11] * 3 + [16] * 7 + [round(1500 / tokens)] * 6, "tlm": [0] * 4 + [8] * 16}
+    masked = np.zeros((3, 2))
+    for batch in steps_of(plan):
+        phase = next(number for number, end in enumerate(ENDS) if batch.step < end)
+        assert batch.samples() == wanted["mlm"][batch.step] + wanted["tlm"][batch.step]
+        assert bool(batch.keys()["tlm"]) == (phase > 0)
+        lengths = np.concatenate([row.inputs.tokens.lengths for row in batch.rows])
+        assert lengths.max() <= (longest := [64, 64, 128, 96][phase]) and (lengths > 0.7 * longest).any()
+        assert ("yy" in str(batch.keys())) == (phase >= 2) or phase == 3
+        if phase in (1, 2):
+            masked[phase] += batch.targets()["mlm", "mlm"], batch.work().tokens
+        assert plan.recipe.at(batch.step) is plan.recipe.phases[phase].recipe
+    assert (masked[1, 0] / masked[1, 1]) / (masked[2, 0] / masked[2, 1]) > 1.5
+
+
+def test_positions_go_on(plan: RunSpec) -> None:
+    """No record is read twice in an epoch and none is left out, though lengths, languages and shares change."""
+    read = Counter[tuple[Any, ...]]()
+    for of_step in plan.plans(ALONE, "cpu", initial_state(plan.specs), 20):
+        for row in of_step.rows:
+            for stream, of in row.items():
+                places = (of.source, of.epoch, of.shard, of.record)
+                read.update((stream, *place) for place in zip(*(array.tolist() for array in places), strict=True))
+    assert max(read.values()) == 1
+    for spec in plan.specs:
+        for source, (epoch, position, *_) in zip(spec.sources, of_step.state["positions"][spec.name], strict=True):
+            found = Counter(place[2] for place in read if place[:2] == (spec.name, source))
+            assert found.pop(epoch, 0) == position and set(found.values()) <= {plan.sources[source].records}
+            assert len(found) == epoch
+
+
+def test_a_start_at_any_step_reads_the_same(plan: RunSpec) -> None:
+    whole = list(steps_of(plan))
+    states = [initial_state(plan.specs), *(batch.state for batch in whole)]
+    for step in (1, 3, 4, 5, 7, 10, 14, 19):
+        state = json.loads(json.dumps(states[step]))
+        rest = list(steps_of(plan, state))
+        assert [(b.step, b.keys(), b.targets()) for b in rest] == [
+            (b.step, b.keys(), b.targets()) for b in whole[step:]
+        ]
+        assert rest[-1].state == whole[-1].state
+
+
+def test_ranks_share_the_same_steps(plan: RunSpec) -> None:
+    ranks = [list(steps_of(plan, place=Process(rank, 2, rank, 2))) for rank in range(2)]
+    for whole, *parts in zip(steps_of(plan), *ranks, strict=True):
+        for stream, keys in whole.keys().items():
+            assert sorted(keys) == sorted(key for part in parts for key in part.keys()[stream])
+
+
+def test_without_phases_it_is_the_recipe(demo: Path, tmp_path: Path) -> None:
+    """A phase that changes nothing changes nothing, and a phase of all steps is a recipe with its fields."""
+    same = resolve_run(write(tmp_path, [{"until": 5}, {"until": 0.5}]), [], [demo]).calibrated()
+    none = resolve_run(write(tmp_path, []), [], [demo]).calibrated()
+    for ours, theirs in zip(steps_of(same), steps_of(none), strict=True):
+        assert (ours.keys(), ours.targets(), ours.state) == (theirs.keys(), theirs.targets(), theirs.state)
+    phase = {"until": 1.0, "data.alpha": 0.2, "data.languages": ["en", "yy"], "streams.mlm.samples": 7}
+    found = resolve_run(write(tmp_path, [phase]), [], [demo]).calibrated()
+    data, streams = BASE["data"] | {"alpha": 0.2, "languages": ["en", "yy"]}, json.loads(json.dumps(BASE["streams"]))
+    streams["mlm"]["samples"] = 7
+    plain = resolve_run(write(tmp_path, [], data=data, streams=streams), [], [demo]).calibrated()
+    for ours, theirs in zip(steps_of(found), steps_of(plain), strict=True):
+        assert (ours.keys(), ours.targets()) == (theirs.keys(), theirs.targets())
+
+
+def test_shares_of_each_phase(plan: RunSpec) -> None:
+    """Samples of each language, by counting the order's records: n^alpha to 1 %."""
+    for phase in plan.phases:
+        spec = next(spec for spec in phase.specs if spec.name == "tlm")
+        spec = replace(spec, samples=500)
+        drawing = phase.mixture(ALONE, "cpu", [spec], initial_state([spec]))
+        drawn = Counter[int]()
+        for _ in range(20):
+            drawn.update(drawing.next_batch().records["tlm"].source.tolist())
+        named = phase.recipe.data.languages
+        of = {s: plan.sources[s].records ** phase.recipe.data.alpha for s in spec.sources}
+        of = {s: n for s, n in of.items() if named is None or set(plan.sources[s].langs) <= set(named)}
+        assert drawn.keys() == of.keys()
+        for source, weight in of.items():
+            assert drawn[source] / 10_000 == pytest.approx(weight / sum(of.values()), abs=0.01)
+
+
+def test_the_calibration_of_the_phases_is_kept(plan: RunSpec, tmp_path: Path) -> None:
+    kept = json.loads(json.dumps(plan.calibration.to_dict()))
+    again = plan.calibrated(Calibration.from_dict(kept, len(plan.sources), list(plan.recipe.streams)))
+    assert again.calibration == plan.calibration
+    assert [p.calibration for p in again.phases] == [p.calibration for p in plan.phases]
+    assert calibration(plan, None, HostGroup(alone=True)).phases == plan.calibration.phases
+
+
+@pytest.mark.parametrize("by", ["records", "tokens", "bytes"])
+def test_shares_by_what_a_language_has(demo: Path, tmp_path: Path, by: str) -> None:
+    run_spec = resolve_run(write(tmp_path, []), [f"data.alpha_by={by}", "data.languages=null"], [demo]).calibrated()
+    lines = run_spec.calibration.lines
+    for spec in run_spec.specs:
+        sources = [run_spec.sources[s] for s in spec.sources]
+        size = [sum(int(s.lengths(i, slice(None)).sum()) for i in range(len(s.counts))) for s in sources]
+        tokens = [
+            lines[i][0] * n + lines[i][1] * run_spec.sources[i].records for i, n in zip(spec.sources, size, strict=True)
+        ]
+        n = {"records": [source.records for source in sources], "bytes": size, "tokens": tokens}[by]
+        drawing = run_spec.mixture(ALONE, "cpu", [replace(spec, samples=1000)], initial_state([spec]))
+        drawn = Counter(drawing.next_batch().records[spec.name].source.tolist())
+        wanted = np.array(n) ** 0.7 / (np.array(n) ** 0.7).sum()
+        assert drawing.weights[0] == pytest.approx(wanted, rel=0.02)
+        if not spec.packed:
+            assert [drawn[s] / 1000 for s in spec.sources] == pytest.approx(wanted, abs=0.01)
+
+
+def unimax(sizes: list[float], budget: float, epochs: float) -> list[float]:
+    """The shares of Chung et al. (2023, algorithm 1): from the smallest language on, an equal part of what is left of
+    the budget, or `epochs` times what the language has."""
+    found, left = dict[int, float](), budget
+    for done, i in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        found[i] = min(left / (len(sizes) - done), epochs * sizes[i])
+        left -= found[i]
+    return [found[i] / sum(found.values()) for i in range(len(sizes))]
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=1, max_size=9), st.floats(0.1, 30), st.floats(0.01, 10))
+def test_a_limit_of_epochs_is_unimax_s(sizes: list[float], epochs: float, share: float) -> None:
+    budget = share * sum(sizes) * epochs
+    found = limited(np.full(len(sizes), 1 / len(sizes)), np.array(sizes) * epochs / budget)
+    assert found == pytest.approx(unimax(sizes, budget, epochs), rel=1e-6)
+
+
+def test_no_language_is_read_more_often_in_all_phases_together(demo: Path, tmp_path: Path) -> None:
+    phases = [{"until": 0.4, "data.alpha": 0.3}, {"until": 0.5, "streams.tlm.samples": 0}, {"until": 1.0}]
+    streams = {"mlm": {"objective": "mlm", "samples": 6}, "tlm": {"objective": "tlm", "samples": 12}}
+    sets, epochs = ["data.languages=null", "data.alpha=0.0", "train.steps=40"], {}
+    for limit in (0.9, None):
+        more = [f"data.max_epochs={limit or 'null'}"]
+        whole = resolve_run(write(tmp_path, phases, streams=streams), sets + more, [demo]).calibrated()
+        *_, last = whole.plans(ALONE, "cpu", initial_state(whole.specs), 40)
+        for spec in whole.specs:
+            of = zip(spec.sources, last.state["positions"][spec.name], strict=True)
+            epochs[spec.name, limit] = [p[0] + p[1] / whole.sources[s].records for s, p in of]
+    for name in streams:
+        assert max(epochs[name, 0.9]) <= 0.9 * 1.1 < max(epochs[name, None]), epochs
+        assert epochs[name, 0.9][0] > epochs[name, None][0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from([0.0, 0.7, 1.0]), st.data())
+def test_the_room_of_a_sample_may_change_within_an_epoch(
+    counts: list[int], together: float, data: st.DataObject
+) -> None:
+    """Every record is read once; before the change in the order of the old room, after it in samples that fit."""
+    tokens, _, sizes = documents(counts, together, 20)
+    before, read, ends = (), [], [0]
+    rooms = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=4))
+    for room in rooms:
+        text = sizes["text"]._replace(room=room, before=before)
+        order = EpochOrder(np.array(counts), SEED, 0, 50, look=sizes["look"], text=text)
+        stop = order.size if room is rooms[-1] else data.draw(st.integers(ends[-1], order.size))
+        fresh = True
+        while ends[-1] < stop:
+            if data.draw(st.booleans()):  # a resume
+                order = EpochOrder(np.array(counts), SEED, 0, 50, look=sizes["look"], text=text)
+            found, shards, records, _ = order.take(ends[-1], 1 if fresh else 3)
+            first = 0
+            for end in found.tolist():
+                places = list(zip(shards.tolist(), records.tolist(), strict=True))[first : end - ends[-1] + first]
+                assert sum(int(tokens[s][r]) for s, r in places) <= room or len(places) == 1 or together
+                read += places
+                first += len(places)
+                ends.append(end)
+            fresh = False
+        if 0 < ends[-1] < order.size:
+            before = (*before, (ends[-1], room))
+    if ends[-1] == sum(counts):
+        assert sorted(read) == [(shard, record) for shard, count in enumerate(counts) for record in range(count)]
+
+
+def test_a_longer_room_begins_at_once() -> None:
+    """Positions remember what an epoch was packed by until it ends."""
+    one = mixture(sources=SOURCES)
+    first = one.next_batch().state
+    other = mixture(sources=SOURCES, state=first)
+    other.room *= 2
+    state = other.next_batch().state
+    for (epoch, at), (then, _, *before) in zip(first["positions"]["mlm"], state["positions"]["mlm"], strict=True):
+        assert before == ([at, first["room"]] if then == epoch else []) and state["room"] > first["room"]
+    assert [len(p) for p in state["positions"]["tlm"]] == [2, 2], "the order of pairs has no room"
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ({"until": 0.5, "model.dropout": 0.2}, r"phases\[0\].model.dropout: .*data.alpha.*streams.mlm.mask_prob"),
+        ({"until": 0.5, "streams.mlm.whole_word": True}, r"streams.mlm.whole_word: .*streams.mlm.mask_prob"),
+        ({"until": 0.5, "streams.mlmm.samples": 3}, r"streams.mlmm.samples: .*streams.mlm.samples"),
+        ({"until": 0.5, "train.lr": 0.1}, r"train.lr: a phase cannot"),
+        ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
+        ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
+        ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
+        ({"until": True}, r"until: True .*an integer from 0"),
+        ({"data.alpha": 0.5}, r"until: None"),
+        ({"until": 0.5, "data.languages": None, "data.languages_add": ["xx"]}, r"data.languages_add: .*data.languages"),
+    ],
+)
+def test_what_a_phase_may_not_change(tmp_path: Path, phase: dict[str, Any], message: str) -> None:
+    options = {name: objective.options for name, objective in OBJECTIVES.items()}
+    with pytest.raises(UserError, match=message) as error:
+        load_recipe(write(tmp_path, [phase]), [], options)
+    assert len(str(error.value).splitlines()) <= 3
+
+
+def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
+    for phases, sets, message in (
+        ([{"until": 0.8}, {"until": 1}], [], r"phases\[1\].until: 1 .*from 16 on.*1.0 for its end"),
+        ("data.alpha", [], r"phases: 'data.alpha' is not a list"),
+        (PHASES, ["train.compile=true"], r"phases: .*train.compile: false"),
+        ([{"until": 0.5, "data.languages": ["qq"]}], [], r"data.languages: .*qq.*en"),
+        ([{"until": 0.5, "data.languages": ["en"]}], [], r"streams.tlm reads pair records in en"),
+    ):
+        with pytest.raises(UserError, match=message):
+            resolve_run(write(tmp_path, phases), sets, [demo])
+
+
+def listed(demo: Path, folder: Path, outs: list[str], *sets: str) -> list[str]:
+    """A runs' list for many_runs.py, of FOLDER/OUT for each."""
+    folder.mkdir(exist_ok=True)
+    common = ["--ds_config", "zero2_cpu", "--recipe", write(folder), "--data", str(demo), "--set", *sets]
+    (folder / "list.json").write_text(json.dumps([[*common, "--trace", "--out", str(folder / out)] for out in outs]))
+    return [str(folder / "list.json")]
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_path: Path) -> None:
+    """After kill -9 and from a checkpoint of each phase and border, the metrics and the last weights are those of a
+    whole run, bit for bit."""
+    script = str(launch.ROOT / "tests" / "many_runs.py")
+    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1"]
+    launch.run(2, listed(demo, tmp_path, ["whole"], *sets), script=script)
+    whole = tmp_path / "whole"
+    copies = {step: tmp_path / str(step) for step in (2, 4, 6, 7, 10, 14, 17)}
+    for step, copy in copies.items():
+        shutil.copytree(whole, copy)
+        for later in range(step + 1, 21):
+            shutil.rmtree(copy / "checkpoints" / f"step_{later:08d}")
+    arguments = listed(demo, tmp_path, [str(step) for step in copies] + ["killed"], *sets)
+    process = launch.start(2, arguments, script=script)
+    while not (tmp_path / "killed" / "checkpoints" / "step_00000005").exists() and process.poll() is None:
+        time.sleep(0.05)
+    launch.kill(process)
+    assert len(launch.metrics(tmp_path / "killed")) < 20
+    launch.run(2, arguments, script=script)
+    last = "checkpoints/step_00000020"
+    expected, tensors = launch.without_times(whole), launch.checkpoint_tensors(whole / last)
+    for copy in (*copies.values(), tmp_path / "killed"):
+        assert launch.without_times(copy) == expected and launch.trace(copy) == launch.trace(whole), copy
+        assert all(torch.equal(t, tensors[n]) for n, t in launch.checkpoint_tensors(copy / last).items()), copy
+
+
+@pytest.mark.slow
+def test_phases_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
+    script, found = str(launch.ROOT / "tests" / "many_runs.py"), []
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        launch.run(world, listed(demo, folder, ["out"], "model.dropout=0.0", "train.max_tokens=400"), script=script)
+        found.append(launch.metrics(folder / "out"))
+    for ours, theirs in zip(*found, strict=True):
+        for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+
+
+@pytest.mark.slow
+def test_steps_that_are_left_out(demo: Path, tmp_path: Path) -> None:
+    """They read what they would have read, and leave weights and optimizer as they were; a resume among them is
+    exact."""
+    script = str(launch.ROOT / "tests" / "many_runs.py")
+    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1", "train.skip_steps=[4, 6-8]"]
+    launch.run(2, listed(demo, tmp_path, ["whole"], *sets), script=script)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for later in range(8, 21):
+        shutil.rmtree(killed / "checkpoints" / f"step_{later:08d}")
+    launch.run(2, listed(demo, tmp_path, ["killed"], *sets), script=script)
+    assert launch.without_times(killed) == launch.without_times(whole)
+    assert [e["step"] for e in launch.metrics(whole) if e.get("excluded")] == [4, 6, 7, 8]
+    assert len(launch.trace(whole)) == 20 * 2
+    weights = [full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    train = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()}).train
+    assert all(e["lr"] == train.learning_rate(e["step"] - 1) for e in launch.metrics(whole) if "lr" in e)

@@ -1,0 +1,87 @@
+"""The learning rate of each step, against formulas and torch's own schedulers."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from xscale.config import Recipe, TrainConfig, load_recipe
+from xscale.errors import UserError
+from xscale.objectives import OBJECTIVES
+from xscale.step.step import set_learning_rate
+
+STEPS, LR = 40, 0.02
+
+
+def load(*sets: str) -> Recipe:
+    options = {name: objective.options for name, objective in OBJECTIVES.items()}
+    return load_recipe(
+        "mlm", [f"train.steps={STEPS}", f"train.lr={LR}", *(f"train.{field}" for field in sets)], options
+    )
+
+
+def curve(*sets: str) -> list[float]:
+    train = load(*sets).train
+    return [train.learning_rate(step) / LR for step in range(STEPS)]
+
+
+FALLS = {"linear": lambda x: 1 - x, "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2, "1-sqrt": lambda x: 1 - x**0.5}
+
+
+@pytest.mark.parametrize("schedule", FALLS)
+@pytest.mark.parametrize(("warmup", "decay"), [(0, None), (8, None), (8, 10), (0.2, 0.25), (0, 1), (8, 0), (8, 32)])
+def test_warm_up_stable_and_decay(schedule: str, warmup: float, decay: float | None) -> None:
+    rise = round(warmup * STEPS) if warmup < 1 else warmup
+    fall = STEPS - rise if decay is None else round(decay * STEPS) if decay < 1 else decay
+    falling = [FALLS[schedule](i / fall) for i in range(int(fall))]
+    expected = [(i + 1) / rise for i in range(int(rise))] + [1.0] * int(STEPS - rise - fall) + falling
+    sets = [f"warmup={warmup}", *([] if decay is None else [f"decay={decay}"])]
+    found = curve(f"schedule={schedule}", *sets)
+    assert found == pytest.approx(expected, abs=1e-12) and min(found) > 0
+    if schedule == "linear":
+        assert curve(*sets) == found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fall"), [("linear", lr_scheduler.LinearLR), ("cosine", lr_scheduler.CosineAnnealingLR)]
+)
+def test_curves_are_those_of_torch(schedule: str, fall: type) -> None:
+    """LinearLR, ConstantLR and CosineAnnealingLR one after the other."""
+    rise, falling, steps = 5, 20, [torch.nn.Parameter(torch.zeros(1))]
+    optimizer = torch.optim.SGD(steps, lr=1.0)
+    last = fall(optimizer, 1.0, 0.0, falling) if fall is lr_scheduler.LinearLR else fall(optimizer, falling)
+    first = lr_scheduler.LinearLR(optimizer, 1 / rise, 1.0, rise - 1)
+    stable = lr_scheduler.ConstantLR(optimizer, 1.0)
+    sequence = lr_scheduler.SequentialLR(optimizer, [first, stable, last], [rise, STEPS - falling])
+    expected = []
+    for _ in range(STEPS):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        sequence.step()
+    assert curve(f"schedule={schedule}", f"warmup={rise}", f"decay={falling}") == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_step_has_the_recipe_s_rate_unless_the_ds_config_has_a_scheduler() -> None:
+    recipe, groups = load("warmup=4"), [{"lr": 7.0}, {"lr": 7.0}]
+    optimizer = SimpleNamespace(param_groups=groups)
+    engine = SimpleNamespace(optimizer=optimizer, lr_scheduler=object(), get_lr=lambda: [g["lr"] for g in groups])
+    assert set_learning_rate(engine, recipe, 1) == 7.0
+    engine.lr_scheduler = None
+    assert set_learning_rate(engine, recipe, 1) == LR / 2 and [g["lr"] for g in groups] == [LR / 2] * 2
+
+
+def test_a_decay_must_fit_beside_the_warm_up() -> None:
+    with pytest.raises(UserError, match=r"train.decay: 30 and warmup: 11 exceed the steps: 40"):
+        load("warmup=11", "decay=30")
+    assert TrainConfig(steps=40, warmup=10, decay=30).learning_rate(9) == TrainConfig().lr
+
+
+def test_steps_that_are_left_out() -> None:
+    train = load("skip_steps=[3, 7-9]").train
+    assert [step for step in range(1, 12) if train.skips(step)] == [3, 7, 8, 9]
+    assert load("skip_steps=[3, 7-9]").identity() == load().identity(), "a resume may name others"
+    for wrong in ("[7..9]", "[-3]", "[a-b]", "[1-2-3]", "[1.5]", "3"):
+        with pytest.raises(UserError, match=r"train.skip_steps"):
+            load(f"skip_steps={wrong}")
