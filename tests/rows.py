@@ -116,10 +116,13 @@ class PlainEngine:
     def __init__(self, module: StepModule, skip: frozenset[int] | set[int] = frozenset(), lr: float = 0.1):
         self.module, self.skip, self.lr, self.device = module, skip, lr, CPU
         self.steps = self.skipped_steps = 0
-        self.optimizer = SimpleNamespace(loss_scale=1.0)
+        self.optimizer, self.lr_scheduler = SimpleNamespace(loss_scale=1.0), "its own"
 
     def __call__(self, *arguments: Any) -> Any:
         return self.module(*arguments)
+
+    def get_lr(self) -> list[float]:
+        return [self.lr]
 
     def zero_optimization_stage(self) -> int:
         return 0

@@ -208,7 +208,8 @@ def expected_metrics(case: Case) -> dict[str, float]:
 
 
 def test_every_recipe_is_here() -> None:
-    assert sorted(SIZES) == sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    plans = {"phases"}  # its objective is that of mlm; tests/test_phases.py has its steps
+    assert sorted(SIZES) == sorted({path.stem for path in RECIPES.glob("*.yaml")} - plans)
 
 
 @pytest.mark.parametrize("cut", CUTS)

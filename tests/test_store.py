@@ -80,5 +80,7 @@ def test_a_step_weighs_its_streams_by_its_own_number(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(stepping, "step_weights", weights)
     with pytest.raises(Stop):
-        stepping.optimizer_step(None, None, [], {}, step=4, rank=0, world=1)  # type: ignore[arg-type]
+        engine: Any = SimpleNamespace(module=SimpleNamespace(follow=lambda recipe: None))
+        recipe: Any = SimpleNamespace(at=lambda step: None)
+        stepping.optimizer_step(engine, recipe, [], {}, step=4, rank=0, world=1)
     assert asked == [4]
