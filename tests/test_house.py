@@ -110,3 +110,14 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef)
     }
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_no_class_name_stands_twice() -> None:
+    names = [
+        node.name
+        for folder in ("xscale", "data_tools")
+        for _, tree in modules(ROOT / folder)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name in set(names) if names.count(name) > 1] == []

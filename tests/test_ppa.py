@@ -35,7 +35,7 @@ from xscale.eval.model import Exported, read_all
 from xscale.eval.retrieval import accuracies
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
-from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
+from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
 from xscale.run import start as prefilling
@@ -427,7 +427,7 @@ def test_keys_that_are_not_finite_do_not_poison_the_queue() -> None:
 
 
 def test_global_order_from_shuffled_rows() -> None:
-    vectors, batch = torch.arange(22.0).view(11, 2), GlobalBatch()
+    vectors, batch = torch.arange(22.0).view(11, 2), GatheredVectors()
     order = torch.randperm(11)
     for cut in (order[:4], order[4:4], order[4:5], order[5:]):
         batch.add(vectors[cut], cut, torch.stack([cut + 100, -cut], 1))

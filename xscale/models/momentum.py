@@ -124,7 +124,7 @@ class Queue:
         self.next, self.filled = state["next"], state["filled"]
 
 
-class GlobalBatch:
+class GatheredVectors:
     """Collects the vectors of this rank's rows, and gathers those of the global batch, in its order, on every rank."""
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ from xscale.data.packed_row import Index, Tokens
 from xscale.data.sequences import Example, Sequences, behind, join_segments
 from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
-from xscale.models.momentum import GlobalBatch, MomentumEncoder, Queue
+from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import tlm
 from xscale.objectives.base import Losses, Objective, Parts, Prediction
 from xscale.ops.alignment_gather import alignment_gather
@@ -249,7 +249,7 @@ class Moco:
         """Number of keys of each rank in the current step."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
         """Returns the keys of the current step [N, D] and their text hashes [N, 2]."""
-        self._batch = GlobalBatch()
+        self._batch = GatheredVectors()
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
