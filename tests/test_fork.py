@@ -49,7 +49,14 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
         begin(demo, tmp_path / "new", tmp_path / "nowhere")
     own = tmp_path / "new" / "checkpoints" / "step_00000009"
     shutil.copytree(parent / "checkpoints" / "step_00000009", own)
-    found = begin(demo, tmp_path / "new", f"{parent}@7")
+    for other in (f"{parent}@7", parent):  # it has not begun there
+        with pytest.raises(UserError, match=r"--fork .*run(@7)?: .*new .*--out"):
+            begin(demo, tmp_path / "new", other)
+    seventh = checkpoints.read(parent / "checkpoints" / "step_00000007")
+    fork.write_ancestry(tmp_path / "new", seventh, seventh.identity)
+    with pytest.raises(UserError, match=r"--fork .*run@9: .*new .*--out"):
+        begin(demo, tmp_path / "new", f"{parent}@9")
+    found = [begin(demo, tmp_path / "new", f"{parent}@7"), begin(demo, tmp_path / "new", parent)][0]
     assert found.path == own and fork.is_own(found, tmp_path / "new") and not fork.is_own(found, parent)
     shutil.rmtree(own)
     (parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt").rename(tmp_path / "gone")

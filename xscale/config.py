@@ -106,6 +106,13 @@ class DataConfig:
     """A folder of each machine for the shards of --data that are at a URL; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
     """The gigabytes of shards that `cache` holds. The shards that were not used for longest make room for others."""
+
+    @model_validator(mode="after")
+    def caches_on_this_machine(self) -> Self:
+        if self.cache and "://" in self.cache:
+            raise ValueError(f"cache: {self.cache} is a URL; name a folder of the machine")
+        return self
+
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, named after the pair: en-de.txt. Without any, `lexicon/*.txt` in the first --data directory or
     its parent is used. A stream reads the dictionaries of its languages. Dictionaries that no stream reads are used for
@@ -189,6 +196,9 @@ class TrainConfig:
         for entry in self.skip_steps:
             if not re.fullmatch(r"\d{1,15}(-\d{1,15})?", str(entry)):
                 raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
+            first, *last = (int(number) for number in str(entry).split("-"))
+            if first < 1 or [first] > last > []:
+                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range rises")
         return self
 
     def skips(self, step: int) -> bool:

@@ -59,6 +59,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
+    for phase in run_spec.phases:
+        print(*(f"in a phase: {line}" for line in phase.dropped().values()), sep="\n")
     for line in [*run_spec.dropped().values(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")

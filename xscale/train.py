@@ -69,6 +69,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--fork begins a run that goes on by itself when it is started again; leave --resume out")
     if args.out == "":
         parser.error("--out is empty; name a folder, or leave it out for runs/<recipe>")
+    if args.out and "://" in args.out:
+        parser.error(f"--out {args.out} is a URL; name a folder")
     args.out = Path(args.out or Path("runs") / Path(args.recipe).stem)
     return args
 

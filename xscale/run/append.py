@@ -66,4 +66,4 @@ def merged_calibration(checkpoint: Checkpoint, old: Calibration, fresh: Calibrat
     of running text and the rows follow from them."""
     lines = dict(zip(fingerprints(checkpoint.identity), old.lines, strict=True))
     of_all = zip(run_spec.sources, fresh.lines, strict=True)
-    return Calibration([lines.get(source.fingerprint, line) for source, line in of_all], old.streams)
+    return replace(old, lines=[lines.get(source.fingerprint, line) for source, line in of_all])

@@ -36,6 +36,11 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
     args: train.py's. Raises UserError."""
     append = args.data_change == "append"
     found = folder.find_checkpoint(args.out, args.resume, identity, host_group, append)
+    if found is not None and args.fork and not descends(args.out, args.fork):
+        raise UserError(
+            f"--fork {args.fork}: {args.out} has checkpoints of a run that did not begin there; choose another --out, "
+            f"or leave --fork out to go on with that run"
+        )
     if found is None and args.fork:
         found = find_parent(args.fork)
         if problem := checkpoints.verify(found.path, host_group):
@@ -46,6 +51,17 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
                 f"--set model.init={found.path} in the place of --fork:\n" + folder.indented(differences)
             )
     return found
+
+
+def descends(out: Path, fork: str) -> bool:
+    """Whether the run in `out` began where --fork says."""
+    with suppress(OSError, ValueError, LookupError):
+        nearest = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))[0]
+        run, _, step = fork.rpartition("@")
+        if run and re.fullmatch(r"\d+", step):
+            return (str(Path(run).resolve()), int(step)) == (nearest["run"], nearest["step"])
+        return nearest["run"] in map(str, (Path(fork).resolve(), *Path(fork).resolve().parents))
+    return False
 
 
 def find_parent(fork: str) -> Checkpoint:

@@ -64,6 +64,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         checkpoint = checkpoint and append.adapted(checkpoint, run_spec)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
+        if checkpoint and first >= train.steps and not fork.is_own(checkpoint, args.out):
+            raise UserError(f"--fork {args.fork} is of step {first}, and train.steps is {train.steps}; set more steps")
         if first >= train.steps:
             LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
             status.ended(DONE, f"{first} of {train.steps} steps")
@@ -74,6 +76,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             write_config(args.out, run_spec, config)
             if checkpoint and not fork.is_own(checkpoint, args.out):
                 fork.write_ancestry(args.out, checkpoint, run_spec.identity())
+            for line in [of for phase in run_spec.phases for of in phase.dropped().values()]:
+                LOG.warning(f"in a phase: {line}")
             for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
