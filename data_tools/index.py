@@ -23,7 +23,7 @@ from .ranks import Ranks, run
 
 TOOL = "data_tools.index"
 Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
-"""Of some tars: (index.json's entry, layout, languages, documents) of each, and a survey of their texts."""
+"""The entries of some tars in index.json, each with its layout, languages and documents, and a survey of the texts."""
 
 
 def build(

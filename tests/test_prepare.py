@@ -21,6 +21,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pytest
 import yaml
+import zstandard
 
 from data_tools import cleaning, prepare, readers, steps
 from data_tools.corpus import Rules, SourceSpec, load_corpus
@@ -33,8 +34,6 @@ from xscale.data.lexicon import find_lexicons
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 
-zstandard = pytest.importorskip("zstandard")
-
 ODD = ["a b", "a\u2028b c", "a\x85b", "a\x0bb d", "\u00a0x\u3000y", "z\u2029"]
 """White space at which str.splitlines splits, and others."""
 ZIP = b"PK\x05\x06" + b"\0" * 18
@@ -42,7 +41,7 @@ PAIRS = [(f"{n} {text} one", f"{n} {text} zwei") for n, text in enumerate(ODD)]
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of every file below a folder."""
+    """Return the SHA-256 of every file below a folder, by its path there."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
@@ -275,7 +274,6 @@ def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
 
 
 def test_language_identification_removes_sure_mistakes() -> None:
-    pytest.importorskip("py3langid")
     cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"))
     german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
     english = "The weather is very nice today, and we are going to the park."
@@ -346,8 +344,7 @@ def stored(folder: Path) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
 
 
 def test_near_duplicates_are_those_of_exact_jaccard(tmp_path: Path) -> None:
-    """Of pairs of sentences: all those at 0.95 and few below 0.6, by sets of runs of 5 characters."""
-    pytest.importorskip("rensa")
+    """The search finds all pairs of a similarity of 0.95 and few below 0.6, by sets of runs of 5 characters."""
     world = World(0)
     base = [" ".join(world.document("en", n)[:6])[:300] for n in range(1, 200)]
     choose, texts = random.Random(1), list[list[str]]()
@@ -391,8 +388,8 @@ def test_links_are_of_the_words_that_are_stored(tmp_path: Path) -> None:
 
 
 def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the aligner's place taken by one that links words at equal places. Pairs go to it once a direction, in
-    whatever chunks they are, without those that are repeated; links that a source has remain."""
+    """The aligner gets each pair once a direction, in whatever chunks they are, without those that are repeated; links
+    that a source has remain. An aligner that links words at equal places stands in for eflomal."""
     asked = list[list[tuple[str, str]]]()
 
     def diagonal(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
@@ -653,7 +650,8 @@ def command(folder: Path, tree: dict, out: str, workers: int, **environment: str
 
 @pytest.mark.slow
 def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
-    """With 1, 2 and 4 workers, and killed at 10 random moments: what was done by then is not done again."""
+    """1, 2 and 4 workers write the same bytes, and so does a command that is killed at 10 random moments, which does no
+    finished task again."""
     _, tree = raw
     for out, workers in (("one", 1), ("two", 2), ("four", 4)):
         assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
@@ -710,7 +708,7 @@ def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:
-    """With exit code 4 and a line, not by waiting for ever."""
+    """The command ends with exit code 4 and a line, and does not wait for ever."""
     (tmp_path / "small.py").write_text(
         "import os, signal\nfrom pathlib import Path\nfrom data_tools import engine\n"
         "def step(folder, number):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
