@@ -163,9 +163,10 @@ def test_each_objective_alone_at_any_number_of_ranks(demo: Path, tmp_path: Path)
         expected = launch.metrics(tmp_path / "1" / recipe)
         for world in ("2", "4"):
             for ours, theirs in zip(launch.metrics(tmp_path / world / recipe), expected, strict=True):
-                near = 1e-5 * max(1, abs(theirs["loss"]))
+                # Adam's first updates enlarge what rounding changes.
+                near = (1e-5 if ours["step"] == 1 else 5e-5) * max(1, abs(theirs["loss"]))
                 for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=near), (recipe, world, name)
+                    assert ours[name] == pytest.approx(theirs[name], rel=5e-5, abs=near), (recipe, world, name)
 
 
 def test_each_objective_alone_after_kills(demo: Path, tmp_path: Path) -> None:

@@ -289,6 +289,17 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
         yield flat, [(weight, of.start, of.start + of.numel, at.start) for weight, of, at in places]
 
 
+def zero_padding(engine: Any) -> None:
+    """Set the padding of stage 3's partitions to zero. DeepSpeed leaves memory as it finds it there and saves it, so
+    the same run could make other checkpoints."""
+    if engine.zero_optimization_stage() == 3:
+        for flat, fragments in partitions(engine):
+            padding = torch.ones_like(flat, dtype=torch.bool)
+            for _, first, last, at in fragments:
+                padding[at : at + last - first] = False
+            flat.data.masked_fill_(padding, 0)
+
+
 def torch_optimizer(engine: Any) -> Any:
     return engine.optimizer.optimizer if engine.zero_optimization_stage() else engine.optimizer
 

@@ -35,6 +35,8 @@ LINE_SECONDS = 5.0
 """The least time between progress lines, unless the console is a terminal."""
 BUFFER = 1 << 16
 """The number of waiting bytes from which on lines are written at once."""
+MOST_WAITING = 1 << 26
+"""The most bytes that wait in memory while a file cannot be written."""
 SLOW, SLOW_FLUSHES = 1.5, 10
 """A rank is slow if it takes SLOW times the ranks' median at SLOW_FLUSHES readings of the metrics in a row."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
@@ -101,8 +103,8 @@ class _TqdmHandler(logging.Handler):
 class JsonLines:
     """An append-only file of objects with a "step" field, or nothing where `path` is None.
 
-    Training goes on without lines that cannot be written, as on a full disk. The first line after them is
-    {"step": 5, "lost": [5, 8]}, with the first and the last missing step.
+    Training goes on while lines cannot be written, as on a full disk. They wait in memory, and are written when that is
+    possible again.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -117,31 +119,34 @@ class JsonLines:
         self.path, self.file = path, path.open("ab", buffering=0)
         self.end = path.stat().st_size
         """The end of the last whole line."""
-        self.steps, self.lines, self.size = list[int](), list[bytes](), 0
-        """The waiting lines, with their steps before and the number of their bytes after them."""
-        self.lost: list[int] = []
-        """The first and the last step of the lines that are lost, while the file cannot be written."""
+        self.lines, self.size = list[bytes](), 0
+        """The waiting lines, and the number of their bytes."""
+        self.failing = False
+        """True while lines cannot be written."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line, which waits for `flush` or until BUFFER bytes wait. Numbers that are not finite become null,
         since JSON has none."""
         if self.file:
-            self.steps.append(entry["step"])
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
-            if self.size > BUFFER:
+            if self.size > BUFFER and not self.failing:
                 self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
         if self.file and self.lines:
-            gap = [_encoded({"step": self.lost[0], "lost": self.lost})] if self.lost else []
-            problem = self._append(b"".join(gap + self.lines))
-            if problem and not self.lost:
-                LOG.error(f"{self.path}: {problem}; training goes on, but new lines are lost until this is mended")
-            elif self.lost and not problem:
-                LOG.warning(f"{self.path}: works again; steps {self.lost[0]} to {self.lost[1]} are missing")
-            self.lost = [*(self.lost or self.steps)[:1], self.steps[-1]] if problem else []
-            self.steps, self.lines, self.size = [], [], 0
+            problem = self._append(b"".join(self.lines))
+            if problem and not self.failing:
+                LOG.error(
+                    f"{self.path}: {problem}; training goes on, and new lines wait in memory until this is mended"
+                )
+            elif self.failing and not problem:
+                LOG.warning(f"{self.path}: works again; the lines that waited are written")
+            self.failing = bool(problem)
+            if problem and self.size > MOST_WAITING:
+                LOG.error(f"{self.path}: {len(self.lines):,} lines are lost, since they take too much memory")
+            if not problem or self.size > MOST_WAITING:
+                self.lines, self.size = [], 0
         if self.file and to_disk:
             try:
                 os.fsync(self.file.fileno())
@@ -166,6 +171,8 @@ class JsonLines:
 
     def close(self) -> None:
         self.flush(to_disk=True)
+        if self.file and self.lines:
+            LOG.error(f"{self.path}: its last {len(self.lines):,} lines are lost")
 
 
 def _encoded(entry: dict[str, Any]) -> bytes:

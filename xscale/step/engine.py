@@ -30,6 +30,7 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
     except (ValueError, TypeError, ImportError, NotImplementedError, AssertionError, ConfigError) as error:
         raise UserError(f"--ds_config: DeepSpeed does not take it: {error}") from error
     private.look_at_norm_alone(engine)
+    private.zero_padding(engine)
     if encoder := getattr(module, "encoder", None):
         gather_for_every_pass(engine, encoder.lm.get_output_embeddings().parameters())
     return engine
