@@ -326,9 +326,10 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         words = sum(len(text.split()) for some in sample.texts.values() for text in some)
         pieces = sum(len(tokens) for some in ids.values() for tokens in some)
         fertility = f", {pieces / words:.2f} tokens a word" if words else ""
+        new = f", {len(loaded.hf) - len(old.hf):,} of them new" if old else ""
         unknown = {language: loaded.unknown(some) for language, some in ids.items()}
         return "\n".join(
-            [f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{fertility}", *unknown_lines(unknown, args.out)]
+            [f"{args.out}: {args.type}, {len(loaded.hf):,} tokens{new}{fertility}", *unknown_lines(unknown, args.out)]
         )
 
     message = ranks.together(work)[0]

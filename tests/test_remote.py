@@ -65,8 +65,8 @@ class Handler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         fault, path = self.faults.of(self.path), Path(self.translate_path(self.path))
-        if fault in ("fail", "absent"):
-            self.send_error(500 if fault == "fail" else 404)
+        if fault in ("fail", "absent", "refuse"):
+            self.send_error({"fail": 500, "absent": 404, "refuse": 403}[fault])
         elif not fault or path.is_dir():
             super().do_GET()
         else:
@@ -245,6 +245,15 @@ def test_a_run_ends_with_exit_code_4(
     run = ["--ds_config", "zero2_cpu", "--recipe", "xlm", "--data", url, "--out", str(tmp_path / "out"), "--dry_run"]
     assert train.main([*run, "--set", *sets]) == MACHINE
     assert f"error: {url}/en" in capsys.readouterr().err
+
+
+@over_http
+def test_a_server_that_refuses_access(url: str, faults: Faults, tmp_path: Path) -> None:
+    """It is asked once, and the message names the credentials."""
+    faults.next["index.json"] = ["refuse"]
+    with pytest.raises(UserError, match=rf"{url}.*403.*credentials"):
+        find_sources([f"{url}/en-xx"], Cache(tmp_path, 1 << 30))
+    assert faults.asked["index.json"] == 1
 
 
 @in_memory

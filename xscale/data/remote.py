@@ -37,7 +37,9 @@ TOUCHED = 10.0
 FETCHERS = 4
 """The number of threads that fetch ahead."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors of the cache, which another try would not mend."""
+"""Errors of the cache, which another try would not fix."""
+REFUSED = {401, 403}
+"""The codes of HTTP for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
 Found = TypeVar("Found")
 
@@ -224,7 +226,8 @@ def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bo
 
 
 def persist(url: str, attempt: Callable[[int], Found]) -> Found:
-    """The value of `attempt`, which is called with the number of the try until it succeeds. Raises OSError."""
+    """The value of `attempt`, which is called with the number of the try until it succeeds. Raises OSError past the
+    last try, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
         try:
             return attempt(number)
@@ -232,6 +235,9 @@ def persist(url: str, attempt: Callable[[int], Found]) -> Found:
             if isinstance(error, OSError) and error.errno in NO_ROOM:
                 raise OSError(error.errno, error.strerror, "data.cache, the folder of remote shards") from None
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            if isinstance(error, PermissionError) or getattr(error, "status", None) in REFUSED:
+                hint = "give credentials in fsspec's configuration"
+                raise UserError(f"{url}: the server refuses access ({problem}); {hint}") from None
         if number < TRIES:
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)
             LOG.warning(f"{url}: try {number} of {TRIES} failed ({problem}); the next is in {wait:.1f} s")
