@@ -131,8 +131,8 @@ class Tokenizer:
 
     @property
     def backend(self) -> Any:
-        """The tokenizer without transformers' wrapper. Text that spells "</s>" or "[MASK]" does not become that token. A
-        call of `hf` changes these settings, so they are made at each use."""
+        """The tokenizer without transformers' wrapper. Text that spells "</s>" or "[MASK]" does not become that token.
+        A call of `hf` changes these settings, so they are made at each use."""
         backend = self.hf.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -144,8 +144,8 @@ class Tokenizer:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Token ids that words have inside a sentence, after a comma: byte-level BPE and Unigram mark the space before a
-        word, which Chinese does not have."""
+        """Token ids that words have inside a sentence, after a comma: byte-level BPE and Unigram mark the space before
+        a word, which Chinese does not have."""
         commas = ["，" if stands_alone(word) else ", " for word in words]
         texts = [comma + word for comma, word in zip(commas, words, strict=True)]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
