@@ -162,7 +162,7 @@ class TrainConfig:
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
     compile: bool = False
-    """torch.compile compiles the encoder, and all rows are padded to one shape. Dropout has other masks than
+    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout has other masks than
     without compilation."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass

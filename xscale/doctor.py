@@ -1,4 +1,4 @@
-"""The doctor shows what a machine and a job offer a run, and what would keep it from starting:
+"""The doctor reports what a machine and a job provide for a run, and what would keep the run from starting:
 
     python -m xscale.doctor [--recipe xlm] [--data shards] [--out runs/xlm] [--set key.sub=value ...]
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m xscale.doctor    # also the network between ranks

@@ -1,4 +1,4 @@
-"""`train.py --dry_run` checks all that a start would, and prints what the run will draw, compute, send and save."""
+"""`train.py --dry_run` makes all checks of a start, and prints what the run will read, compute, send and save."""
 
 import argparse
 import math
@@ -34,7 +34,7 @@ ALONE = Process(0, 1, 0, 1)
 UNKNOWN_SAMPLE = 1024
 """The number of records of each language that are searched for unknown tokens."""
 READ = 512
-"""The number of samples of each stream, at most, that are read to estimate the work of a step."""
+"""The maximum number of samples of each stream that are read to estimate the work of a step."""
 PROBE_BYTES = 16 << 20
 """The size of the file that measures the speed of a file system."""
 

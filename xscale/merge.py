@@ -1,9 +1,9 @@
 """Merge models into one: `python -m xscale.merge A B C --how mean|weighted|ema|ties --out HF_DIR`.
 
-A model is a Hugging Face directory, a checkpoint, or a run, which stands for its newest checkpoint. `mean` and
-`weighted` average the models. `ema` averages the checkpoints of one run, or the models from the oldest to the newest.
-`ties` adds to the model --base what the others have learnt since (Yadav et al. 2023). All models must have the same
-tokenizer, configuration and shapes.
+A model is a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken. `mean` and `weighted`
+average the models. `ema` averages the checkpoints of one run, or the models from the oldest to the newest. `ties` adds
+the merged changes of the models to the model --base, from which they were trained (Yadav et al. 2023). All models must
+have the same tokenizer, configuration and shapes.
 """
 
 import argparse
@@ -49,7 +49,7 @@ class Model:
         return {name: weight.detach() for name, weight in self.lm.named_parameters()} | heads
 
     def facts(self) -> dict[str, Any]:
-        """Returns what all merged models must have in common."""
+        """Returns the properties that all merged models must have in common."""
         tokenizer, config, trained = Tokenizer(self.tokenizer_path), self.lm.config.to_dict(), self.lm.config.xscale
         facts: dict[str, Any] = {"tokenizer": (tokenizer.fingerprint, tokenizer.special)}
         facts |= {name: trained.get(name, False) for name in ("language_embeddings", "reset_positions")}
@@ -113,7 +113,7 @@ def ties(vectors: list[Tensor], density: float) -> Tensor:
 
 
 def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
-    """Returns the merged weights, as `args` ask. vectors: the weights of each model, with the base's last for ties."""
+    """Returns the weights, merged as `args` ask. vectors: the weights of each model, for ties with the base's last."""
     if args.how == "ties":
         *vectors, base = vectors
         return base + ties([vector - base for vector in vectors], args.density)

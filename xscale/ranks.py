@@ -309,7 +309,7 @@ class HostGroup:
         return values
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Returns on every rank what rank 0 makes. A UserError of rank 0 is raised on all ranks."""
+        """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
         made: tuple[Any, str] = (None, "")
         if self.is_main:
             try:
@@ -322,8 +322,8 @@ class HostGroup:
         return value
 
     def share(self, works: list[Callable[[], Any]]) -> list[Any]:
-        """Returns on every rank what each of the functions makes. Each is called on one rank; its UserError is raised
-        on all ranks."""
+        """Return on every rank the values of all functions. Each function is called on one rank; its UserError is
+        raised on all ranks."""
         made: tuple[list[Any], str] = ([], "")
         try:
             made = [work() for work in works[self.rank :: self.size]], ""

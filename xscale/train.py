@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
         own = isinstance(error, RankError) or out_of_memory(error) or (code == MACHINE and not lost_rank(error))
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
-            with suppress(OSError):  # such as a full disk; the exit code tells it too
+            with suppress(OSError):  # such as a full disk; the exit code remains
                 print(f"{where}error: {printable(message_of(error))}", file=sys.stderr, flush=True)
         return code
 

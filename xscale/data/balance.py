@@ -1,11 +1,11 @@
-"""The assignment of a step's samples to ranks and rows: a pure function of the samples' estimated lengths."""
+"""The assignment of a step's samples to ranks and packed rows: a pure function of their estimated lengths."""
 
 import numpy as np
 
 FREE_SHARE = 0.03
 """The share of train.max_tokens that rows leave free on average, because lengths are only estimates."""
 ROUNDS = 32
-"""About the number of rounds in which a step is assigned; more rounds balance better and take longer."""
+"""The approximate number of rounds in which samples are assigned; more rounds balance better and take longer."""
 FEWEST_BINS = 8
 """Each round assigns samples to at least 1 / FEWEST_BINS of the bins."""
 

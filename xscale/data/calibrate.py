@@ -23,8 +23,8 @@ tokenised, in groups of GROUP; of those over max_length, at most BEYOND, one by 
 SHARDS, SHARDS_OF_SOURCE = 256, 4
 """The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
 LINE_RECORDS, LINE_SHARDS = 1024, 8
-"""To fit tokens to bytes, LINE_RECORDS / (number of sources) records of a shard are read, but from 8 to 32, and of each
-source at most LINE_SHARDS shards."""
+"""The fit of tokens to bytes reads at most LINE_SHARDS shards of each source, and of each shard LINE_RECORDS / (number
+of sources) records, but at least 8 and at most 32."""
 
 Work = Callable[[], Any]
 

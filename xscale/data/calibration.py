@@ -40,7 +40,7 @@ class Estimate:
         return np.rint(tokens).astype(np.int64)
 
     def variance(self, tokens: np.ndarray) -> np.ndarray:
-        """Variance of the real tokens of rows that have so many estimated ones, from the samples and from the ratio."""
+        """Variance of the real tokens of bins with so many estimated tokens, due to the samples and to the ratio."""
         return self.noise * tokens * (1 + tokens / max(self.counted, 1))
 
 
@@ -59,7 +59,7 @@ class Calibration:
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
-        """The stream's estimate, or the identity for a stream that has none."""
+        """The stream's estimate; for a stream without one, an estimate that corrects nothing."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:

@@ -205,8 +205,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". Names that are split into two of `languages`
-    are preferred to those that only look like languages. None: no way to split the name, or several."""
+    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". A split into two of `languages` is
+    preferred to splits whose parts only look like languages. None: the name has no such split, or several."""
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)

@@ -397,8 +397,9 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
     ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
-    # The lowest draws go to the first source, and so on. The leading bits decide nearly all of them; only draws that
-    # share these bits with a draw of another source are sorted, which takes a third of the time of sorting all.
+    # The samples with the lowest random numbers go to the first source, and so on. The numbers' leading bits decide
+    # nearly all samples; only numbers that share these bits with a number of another source are sorted, which takes a
+    # third of the time of sorting all.
     bits = (drawn[:-1] * BUCKETS).astype(np.uint16)
     behind = np.cumsum(np.bincount(bits, minlength=BUCKETS))
     first, last = (np.searchsorted(ends, at, side="right") for at in (np.append(0, behind[:-1]), behind - 1))
@@ -412,7 +413,7 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 BUCKETS = 1 << 12
-"""The number of different leading bits of a draw."""
+"""The number of values that the leading bits of a random number may have."""
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:

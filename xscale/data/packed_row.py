@@ -1,4 +1,4 @@
-"""A packed row: the sequences of all streams, laid end to end without padding, and what their losses read.
+"""A packed row: the sequences of all streams, laid end to end without padding, with what their losses read.
 
 One row is one forward and backward pass of a rank.
 
@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
 
 
 class RowShape(NamedTuple):
-    """The size that a compiled row is filled up to."""
+    """The size to which a compiled row is filled up."""
 
     tokens: int
     sequences: int
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 class RowCost(NamedTuple):
-    """The cost of a row, whatever the model: tokens, sums of squared lengths (attention), predictions."""
+    """The cost of a row for any model: numbers of tokens, sums of squared lengths (attention), and predictions."""
 
     tokens: int = 0
     squares: int = 0
@@ -196,7 +196,7 @@ def lay_out(
 
 
 def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape | None) -> np.ndarray:
-    """Lengths of the sequences that fill a row up; none is longer than `longest`."""
+    """Lengths of the sequences that fill a row up, each at most `longest`."""
     if shape is not None and tokens <= shape.tokens:
         rest = shape.tokens - tokens
         whole = [longest] * (rest // longest) + [rest % longest] * bool(rest % longest)

@@ -430,24 +430,24 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
-            raise ValueError(f"{name} {index[name]!r} is no {kind.__name__}")
+            raise ValueError(f"{name} {index[name]!r} is not a {kind.__name__}")
     check_languages(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono") or index["layout"] not in LAYOUTS:
-        raise ValueError(f"kind {index['kind']!r} and layout {index['layout']!r} do not fit")
+        raise ValueError(f"kind {index['kind']!r} or layout {index['layout']!r} is wrong")
     if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"segmentation {index['segmentation']!r} is no object")
+        raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
     if unknown := set().union(*index["shards"]) - {*Shard._fields}:
-        raise ValueError(f"shards have no {', '.join(sorted(map(str, unknown)))}")
+        raise ValueError(f"shards have unknown fields: {', '.join(sorted(map(str, unknown)))}")
     shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s["idx_crc32"]) for s in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
-            raise ValueError(f"shard {name!r}: {(records, size, crc)} are no numbers of records and bytes")
+            raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(f"shard {name!r} is no file name, or has no hash")
+            raise ValueError(f"shard {name!r} is not a name of a tar file, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} are not those of its shards")
+        raise ValueError(f"records {index['records']} is not the sum over its shards")
     return shards
 
 

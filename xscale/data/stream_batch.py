@@ -22,7 +22,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 @dataclass(frozen=True)
 class StreamShare:
-    """The number of a row (`part`) among all rows of an optimizer step, over all ranks (`parts`)."""
+    """The number of a packed row (`part`) among all rows of an optimizer step, over all ranks (`parts`)."""
 
     step: int = 0
     part: int = 0

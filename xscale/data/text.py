@@ -102,7 +102,7 @@ def _gunzip(file: BinaryIO) -> Iterable[bytes]:
 
 
 def _unxz(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of all streams of an .xz file. lzma.open ignores whatever follows that is no stream."""
+    """Yield the lines of all streams of an .xz file. lzma.open ignores trailing bytes that are no stream."""
     decoder, form, data, rest = None, lzma.FORMAT_AUTO, b"", b""
     while data := data or file.read(_BLOCK):
         if decoder is None:
