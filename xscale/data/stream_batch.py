@@ -66,7 +66,7 @@ class Context:
         return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
-        """The source of token types in sequences of pairs; None: they are 0."""
+        """What the token types in sequences of pairs mean; None: they are 0."""
         return "languages" if language_embeddings else "segments" if self.segments else None
 
 
