@@ -544,11 +544,11 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
 @pytest.mark.parametrize(
     ("members", "problem"),
     [
-        ([*A, *A, *B], "record 0: a.en.txt stands twice in a row"),
-        ([A[0], *B], "record 1: sample 'b' has en, cs, the ones before en: .* --langs"),
+        ([*A, *A, *B], "record 0: a.en.txt occurs twice in one sample"),
+        ([A[0], *B], "record 1: sample 'b' has en, cs, the samples before have en: .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
-        ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json stands twice"),
+        ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json occurs twice"),
         ([("a.jsonl", b"[" * 100_000)], "record 0: not JSON .*recursion"),
         ([("a.jsonl", b'{"key": "a", "langs": ["en", "en"], "texts": ["x", "y"]}')], "record 0: .* two different ones"),
         ([("a.jsonl", b'{"key": null, "langs": ["en"], "texts": ["x"]}')], "record 0: record None: .* key is a string"),
@@ -691,9 +691,9 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 @pytest.mark.parametrize(
     ("members", "named"),
     [
-        ({"0.jsonl": b'{"key": "a\\ud800", "langs": ["en"], "texts": ["x"]}\n'}, "half a character"),
-        ({"0.jsonl": b'{"key": "a", "langs": ["en"], "texts": ["x"], "texts": ["y"]}\n'}, "stands twice"),
-        ({"0.json": b'{"langs": ["en"], "texts": ["x"], "texts": ["y"]}'}, "stands twice"),
+        ({"0.jsonl": b'{"key": "a\\ud800", "langs": ["en"], "texts": ["x"]}\n'}, "an unpaired surrogate"),
+        ({"0.jsonl": b'{"key": "a", "langs": ["en"], "texts": ["x"], "texts": ["y"]}\n'}, "occurs twice"),
+        ({"0.json": b'{"langs": ["en"], "texts": ["x"], "texts": ["y"]}'}, "occurs twice"),
         ({"0.de.txt": b"x", "0.EN.TXT": b"y"}, r"0\.EN\.TXT.*lower case"),
         ({"0.JSON": b"{}", "0.de.txt": b"x"}, r"0\.JSON.*lower case"),
         ({"0.e\x1b[31mn.txt": b"x"}, "not names of languages"),

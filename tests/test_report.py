@@ -704,7 +704,7 @@ def test_a_full_disk_is_the_machines(
     monkeypatch.setattr("xscale.files.write_text", fail)
     with nullcontext() if full else pytest.raises(OSError, match="ours"):
         assert command.main([str(one[0]), "--out", str(tmp_path / "r.html")]) == 4
-        assert "r.html: No space left on device; mend that" in capsys.readouterr().err
+        assert "r.html: No space left on device; fix that" in capsys.readouterr().err
 
 
 def test_shards_without_links_are_refused(

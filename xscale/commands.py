@@ -1,5 +1,5 @@
-"""The programs that pip installs. xscale-train is `python -m xscale.train`; xscale-eval, xscale-finetune,
-xscale-report, xscale-export and xscale-merge are alike. `xscale-data TOOL ...` runs a tool that makes or reads
+"""The programs that pip installs. xscale-train runs `python -m xscale.train`; so do xscale-eval, xscale-finetune,
+xscale-report, xscale-export and xscale-merge with their modules. `xscale-data TOOL ...` runs a tool that makes or reads
 shards."""
 
 import runpy
@@ -41,7 +41,7 @@ def data() -> None:
     if asked and asked[0] in tools:
         del sys.argv[1]
         _run(f"{TOOLS}.{asked[0]}")
-    print(f"usage: xscale-data TOOL ..., with `--help` what it takes. Tools: {', '.join(tools)}", file=sys.stderr)
+    print(f"usage: xscale-data TOOL ...; TOOL --help shows its arguments. Tools: {', '.join(tools)}", file=sys.stderr)
     sys.exit(0 if asked in (["-h"], ["--help"]) else 2)
 
 

@@ -56,10 +56,10 @@ class StreamConfig:
     samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
     """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
     data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
-    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. In a phase with
-    0 samples the stream rests."""
+    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. A phase may
+    set 0 samples, which pauses the stream."""
     tokens: Count | None = None
-    """Tokens per optimizer step, instead of `samples`. A measurement before step 1 turns them into samples."""
+    """Tokens per optimizer step, instead of `samples`. A measurement before step 1 converts them to samples."""
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the loss of the step."""
     warm_in: NotNegative = 0.0
@@ -67,7 +67,7 @@ class StreamConfig:
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de", in either order) whose data and dictionaries the stream reads; null: all."""
     options: Any = None
-    """The objective's own fields. In YAML they stand beside the others."""
+    """The objective's own fields. In YAML they are written beside the stream's other fields."""
 
 
 def _workers(value: Any) -> Any:
@@ -87,25 +87,25 @@ class DataConfig:
     """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
     stream has language embeddings; false: both have type 0."""
     first: Count | None = None
-    """The number of records that are read of each language and each pair of languages, in the order of --data and of
-    the shards; null: all."""
+    """The maximum number of records of each language and each pair of languages, in the order of --data and of the
+    shards; null: no limit."""
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages are drawn with a probability proportional to n^alpha."""
+    """Languages, and pairs of languages, are sampled with a probability proportional to n^alpha."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
-    """The n of alpha: a language's records, or their tokens or bytes, estimated from some shards. Of running text a
-    sample is a number of tokens, whatever its records are."""
+    """The n of n^alpha: the number of a language's records, or of their tokens or bytes, which are estimated from some
+    shards. A sample of running text is a number of tokens, whatever the length of its records."""
     max_epochs: PositiveFloat | None = None
-    """About the number of times that the run reads a record at most (UniMax, Chung et al. 2023; data.alpha 0 is
-    theirs). Samples of languages that would be read more often go to the others, in proportion. If all languages are
-    read as often, they exceed it alike. null: no limit."""
+    """About the maximum number of times that the run reads a record (UniMax, Chung et al. 2023, who use data.alpha 0).
+    If a language would be read more often, its excess samples go to the other languages in proportion. If all languages
+    reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
     cache: str | None = None
-    """A folder of each machine for the shards of --data that are at a URL; null: ~/.cache/xscale."""
+    """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
-    """The gigabytes of shards that `cache` holds. The shards that were not used for longest make room for others."""
+    """The maximum size of the shards in `cache` in GB. The least recently used shards are deleted first."""
 
     @model_validator(mode="after")
     def caches_on_this_machine(self) -> Self:
@@ -119,8 +119,8 @@ class DataConfig:
     evaluation only."""
     truecase: bool = True
     """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
-    Words of MUSE are lower-case, and `hund` is no token of German text. This has no effect if the tokenizer
-    lower-cases. The run keeps the changed dictionary in its directory, under lexicon/."""
+    MUSE's words are lower-case, but German text has `Hund`, not `hund`. No effect if the tokenizer lower-cases. The
+    run keeps the changed dictionary in its directory, under lexicon/."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
     measured on these words, `alignment_trained/en-de` on the others. At 0 only the latter exists."""
@@ -131,7 +131,7 @@ class TrainConfig:
     steps: Count = 1000
     """Optimizer steps of the run."""
     epochs: PositiveFloat | None = None
-    """Epochs, instead of `steps`: the first stream of pairs draws this many times the number of its pairs. With
+    """Epochs, instead of `steps`: the first stream of pairs reads this many times the number of its pairs. With
     data.alpha 1 every pair is read this often; with a lower alpha, small languages are read more often than large
     ones."""
     lr: PositiveFloat = 3e-4
@@ -142,8 +142,9 @@ class TrainConfig:
     """The curve by which the learning rate falls to 0: 1 - x, (1 + cos(pi x)) / 2 or 1 - sqrt(x), where x goes from 0
     to 1. null: linear, or the scheduler of the ds_config if it has one."""
     decay: NotNegative | None = None
-    """The last steps, in which the learning rate falls; before them it stays at its peak (warm-up, stable, decay). A
-    number below 1 is a share of `steps`. null: it falls from the end of the warm-up on; 0: it never falls."""
+    """The number of steps at the end of the run in which the learning rate falls; before them it stays at its peak
+    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: it never
+    falls."""
     weight_decay: NotNegative = 0.01
     """The weight decay of AdamW. Biases and norms have none."""
     max_grad_norm: NotNegative = 1.0
@@ -161,8 +162,8 @@ class TrainConfig:
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
     compile: bool = False
-    """torch.compile compiles the encoder, and all rows are padded to one shape. Dropout draws other masks than
-    without."""
+    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout has other masks than
+    without compilation."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
     is slower. CPUs are reproducible anyway."""
@@ -188,8 +189,8 @@ class TrainConfig:
     skips the bad step. After that it ends with exit code 3."""
 
     skip_steps: list[int | str] = dataclasses.field(default_factory=list)
-    """Steps that read their records and change nothing, counted from 1, such as [500, 81200-81260]: those of a loss
-    spike, on a resume from a checkpoint before it."""
+    """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
+    After a loss spike, resume from a checkpoint before it and exclude its steps."""
 
     @model_validator(mode="after")
     def skips_steps(self) -> Self:
@@ -202,7 +203,7 @@ class TrainConfig:
         return self
 
     def skips(self, step: int) -> bool:
-        """Whether a step, counted from 1, is left out."""
+        """True if a step, counted from 1, is excluded."""
         ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
         return any(steps[0] <= step <= steps[-1] for steps in ranges)
 
@@ -215,7 +216,7 @@ class TrainConfig:
         return self
 
     def whole_steps(self, number: float) -> int:
-        """A number of steps that may be given as a share of the run."""
+        """The number of steps for a value that may be a share of the run."""
         return round(number * self.steps) if number < 1 else int(number)
 
     def learning_rate(self, step: int) -> float:
@@ -240,7 +241,8 @@ class CheckpointConfig:
     keep: Annotated[int, Field(ge=2, le=MOST)] = 2
     """The number of newest complete checkpoints that stay on disk."""
     background: bool = True
-    """A thread writes a copy in host memory while training goes on; false: training waits, and needs no copy."""
+    """A thread writes each checkpoint from a copy in host memory while training goes on; false: training waits for the
+    write, and no copy is made."""
     best: str | None = None
     """A number that `eval` measures, as TASK/ROW/NUMBER, such as heldout/tlm/loss. The checkpoint with the best value
     stays on disk, and checkpoints/best names it. Losses, perplexities and error rates (aer) are best when lowest."""
@@ -312,7 +314,7 @@ IN_PHASES = {
     "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
     "streams": frozenset({"samples", "tokens", "weight", "languages"}),
 }
-"""The fields that a phase may change. Options of objectives name theirs in a class variable of the name in_phases."""
+"""The fields that a phase may change. Objectives name further ones in the class variable in_phases of their options."""
 
 
 @dataclass(frozen=True)
@@ -320,9 +322,9 @@ class Phase:
     """A part of the run, in which some fields of the recipe have other values."""
 
     until: int | float
-    """The end as it is written: an integer is a step, a float a share of the run."""
+    """The end as the recipe has it: an integer is a step, a float is a share of the run."""
     fields: dict[str, Any]
-    """The fields as they are written, by their dotted names."""
+    """The fields as the recipe has them, by their dotted names."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
     recipe: Any
@@ -338,7 +340,7 @@ class Recipe:
     checkpoint: CheckpointConfig
     eval: EvalConfig = EvalConfig()
     phases: tuple[Phase, ...] = ()
-    """The phases in order. The steps after the last phase are as the recipe says."""
+    """The phases in order. The steps after the last phase use the values of the recipe."""
 
     def at(self, step: int) -> "Recipe":
         """The recipe of a step, counted from 0."""
@@ -378,7 +380,7 @@ BY_EPOCHS = MOST
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
-    """The recipe with train.steps computed from train.epochs. samples: the pairs drawn in a step. Raises UserError."""
+    """The recipe with train.steps computed from train.epochs. samples: number of pairs in a step. Raises UserError."""
     train, problems = recipe.train, list[str]()
     assert train.epochs
     steps = math.ceil(round(train.epochs * pairs / samples, 6))
@@ -415,13 +417,13 @@ NOT_IDENTITY = {
 """Fields that a resumed run may change. The tokenizer and the dictionaries are compared by content instead of path."""
 
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Fields that `--set` replaces each other with."""
+"""Fields that exclude each other: `--set` of one removes the other."""
 RENAMED = {
     "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
     "mode": "tasks are measured within the run; leave it out, and write a job's command as checkpoint.hook",
     "command": "checkpoint.hook took its place, a command that is started for every checkpoint; leave it out",
 }
-"""Fields of earlier versions, with what to write instead."""
+"""Fields of earlier versions -> what to write instead."""
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -499,7 +501,7 @@ def _assign(tree: dict[str, Any], assignment: str, problems: list[str]) -> None:
 
 
 def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
-    """Set a field by its dotted name. Returns a problem, or nothing."""
+    """Set a field by its dotted name. Returns a problem, or an empty string if there is none."""
     *parents, last = dotted.split(".")
     node: Any = tree
     for parent in parents:
@@ -517,7 +519,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
 def _build_phases(
     recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
 ) -> Recipe:
-    """The recipe with its phases. tree: the recipe's fields without them."""
+    """The recipe with its phases. tree: the recipe's fields without the phases."""
     if not isinstance(phases, list):
         problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
         return recipe
@@ -546,7 +548,7 @@ def _build_phases(
 def _build_phase(
     changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
 ) -> Recipe | None:
-    """The recipe of a phase. tree: the fields of the recipe, which become the phase's."""
+    """The recipe of a phase. tree: the recipe's fields, which are changed to the phase's."""
     allowed = {f"data.{name}" for name in IN_PHASES["data"]}
     for name, stream in recipe.streams.items():
         own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())

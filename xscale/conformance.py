@@ -28,7 +28,7 @@ from xscale.step.step import RowPass, StepSums, share_vectors, step_weights
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 WHOLE = 1 << 30
-"""A number of tokens that makes one row of a whole step."""
+"""A value of train.max_tokens with which a whole step is one row."""
 
 
 def check_objective(
@@ -37,8 +37,8 @@ def check_objective(
     """Return a line for each rule of training that the recipe's objectives break. A few samples in a step suffice.
 
     The rules: loss, metrics, gradient and auxiliary states are the same for any number of ranks and rows; the gradient
-    is that of the loss; rows without samples work like others; the same records are collated alike; auxiliary states go
-    on from what they saved.
+    is that of the loss; rows without samples work like others; the same records are always collated in the same way;
+    auxiliary states continue from what they saved.
     """
     load_plugins(list(plugins))
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
@@ -102,7 +102,7 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
 
 
 def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Several rows, 2 ranks and 4 ranks give what one row gives."""
+    """Check that several rows, 2 ranks and 4 ranks have the same results as one row."""
     in_one = copy.deepcopy(module)
     whole = compute_step(in_one, run_spec, first_rows(run_spec))
     norm = whole.gradient.norm()
@@ -121,7 +121,7 @@ def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 
 def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """The gradient in a random direction is the difference of two losses."""
+    """Check that the gradient in a random direction is the difference quotient of the loss."""
     ranks, step = first_rows(run_spec), 1e-6
     found = compute_step(copy.deepcopy(module), run_spec, ranks).gradient
     direction = torch.randn(len(found), dtype=found.dtype, generator=torch.Generator().manual_seed(1))
@@ -137,7 +137,7 @@ def check_gradient(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 
 def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """An empty stream batch has the same fields as a full one, and a finite loss and gradient beside it."""
+    """Check that an empty stream batch has the same fields as a full one, and a finite loss and gradient."""
     dataset = run_spec.dataset(run_spec.specs)
     plan = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs)).next_step()
     for name in run_spec.recipe.streams:
@@ -167,14 +167,14 @@ def check_empty_rows(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
 
 
 def check_collate(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """The same records give the same arrays when they are read again."""
+    """Check that the same records give the same arrays when they are read again."""
     first, second = (tree_leaves(first_rows(run_spec)[0][0].inputs) for _ in range(2))
     if not all(map(np.array_equal, first, second)):
         yield "the same records were collated in two ways; draw by the records' identities (xscale/rng.py)"
 
 
 def check_resume(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """A fresh module with the weights and the saved auxiliary states goes on as the old one does, after two steps."""
+    """Check that after two steps a fresh module with the saved weights and auxiliary states computes the same step."""
     module, ranks, file = copy.deepcopy(module), first_rows(run_spec), io.BytesIO()
     for _ in range(2):
         compute_step(module, run_spec, ranks)

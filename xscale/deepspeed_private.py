@@ -50,14 +50,14 @@ def config_classes() -> tuple[Any, Any, Any]:
 
 
 def optimizers() -> list[str]:
-    """The names that optimizer.type may have besides torch's."""
+    """The names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return list(DEEPSPEED_OPTIMIZERS)
 
 
 def schedulers() -> dict[str, Any]:
-    """The classes that scheduler.type may name besides torch's."""
+    """DeepSpeed's own scheduler classes by name, which scheduler.type may have besides torch's."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
@@ -74,7 +74,7 @@ def compile_operator(builder: str) -> None:
 
 
 def is_cut_up(weight: Tensor) -> bool:
-    """True if stage 3 has partitioned the weight. It gathers the weight when the weight's module is called."""
+    """True if stage 3 has partitioned the weight. Stage 3 gathers a weight when the weight's module is called."""
     return hasattr(weight, "ds_id")
 
 
@@ -84,7 +84,7 @@ def whole_shape(weight: Tensor) -> torch.Size:
 
 def drop_gradients(module: nn.Module) -> None:
     for weight in module.parameters():
-        weight.grad = weight.grad_accum = None  # type: ignore[attr-defined]  # gradients in fp32
+        weight.grad = weight.grad_accum = None  # type: ignore[attr-defined]  # grad_accum: gradients in fp32
 
 
 # The engine's step
@@ -106,7 +106,7 @@ def without_gradient(engine: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def gradients_by_hand(engine: Any) -> Iterator[None]:
-    """DeepSpeed takes the gradients that are set within as those of a backward pass."""
+    """A context: DeepSpeed treats the gradients that are set in it as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
         engine.optimizer.backward_prologue()  # BF16_Optimizer clears the last pass's gradients, which it has read
@@ -120,7 +120,7 @@ CHUNK = 1 << 26
 
 
 def join_reduced(engine: Any) -> None:
-    """Join this rank's reduced gradients, one tensor a weight, into one tensor a group, as the update does later
+    """Join this rank's reduced gradients, one tensor per weight, into one tensor per group, as the update does later
     anyway.
 
     DeepSpeed's norm (2 operators) and overflow check (12, in 16 bits) then run on a few tensors instead of all.
@@ -132,7 +132,7 @@ def join_reduced(engine: Any) -> None:
         if gradients:
             flat = getattr(gradients, "flat_partition", None)
             joined = JoinedGradient(optimizer.flatten(gradients) if flat is None else flat)
-            weights = len(optimizer.params_in_partition[group])  # DeepSpeed expects at most as many
+            weights = len(optimizer.params_in_partition[group])  # DeepSpeed expects at most this many parts
             joined.extend(joined.flat_partition.split(max(CHUNK, -(-len(joined.flat_partition) // max(weights, 1)))))
             optimizer.averaged_gradients[group] = joined
 
@@ -157,7 +157,7 @@ def look_at_norm_alone(engine: Any) -> None:
 
 
 def note_norm(engine: Any, norm: Tensor) -> None:
-    """Set what engine.get_global_grad_norm returns."""
+    """Set the norm that engine.get_global_grad_norm returns."""
     engine._global_grad_norm = norm
 
 
@@ -225,7 +225,7 @@ def model_file(path: Path) -> Path:
 
 
 def partition_files(path: Path) -> list[Path]:
-    """The files of the optimizer's partitions in the order of ranks; none at stage 0."""
+    """The files of the optimizer's partitions in the order of ranks; an empty list at stage 0."""
 
     def rank_of(file: Path) -> int:
         (rank,) = re.findall(r"zero_pp_rank_(\d+)_", file.name)
@@ -262,7 +262,7 @@ def saved_whole(model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dic
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
-"""A weight, the range of its numbers, and where the range begins in a flat tensor."""
+"""A weight, the first and the end number of a range of its numbers, and the range's start in a flat tensor."""
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
@@ -290,8 +290,8 @@ def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
 
 
 def zero_padding(engine: Any) -> None:
-    """Set the padding of stage 3's partitions to zero. DeepSpeed leaves memory as it finds it there and saves it, so
-    the same run could make other checkpoints."""
+    """Set the padding of stage 3's partitions to zero. DeepSpeed leaves it uninitialised and saves it, so that two
+    equal runs could write different checkpoints."""
     if engine.zero_optimization_stage() == 3:
         for flat, fragments in partitions(engine):
             padding = torch.ones_like(flat, dtype=torch.bool)

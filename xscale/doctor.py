@@ -1,4 +1,4 @@
-"""The doctor shows what a machine and a job offer a run, and what would keep it from starting:
+"""The doctor reports what a machine and a job provide for a run, and what would keep the run from starting:
 
     python -m xscale.doctor [--recipe xlm] [--data shards] [--out runs/xlm] [--set key.sub=value ...]
     srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python -m xscale.doctor    # also the network between ranks
@@ -61,7 +61,7 @@ Lines = Iterator[str]
 
 
 def within_seconds(check: Callable[[], Any]) -> Any:
-    """Return what the check returns; raise UserError where it takes longer than SECONDS."""
+    """Return what the check returns; raise UserError if it takes longer than SECONDS."""
     try:
         return ThreadPoolExecutor(1).submit(check).result(SECONDS)
     except TimeoutError:
@@ -122,8 +122,8 @@ def file_system(out: Path) -> Lines:
 
 
 def probe_file_system(place: Path) -> tuple[float, int, bool]:
-    """The bytes a second that get to disk, the bytes that are free, and whether files can be locked. Raises OSError
-    where files cannot be written, or a rename does not replace what was there."""
+    """The bytes per second that are written to disk, the free bytes, and whether files can be locked. Raises OSError
+    if files cannot be written, or if a rename does not replace an existing file."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as made:
         speed = files.write_speed(Path(made), PROBE_BYTES)
         old, new = Path(made) / "old", Path(made) / "new"
@@ -131,7 +131,7 @@ def probe_file_system(place: Path) -> tuple[float, int, bool]:
             path.write_text(path.name)
         new.replace(old)
         if old.read_text() != "new" or new.exists():
-            raise OSError(0, "a rename does not replace what was there; checkpoints need that")
+            raise OSError(0, "a rename does not replace an existing file; checkpoints need that")
         locks = True
         with old.open("a") as file:
             try:
@@ -156,7 +156,7 @@ def launcher(process: Process) -> Lines:
 
 
 def network(process: Process) -> Lines:
-    """The speed of collectives. All ranks call it together; rank 0's lines are printed."""
+    """Lines about the speed of collectives. All ranks must call it together; rank 0's lines are printed."""
     if process.world == 1:
         yield "one process: no collectives to measure"
         return
@@ -184,7 +184,7 @@ def network(process: Process) -> Lines:
 
 
 def seconds_of(call: Callable[[], Any], times: int) -> float:
-    """The average time of a call, after a first one that does not count."""
+    """The average time of a call, after a first call that is not measured."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call()
     wait()
@@ -196,7 +196,7 @@ def seconds_of(call: Callable[[], Any], times: int) -> float:
 
 
 def slurm() -> Lines:
-    """Settings of the SLURM site that keep SIGUSR2 from arriving in time for a run to save and be requeued."""
+    """Lines about settings of the SLURM site with which SIGUSR2 is too late for a run to save and be requeued."""
     job = os.environ.get("SLURM_JOB_ID")
     if not shutil.which("scontrol"):
         inside = f"in job {job}, but without scontrol, as in a container: MASTER_ADDR must be set"
@@ -259,7 +259,7 @@ def first_number(text: str | None) -> int:
 
 
 def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """The shipped ds_configs that can train this recipe here, and why the others cannot."""
+    """Lines about the shipped ds_configs that can train this recipe here, and why the others cannot."""
     good: list[str] = []
     refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):
@@ -303,7 +303,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Callable[[], Lines]]]:
-    """Titles and checks, in the order of the report. All ranks take the first, rank 0 alone the others."""
+    """The title and function of each check, in order. All ranks run the first check; only rank 0 runs the others."""
     yield "network", partial(network, process)
     if not process.is_main:
         return
@@ -357,5 +357,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)  # warnings of libraries are no findings
-    run_command(main)  # also with a check that hangs in its thread
+    logging.disable(logging.WARNING)  # warnings of libraries are not part of the report
+    run_command(main)  # ends even if a check hangs in its thread

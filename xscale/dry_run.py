@@ -1,4 +1,4 @@
-"""`train.py --dry_run` checks all that a start would, and prints what the run will draw, compute, send and save."""
+"""`train.py --dry_run` makes all checks of a start, and prints what the run will read, compute, send and save."""
 
 import argparse
 import math
@@ -34,13 +34,13 @@ ALONE = Process(0, 1, 0, 1)
 UNKNOWN_SAMPLE = 1024
 """The number of records of each language that are searched for unknown tokens."""
 READ = 512
-"""The number of samples of each stream, at most, that are read to estimate the work of a step."""
+"""The maximum number of samples of each stream that are read to estimate the work of a step."""
 PROBE_BYTES = 16 << 20
 """The size of the file that measures the speed of a file system."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
-    """Print what the run will do. args: train.py's. Raises UserError where a start would."""
+    """Print what the run will do. args: train.py's. Raises UserError if a start would."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     run_spec = resolve_run(args.recipe, args.set, args.data, known=append.known_sources(args))
@@ -73,7 +73,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """The hardware of another machine: GPUs if the ds_config asks for half precision, else what is here."""
+    """The assumed hardware of another machine: GPUs if the ds_config asks for half precision, else that of this one."""
     here, asked = Hardware.here(), read_ds_config(ds_config)
     return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
 
@@ -93,7 +93,7 @@ def data_lines(run_spec: RunSpec) -> Iterator[str]:
 
 
 def unknown_tokens(run_spec: RunSpec) -> list[str]:
-    """The share of unknown tokens in each language, and a warning where it is large."""
+    """Lines about the share of unknown tokens in each language, with a warning if it is large."""
     shares = {}
     for language in run_spec.languages:
         texts = [text for some in texts_of(language, run_spec.sources, UNKNOWN_SAMPLE) for text in some]
@@ -102,8 +102,8 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
 
 
 def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
-    """The samples, records and epochs that each stream draws from each source, estimated from its first steps, in each
-    phase of the run."""
+    """Lines about the samples, records and epochs that each stream reads of each source, in each phase of the run. They
+    are estimated from the stream's first steps."""
     for title, total, phase in run_spec.parts():
         if run_spec.phases:
             yield f"{title}:"
@@ -153,7 +153,7 @@ def cost_lines(
 
 
 def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
-    """The FLOPs and tokens of a step, and of the queue warm-up before the first step."""
+    """Lines about the FLOPs and tokens of a step, and of the queue warm-up before the first step."""
     flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
     parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
     total = max(sum(parts.values()), 1.0)
@@ -193,8 +193,8 @@ def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: st
 
 
 def check_room(size: float, keep: int, out: Path) -> str:
-    """A warning where the disk of --out has no room for all checkpoints that stay and the one that is being written.
-    Raises UserError where it has none for a single one. size: the bytes of a checkpoint."""
+    """A warning, or "", if the disk of --out lacks room for all checkpoints that stay plus the one being written.
+    Raises UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
     place = files.nearest_folder(out)
     needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
     free = shutil.disk_usage(place).free if place.is_dir() else math.inf

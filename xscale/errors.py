@@ -1,4 +1,4 @@
-"""Errors that users or machines cause, and helpers of commands that report them."""
+"""Errors that users or machines cause, and helper functions with which commands report them."""
 
 import errno
 import faulthandler
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 TOOLS = "xscale.data_tools" if (Path(__file__).parent / "data_tools").is_dir() else "data_tools"
-"""The package of the data tools, in a wheel or in a checkout."""
+"""The name of the package of the data tools: it differs between a wheel and a checkout."""
 
 
 class UserError(ValueError):
@@ -45,11 +45,11 @@ class NotFinite(Exception):
 
 
 class MachineError(Exception):
-    """The machine fails a correct program. The message has the remedy. Exit code 4."""
+    """The machine fails a correct program. The message names the remedy. Exit code 4."""
 
 
 class Replaced(UserError):
-    """Another run has taken the run's directory. This run must not write there any more, not even why it ends."""
+    """Another run has taken over the run's directory. This run must not write there any more, not even why it ends."""
 
 
 class RankError(UserError):
@@ -58,7 +58,7 @@ class RankError(UserError):
 
 @contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Turn sys.exit within into an error. A run that it ended would look complete."""
+    """A context that turns sys.exit into an error. A run that sys.exit ends would look complete."""
     try:
         yield
     except SystemExit as error:
@@ -67,7 +67,7 @@ def no_exit(what: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Add a note to errors from within, such as the name of a plug-in."""
+    """A context that adds a note to errors, such as the name of a plug-in."""
     try:
         with no_exit(what):
             yield
@@ -77,10 +77,10 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def report_environment_error(error: OSError) -> int:
-    """Print an error of a file system, and return exit code 4. Raises other errors again."""
+    """Print an error of a file system, and return exit code 4. Re-raises other errors."""
     if error.errno not in ENVIRONMENT_ERRNOS:
         raise error
-    print(f"error: {error.filename or 'a file'}: {error.strerror}; mend that and start again", file=sys.stderr)
+    print(f"error: {error.filename or 'a file'}: {error.strerror}; fix that and start again", file=sys.stderr)
     return 4
 
 
@@ -90,7 +90,7 @@ def printable(text: str) -> str:
 
 
 def check_arguments(words: list[str]) -> None:
-    """Raises UserError for an empty argument, as from an unset variable, and for one that is not UTF-8."""
+    """Raises UserError for an argument that is empty, as from an unset variable, or is not UTF-8."""
     for before, word in zip(["", *words], words, strict=False):
         if not word or (word.startswith("--") and word.endswith("=")):
             raise UserError(f"{word or before} is empty; is a variable unset?".strip())
@@ -99,7 +99,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 def can_be_encoded(text: str) -> bool:
-    """False if the text has half of a surrogate pair, as paths and JSON may have."""
+    """False if the text has an unpaired surrogate, which paths and JSON may have."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -108,7 +108,7 @@ def can_be_encoded(text: str) -> bool:
 
 
 def print_anything() -> None:
-    """Print characters that the console's locale lacks as numbers, instead of raising an error."""
+    """Make print escape characters that the console's locale lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -135,7 +135,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def number_of(variable: str, default: int) -> int:
-    """The number in a launcher's environment variable. Raises UserError."""
+    """The number in a launcher's environment variable, or `default` if it is unset. Raises UserError."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
@@ -145,10 +145,10 @@ def number_of(variable: str, default: int) -> int:
 
 
 def hold_signals() -> None:
-    """Keep SIGUSR2 pending, where run/watch.py sees it, for this process and all that it starts.
+    """Block SIGUSR2 in this process and all that it starts. The signal stays pending until run/watch.py sees it.
 
-    SLURM sends it to every process of a job: it would end one that is still importing, or a compiler. SIGUSR1, which
-    asks for stacks, writes them to the console until the rank has its log.
+    SLURM sends it to every process of a job; unblocked, it would end a process that is still importing, or a compiler.
+    SIGUSR1 asks for stacks; they are written to the console until the rank has its log.
     """
     faulthandler.register(signal.SIGUSR1, 2)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})

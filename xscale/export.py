@@ -2,8 +2,8 @@
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). For a run it is the newest checkpoint, or the best. Before the directory takes its place, it is loaded
-and compared with the trained model.
+(eval/card.py). For a run, the newest checkpoint is exported, or the best. Before the directory is moved to its
+place, it is loaded and compared with the trained model.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Returns the checkpoint that was exported. pooling: for sentences' vectors; None: as trained. layers: the model's
-    first so many, without heads; None: the whole model. Raises UserError."""
+    """Export a checkpoint, and return its path. pooling: for sentence vectors; None: as trained. layers: export the
+    first `layers` layers, without heads; None: the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.find(source)
     check_new(out)
     lm, heads = load_run(path)
@@ -37,7 +37,7 @@ def export(source: Path, out: Path, best: bool = False, pooling: str | None = No
 
 
 def push(folder: Path, repo: str) -> None:
-    """Uploads an export to the hub; a repository that is not there is created as a private one. Raises UserError."""
+    """Upload an export to the hub. A repository that does not exist is created as private. Raises UserError."""
     api = HfApi(library_name="xscale")
     try:
         api.create_repo(repo, private=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent: they are written under another name, synced, and renamed."""
+"""Writes files and folders so that they are complete or absent: under another name at first, synced, then renamed."""
 
 import fcntl
 import hashlib
@@ -17,17 +17,17 @@ from xscale.errors import Replaced, UserError
 
 Found = TypeVar("Found")
 PARTIAL = ".incomplete"
-"""The suffix of what is being written or removed."""
+"""The suffix of a file or folder that is being written or removed."""
 COMPRESSED = (".gz", ".xz", ".bz2", ".zst")
 LOCK = "lock"
 LOCK_SECONDS = 20
 """The time that a start waits for the previous run to end. Ranks may outlive a killed launcher for a while."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
-"""parallel_map uses THREADS if each of the FIRST calls takes FAR_SECONDS, as across a network."""
+"""parallel_map uses THREADS threads if the FIRST calls take FAR_SECONDS on average, as on a network file system."""
 
 
 def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
-    """Return `map` as a list. Slow reads run in threads; on a local disk threads would take longer."""
+    """Return the results of `map` as a list. Slow calls run in threads; on a local disk threads would take longer."""
     begun = time.perf_counter()
     found = [*map(look, *(of[:FIRST] for of in items))]
     others = [of[FIRST:] for of in items]
@@ -70,7 +70,7 @@ def beside(path: Path) -> Path:
 
 
 def claim_folder(partial: Path) -> int:
-    """Make an empty folder for this process and lock it. The lock lasts as long as the descriptor that is returned.
+    """Make an empty folder for this process and lock it. The lock lasts until the returned descriptor is closed.
     Raises UserError if another process has the lock."""
     if partial.is_dir():
         os.close(lock_folder(partial))
@@ -80,7 +80,7 @@ def claim_folder(partial: Path) -> int:
 
 
 def lock_folder(folder: Path) -> int:
-    """Lock a folder for this process as long as the descriptor that is returned. Raises UserError."""
+    """Lock a folder for this process until the returned descriptor is closed. Raises UserError."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ def move_in(partial: Path, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises UserError, before the work, if `publish` could not write `path`, or its suffix promises compression."""
+    """Raises UserError, before the work, if `publish` could not write `path`, or if its suffix means compression."""
     beside(path)
     if path.suffix in COMPRESSED:
         raise UserError(f"{path} would be written plain; leave {path.suffix} out of its name, and compress it then")
@@ -134,7 +134,7 @@ class Lock:
 
     def __init__(self, folder: Path):
         self.path, self.problem = folder / LOCK, ""
-        """problem: why the lock does not work, or nothing."""
+        """problem: why the lock does not work, or an empty string."""
         self.file = self.path.open("a+")
         for _ in range(LOCK_SECONDS):
             try:
@@ -157,8 +157,8 @@ class Lock:
         self.file.flush()
 
     def check(self) -> None:
-        """Raises Replaced if another process has locked the directory since, because it was made again or has no
-        locks."""
+        """Raises Replaced if another process has locked the directory since, which was removed and made again, or has
+        no locks."""
         try:
             text = self.path.read_text()
         except (OSError, ValueError):  # removed, or unreadable for now
@@ -203,7 +203,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_speed(folder: Path, size: int = 64 << 20) -> float:
-    """The bytes a second that one process writes to disk in a folder."""
+    """The bytes per second that one process writes to disk in a folder."""
     data = os.urandom(1 << 20)  # a file system may compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()

@@ -1,9 +1,9 @@
 """Merge models into one: `python -m xscale.merge A B C --how mean|weighted|ema|ties --out HF_DIR`.
 
-A model is a Hugging Face directory, a checkpoint, or a run, which stands for its newest checkpoint. `mean` and
-`weighted` average the models. `ema` averages the checkpoints of one run, or the models from the oldest to the newest.
-`ties` adds to the model --base what the others have learnt since (Yadav et al. 2023). All models must have the same
-tokenizer, configuration and shapes.
+A model is a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken. `mean` and `weighted`
+average the models. `ema` averages the checkpoints of one run, or the models from the oldest to the newest. `ties` adds
+the merged changes of the models to the model --base, from which they were trained (Yadav et al. 2023). All models must
+have the same tokenizer, configuration and shapes.
 """
 
 import argparse
@@ -44,12 +44,12 @@ class Model:
     pooling: str
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the weights of the model and of its heads by name. Tied weights are there once."""
+        """Returns the weights of the model and of its heads by name. Tied weights occur once."""
         heads = {f"heads.{stream}.{part}": w for stream, of in self.heads.items() for part, w in of.weights.items()}
         return {name: weight.detach() for name, weight in self.lm.named_parameters()} | heads
 
     def facts(self) -> dict[str, Any]:
-        """Returns what all merged models must have in common."""
+        """Returns the properties that all merged models must have in common."""
         tokenizer, config, trained = Tokenizer(self.tokenizer_path), self.lm.config.to_dict(), self.lm.config.xscale
         facts: dict[str, Any] = {"tokenizer": (tokenizer.fingerprint, tokenizer.special)}
         facts |= {name: trained.get(name, False) for name in ("language_embeddings", "reset_positions")}
@@ -61,7 +61,7 @@ class Model:
 
 
 def load(path: Path) -> Model:
-    """Loads a run, a checkpoint or a Hugging Face directory. Raises UserError."""
+    """Load a run, a checkpoint or a Hugging Face directory. Raises UserError."""
     if checkpoints.is_run(path):
         found = checkpoints.find(path)
         lm, heads = load_run(found)
@@ -88,7 +88,7 @@ def check_alike(models: list[Model]) -> None:
 
 
 def average(vectors: list[Tensor], shares: list[float]) -> Tensor:
-    """Returns the sum of the vectors times their shares, which are scaled to a sum of 1."""
+    """Returns the weighted average of the vectors. shares: their weights, which are scaled to a sum of 1."""
     total = sum(shares)
     merged = torch.zeros_like(vectors[0], dtype=torch.float64)
     for vector, share in zip(vectors, shares, strict=True):
@@ -99,8 +99,8 @@ def average(vectors: list[Tensor], shares: list[float]) -> Tensor:
 def ties(vectors: list[Tensor], density: float) -> Tensor:
     """Returns the merged change of the base's weights (Yadav et al. 2023, algorithm 1 with a lambda of 1).
 
-    vectors: the change that each model has made. Trim: of each, only the share `density` of the largest numbers stays.
-    Elect: the sign of a weight is that of the sum. Disjoint mean: changes of that sign are averaged.
+    vectors: each model's change. Trim: only the share `density` of the largest numbers of each change is kept. Elect:
+    the sign of a weight's change is that of the sum. Disjoint mean: the changes of that sign are averaged.
     """
     trimmed = []
     for vector in vectors:
@@ -113,7 +113,7 @@ def ties(vectors: list[Tensor], density: float) -> Tensor:
 
 
 def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
-    """Returns the merged weights, as `args` ask. vectors: the weights of each model, with the base's last for ties."""
+    """Returns the weights, merged as `args` ask. vectors: the weights of each model, for ties with the base's last."""
     if args.how == "ties":
         *vectors, base = vectors
         return base + ties([vector - base for vector in vectors], args.density)
@@ -124,7 +124,7 @@ def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
 
 
 def merge(models: list[Model], args: argparse.Namespace) -> Model:
-    """Puts the merged weights into the first model, and returns it. Raises UserError."""
+    """Put the merged weights into the first model, and return it. Raises UserError."""
     check_alike(models)
     weights = [model.weights() for model in models]
     first, at = models[0], 0
@@ -134,7 +134,7 @@ def merge(models: list[Model], args: argparse.Namespace) -> Model:
         weight = weights[0][name]
         weight.copy_(merged[at : at + weight.numel()].view_as(weight))
         at += weight.numel()
-    lost = {name.split(".")[1] for name in weights[0].keys() - set(shared)}  # of other weights than heads all have all
+    lost = {name.split(".")[1] for name in weights[0].keys() - set(shared)}  # check_alike compares other weights
     for stream in sorted(lost):
         print(f"the heads of stream {stream} are left out, because not all models have them")
         del first.heads[stream]

@@ -11,7 +11,7 @@ LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re
 NEITHER = re.compile(
     r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
-"""These metrics are sizes, or belong to the text."""
+"""These metrics have no better direction: they are sizes, or properties of the text."""
 
 
 class MetricKey(NamedTuple):
@@ -20,11 +20,11 @@ class MetricKey(NamedTuple):
     name: str
     """The quantity, such as loss or accuracy."""
     stream: str = ""
-    """An alignment score has its pair of languages here."""
+    """The stream. For an alignment score, it is the pair of languages."""
     term: str = ""
     """The term of the stream's loss."""
     language: str = ""
-    """A language or a pair, where the number belongs to its targets alone."""
+    """A language or a pair, if the number is about its targets alone."""
 
     def __str__(self) -> str:
         stream = f"{self.stream}.{self.term}" if self.term else self.stream
@@ -43,5 +43,5 @@ def direction(name: str) -> int:
 
 
 def is_better(name: str, number: float, than: float | None) -> bool:
-    """True if a number is better than an earlier one. The first one is better than none."""
+    """True if a number is better than an earlier one, or if there is no earlier one."""
     return than is None or (number < than if direction(name) < 0 else number > than)

@@ -11,7 +11,7 @@ from xscale.models.flat import FLAT
 from xscale.objectives import OBJECTIVES, Objective
 
 TABLES: dict[str, dict[str, Any]] = {"OBJECTIVES": OBJECTIVES, "HEADS": HEADS, "FLAT": FLAT}
-"""The tables that a plug-in may have. Their entries are added to those of xscale."""
+"""The tables that a plug-in may define. Their entries are added to xscale's tables."""
 
 
 def load_plugins(names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The place of this process among the others, whichever launcher started it, and the ranks' small messages."""
+"""The rank of this process, whichever launcher started it, and small messages between the ranks."""
 
 import contextlib
 import ctypes
@@ -23,9 +23,9 @@ from xscale.errors import UserError, number_of
 TIMEOUT = timedelta(minutes=30)
 """The time limit of a collective. It is generous, since one rank may hash a large checkpoint while others wait."""
 SOCKETS, LOOPBACK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
-"""The variables that name the networks on which ranks listen, and the network of a run of one rank."""
+"""The variables that name the network interfaces on which ranks listen, and the interface for a run of one rank."""
 NAME_SECONDS = 30
-"""Ranks wait so long for a host to know the name in MASTER_ADDR."""
+"""The seconds that a rank waits until its host can resolve the name in MASTER_ADDR."""
 
 _LAUNCHERS = {
     # name: (rank, world, local rank, local world)
@@ -37,11 +37,11 @@ _LAUNCHERS = {
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    # Those of a step: a batch script has SLURM_PROCID and SLURM_NTASKS too, and is no rank.
+    # The variables of a job step: a batch script has SLURM_PROCID and SLURM_NTASKS too, but is not a rank.
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 PORTS = range(20000, 32768)
-"""Ports at which ranks of SLURM meet. They lie below those that systems give to outgoing connections."""
+"""The ports at which ranks of SLURM meet. They are below the ports that systems give to outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Process:
 
 
 def find_process() -> Process:
-    """Reads the launcher's environment (deepspeed, torchrun, mpirun, srun) and completes torch's variables from it."""
+    """Read the launcher's environment (deepspeed, torchrun, mpirun, srun), and set torch's variables accordingly."""
     env = os.environ
     process = Process(0, 1, 0, 1)
     if names := _launcher():
         rank, world, local_rank, local_world = names
         process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
         if process.rank >= process.world:
-            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or mend the launcher's")
+            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or fix the launcher's")
         if local_world in env and not process.local_rank < process.local_world <= process.world:
             raise UserError(
                 f"{local_rank}={process.local_rank}, {local_world}={env[local_world]} and {world}={env[world]} "
-                f"contradict each other; unset them, or mend the launcher's"
+                f"contradict each other; unset them, or fix the launcher's"
             )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
@@ -85,14 +85,14 @@ def name_process(name: str) -> None:
     """Name this process for ps, top and /proc/PID/comm, which show 15 characters. The name has no spaces: SLURM's
     proctrack/linuxproc splits /proc/PID/stat at spaces, and would not find the process to send it a signal."""
     assert name.split() == [name]
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has prctl
         set_name = 15
         ctypes.CDLL(None).prctl(set_name, name.encode()[:15], 0, 0, 0)
 
 
 def check_launch() -> None:
-    """Raises UserError for a process without a launcher in a SLURM job of several tasks, where srun was forgotten, and
-    for half of a launcher's variables."""
+    """Raises UserError for a process without a launcher in a SLURM job of several tasks, because srun was forgotten,
+    and if only one of RANK and WORLD_SIZE is set."""
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher():
         raise UserError(
@@ -115,14 +115,14 @@ def _port(process: Process) -> int:
     job, step = os.environ.get("SLURM_JOB_ID", ""), number_of("SLURM_STEP_ID", 0)
     if not job.isdigit():
         return 29500
-    return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs follow one another, steps of a job too
+    return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
 
 
 def _launcher() -> tuple[str, str, str, str] | None:
-    """The variables of the launcher that started this process."""
+    """The names of the variables of the launcher that started this process; None without a launcher."""
     env = os.environ
     for names in _LAUNCHERS.values():
-        # srun --mpi=pmi2 sets PMI_RANK too, but does not say there which rank of the node it is.
+        # srun --mpi=pmi2 sets PMI_RANK too, but not the rank within the node.
         by_srun = names[0] == "PMI_RANK" and "SLURM_STEP_ID" in env and "MPI_LOCALRANKID" not in env
         if env.get(names[0]) and env.get(names[1]) and not by_srun:
             return names
@@ -130,7 +130,7 @@ def _launcher() -> tuple[str, str, str, str] | None:
 
 
 def without_launcher(env: dict[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank of this run, without the variables that a launcher sets."""
+    """The environment without the variables that a launcher sets, for a process that is not a rank of this run."""
     said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
     said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
@@ -138,7 +138,7 @@ def without_launcher(env: dict[str, str]) -> dict[str, str]:
 
 
 def _local_world(variable: str) -> int:
-    """Ranks on this node. SLURM tells those of each node: "2(x3),1" is 2, 2, 2, 1."""
+    """The number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" is 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
     counts = []
     try:
@@ -162,7 +162,7 @@ def _first_host(process: Process) -> str:
         return host if _resolves(host) else _scontrol("node", host).split("NodeAddr=")[1].split()[0]
     except (OSError, LookupError, subprocess.CalledProcessError):
         raise UserError(
-            "MASTER_ADDR is not set and this launcher does not tell the first host; export MASTER_ADDR"
+            "MASTER_ADDR is not set and this launcher does not name the first host; export MASTER_ADDR"
         ) from None
 
 
@@ -179,7 +179,7 @@ def _resolves(host: str) -> bool:
 
 
 def _wait_for_name(host: str) -> None:
-    """Waits until the name of the first rank's host is known, which takes a while on some clusters. Raises
+    """Wait until the name of the first rank's host is known, which takes a while on some clusters. Raises
     DistNetworkError."""
     deadline = time.monotonic() + NAME_SECONDS
     while not _resolves(host):
@@ -191,13 +191,13 @@ def _wait_for_name(host: str) -> None:
 
 
 def allow_open_files() -> None:
-    """Raises the limit of open files, usually 1,024: a rank keeps thousands of shards open."""
+    """Raise the limit of open files, which is usually 1,024, since a rank keeps thousands of shards open."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_interfaces() -> None:
-    """Raises UserError where GLOO_SOCKET_IFNAME names a network that this host does not have."""
+    """Raises UserError if GLOO_SOCKET_IFNAME names a network that this host does not have."""
     there = [name for _, name in socket.if_nameindex()]
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in there:
@@ -210,20 +210,20 @@ def check_interfaces() -> None:
 def start(process: Process) -> torch.device:
     """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        # Read when CUDA first allocates. Rows differ in size: fixed segments would be left in pieces.
+        # CUDA reads this at its first allocation. Rows differ in size, which would fragment fixed segments.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     allow_open_files()
-    # gloo connects a rank with those that it talks to, its neighbours in a ring, and not with all others.
+    # gloo then connects a rank only with those that it talks to, its neighbours in a ring.
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     leave_out_shared_memory_op()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*is deprecated. Please use `torch.distributed", category=FutureWarning)
     accelerator = get_accelerator()
     cuda = accelerator.device_name() == "cuda"
-    # Huge pages for large tensors on the CPU: page faults took 14 % of a step's time, and take 7 % so. Keeping freed
+    # Huge pages for large tensors on the CPU lower the time of page faults from 14 % to 7 % of a step. Keeping freed
     # memory instead, by glibc's MALLOC_MMAP_MAX_=0, let a process grow to 10 GB of fragments.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     check_interfaces()
@@ -235,14 +235,14 @@ def start(process: Process) -> torch.device:
     if cuda:
         torch.cuda.set_device(process.local_rank % torch.cuda.device_count())
     backend = "nccl" if cuda else "gloo"
-    if process.world == 1:  # nobody else is to be met: nothing listens to other hosts
+    if process.world == 1:  # no other ranks: do not listen to other hosts
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
     deepspeed.init_distributed(backend, auto_mpi_discovery=False, timeout=TIMEOUT, verbose=False)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Let torch take algorithms without races, and refuse an operator that has none."""
+    """If wanted, let torch use only algorithms without races, and raise an error for operators that have none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
@@ -250,11 +250,11 @@ def set_deterministic(wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class Message:
-    """Numbers on their way to their sums over ranks."""
+    """Numbers that are being summed over ranks."""
 
     tensor: torch.Tensor
     work: Any
-    """None where a process is alone."""
+    """None if the process is alone."""
 
     def arrived(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -266,13 +266,13 @@ class Message:
 
 
 class HostGroup:
-    """Small host-side numbers that all ranks must agree on, over gloo, so that no device is waited for.
+    """The group in which all ranks exchange small values over gloo, from host to host, so that no device is waited for.
 
-    A process that never called `start` is alone, and agrees with itself.
+    In a process that never called `start`, the group is this process alone.
     """
 
     def __init__(self, alone: bool = False) -> None:
-        """alone: the group is this process, whatever other ranks do; else all ranks make the group together."""
+        """alone: the group is this process, whatever other ranks do; else all ranks must make the group together."""
         together = dist.is_initialized() and not alone
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT) if together else None
 
@@ -292,12 +292,12 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> "Message":
-        """Begins a sum over ranks. Other messages may overtake the numbers."""
+        """Begin a sum over ranks. Other messages may overtake it."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def agree(self, ok: bool) -> bool:
-        """True where every rank says True."""
+        """True if `ok` is True on every rank."""
         return self.sum([int(not ok)])[0] == 0
 
     def gather(self, value: Any) -> list[Any]:
@@ -309,7 +309,7 @@ class HostGroup:
         return values
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Returns on every rank what rank 0 makes. A UserError of rank 0 is raised on all ranks."""
+        """Return on every rank what `make` returns on rank 0. A UserError of rank 0 is raised on all ranks."""
         made: tuple[Any, str] = (None, "")
         if self.is_main:
             try:
@@ -322,8 +322,8 @@ class HostGroup:
         return value
 
     def share(self, works: list[Callable[[], Any]]) -> list[Any]:
-        """Returns on every rank what each of the functions makes. Each is called on one rank; its UserError is raised
-        on all ranks."""
+        """Return on every rank the values of all functions. Each function is called on one rank; its UserError is
+        raised on all ranks."""
         made: tuple[list[Any], str] = ([], "")
         try:
             made = [work() for work in works[self.rank :: self.size]], ""
@@ -336,7 +336,7 @@ class HostGroup:
         return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The `value` of one rank, on every rank. For what is large: `gather` takes the largest times the ranks."""
+        """The `value` of rank `source`, on every rank. For large values: `gather` holds one of each rank."""
         if self.group is None:
             return value
         values = [value if self.rank == source else None]

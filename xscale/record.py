@@ -1,4 +1,4 @@
-"""The record that every part of the data path speaks of."""
+"""The record, the unit of all data: a sentence or a pair of sentences."""
 
 import json
 from typing import NamedTuple
@@ -15,7 +15,7 @@ class Record(NamedTuple):
     links: str | None = None
     """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based words (data/words.py), first text - second text."""
     doc: str | int | None = None
-    """Name of a sentence's document: neighbours in a shard that have the same are running text."""
+    """Name of a sentence's document. Consecutive records of a shard with the same document are running text."""
 
     def to_json(self) -> str:
         fields: dict = {"key": self.key, "langs": list(self.langs), "texts": list(self.texts)}
@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Record":
-        """Raises ValueError where a field is absent, of the wrong type or empty."""
+        """The record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:
@@ -45,7 +45,7 @@ class Record(NamedTuple):
         if links is not None and not isinstance(links, str):
             raise ValueError(f"record {key!r}: links {links!r} are not a string such as '0-0 1-2'")
         if isinstance(key, str) and not key.isascii() and not can_be_encoded(key):
-            raise ValueError(f"record {key!r}: its key has half a character, which UTF-8 has not")
+            raise ValueError(f"record {key!r}: its key has an unpaired surrogate, which UTF-8 cannot encode")
         doc = fields.get("doc")
         if doc is not None and not isinstance(doc, str | int):
             raise ValueError(f"record {key!r}: doc {doc!r} is neither a string nor a whole number")

@@ -1,7 +1,7 @@
-"""Counter-based randomness: every draw is a function of identity (seed, epoch, record, purpose), never of a generator.
+"""Counter-based randomness: every random number is a function of its keys (seed, epoch, record, purpose) alone.
 
-The 64-bit mixer is splitmix64's finaliser (Steele, Lea, Flood 2014). Everything is vectorised over numpy uint64
-arrays and stable across machines and numpy versions.
+The 64-bit mixer is splitmix64's finaliser (Steele, Lea, Flood 2014). All functions are vectorised over
+numpy uint64 arrays, and their results are the same on all machines and with all numpy versions.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def key(*parts: str | int) -> np.uint64:
 
 
 def hash64(key: Key, counter: Key) -> np.ndarray:
-    """uint64 hash of every `counter` under `key`; the two broadcast against each other."""
+    """uint64 hash of every `counter` with `key`; the two broadcast against each other."""
     with np.errstate(over="ignore"):
         x = (np.asarray(counter).astype(np.uint64) + np.uint64(1)) * GOLDEN + key
         x = (x ^ (x >> _S30)) * _M1
@@ -32,21 +32,21 @@ def hash64(key: Key, counter: Key) -> np.ndarray:
 
 
 def uniform(key: Key, counter: Key) -> np.ndarray:
-    """float64 in [0, 1), one for every `counter`."""
+    """Uniform float64 random number in [0, 1) for every `counter`."""
     return (hash64(key, counter) >> _S11).astype(np.float64) * (1.0 / (1 << 53))
 
 
 def permutation(key: Key, n: int) -> np.ndarray:
-    """int64 permutation of range(n)."""
+    """Random int64 permutation of range(n)."""
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are the same
 
 
 def part_of_permutation(
     key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """About n / 2^bits numbers that follow one another in `permutation`, among them the one at place `at`: those whose
-    hashes begin with the same bits. The place of the first; the numbers in ascending order; and which of these is the
-    first, the second and so on. A fraction of the time, and little memory. leading: leading_bits, if they were kept."""
+    """A part of permutation(key, n): the about n / 2^bits consecutive numbers around place `at` whose hashes begin with
+    the same bits. Returns the place of the part's first number, its numbers in ascending order, and the index in these
+    of the first number, the second, and so on. Takes less time and memory than the whole. leading: see leading_bits."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
     leading = leading_bits(key, n, bits) if leading is None else leading
@@ -62,12 +62,12 @@ def part_of_permutation(
 
 
 _CHUNK = 1 << 15
-"""Hashes that a processor's cache holds."""
+"""The number of hashes that fit into a processor's cache."""
 _MULTIPLES = np.arange(_CHUNK, dtype=np.uint64) * GOLDEN
 
 
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
-    """hash64(key, range(n)) >> 64 - bits, as uint8 [n]; bits from 1 to 8. The hash's last line changes none of them."""
+    """hash64(key, range(n)) >> 64 - bits, as uint8 [n]; bits from 1 to 8. hash64's last line changes none of them."""
     leading = np.empty(n, dtype=np.uint8)
     x, shifted = np.empty_like(_MULTIPLES), np.empty_like(_MULTIPLES)
     with np.errstate(over="ignore"):

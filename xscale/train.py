@@ -77,7 +77,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
-    process = Process(0, 1, 0, 1)  # until it is found
+    process = Process(0, 1, 0, 1)  # until the launcher's is found
     try:
         check_arguments(sys.argv[1:] if argv is None else argv)
         if not args.dry_run:
@@ -99,13 +99,13 @@ def main(argv: list[str] | None = None) -> int:
         own = isinstance(error, RankError) or out_of_memory(error) or (code == MACHINE and not lost_rank(error))
         if process.local_rank == 0 or own:
             where = f"[rank {process.rank}] " if process.world > 1 else ""
-            with suppress(OSError):  # such as a full disk: the code says it too
+            with suppress(OSError):  # such as a full disk; the exit code remains
                 print(f"{where}error: {printable(message_of(error))}", file=sys.stderr, flush=True)
         return code
 
 
 def plan(args: argparse.Namespace, process: Process) -> int:
-    """Makes a dry run on rank 0. Returns the exit code."""
+    """Make a dry run on rank 0, and return the exit code."""
     if process.is_main:
         load_plugins_and_data(args, process)
         dry_run(args, process)
@@ -113,7 +113,7 @@ def plan(args: argparse.Namespace, process: Process) -> int:
 
 
 def load_plugins_and_data(args: argparse.Namespace, process: Process) -> None:
-    """Plugins, and the data where none is named."""
+    """Load the plugins. Without --data, use the demo corpus, which rank 0 generates if it does not exist."""
     load_plugins(args.plugin)
     if args.data is None:
         args.data = [DEMO]
@@ -126,7 +126,7 @@ def train(args: argparse.Namespace, process: Process, status: Status) -> int:
     load_plugins_and_data(args, process)
     ranks.name_process(f"xscale-rank{process.rank}")
     ranks.start(process)
-    gc.freeze()  # what the imports made stays
+    gc.freeze()  # objects that the imports made are never garbage
     host_group = HostGroup()
     code = train_run(args, process, host_group, status)
     host_group.barrier()

@@ -1,1 +1,1 @@
-"""The way from shards on disk to micro-batches: index -> order -> mixture -> encode -> masking -> collate -> loader."""
+"""The data path, from shards on disk to packed rows: shards -> order -> mixture -> loader -> stream batch -> row."""

@@ -1,20 +1,20 @@
-"""The assignment of a step's samples to ranks and rows: a pure function of the samples' estimated lengths."""
+"""The assignment of a step's samples to ranks and packed rows: a pure function of their estimated lengths."""
 
 import numpy as np
 
 FREE_SHARE = 0.03
-"""Share of train.max_tokens that rows leave free on average, since lengths are estimates."""
+"""The share of train.max_tokens that rows leave free on average, because lengths are only estimates."""
 ROUNDS = 32
-"""A step is assigned in about so many rounds, whatever its size; more rounds balance better and take longer."""
+"""The approximate number of rounds in which samples are assigned; more rounds balance better and take longer."""
 FEWEST_BINS = 8
-"""A round assigns samples to at least 1 / FEWEST_BINS of the bins."""
+"""Each round assigns samples to at least 1 / FEWEST_BINS of the bins."""
 
 
 def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> tuple[np.ndarray, int]:
-    """The bin of each sample, and the number of rows of each rank. Bin row * world + rank is one row of one rank.
+    """The bin of each sample, and the number of rows of each rank. Bin `row * world + rank` is one row of one rank.
 
-    tokens: estimated tokens of each sample of all streams, whole numbers. rows: least number of rows. A bin has at most
-    `max_tokens` tokens; a longer sample is alone in its bin.
+    tokens: estimated tokens of each sample of all streams, whole numbers. rows: the minimum number of rows. A bin has
+    at most `max_tokens` tokens; a longer sample is alone in its bin.
     """
     short = np.minimum(tokens, 2**16 - 1).astype(np.uint16)  # 16 bits are sorted in linear time
     longest_first = np.argsort(~short, kind="stable")
@@ -33,10 +33,10 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> t
 
 
 def assign_to_bins(tokens: np.ndarray, bins: int) -> np.ndarray:
-    """The bin of each sample; samples are sorted, longest first.
+    """The bin of each sample. tokens: the samples' lengths, longest first.
 
-    Each round assigns some samples, back and forth, to the bins that hold least so far: those with less than the
-    emptiest bin would have after the next sample.
+    Each round assigns samples, back and forth, to the emptiest bins: those that have no more tokens than the emptiest
+    one would have after the next sample.
     """
     assigned = np.empty(len(tokens), dtype=np.int64)
     turns = -(-len(tokens) // (ROUNDS * bins))

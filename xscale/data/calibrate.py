@@ -1,4 +1,4 @@
-"""Measures how the tokens of each stream's samples compare with what their bytes predict, before step 1."""
+"""Calibration before step 1: compares the tokens of each stream's samples with the estimate from their bytes."""
 
 import copy
 import math
@@ -18,19 +18,19 @@ from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
 
 DRAWN, READ, BEYOND, GROUP = 2048, 512, 64, 8
-"""The first DRAWN samples of each stream are estimated; at most READ of them are tokenised, in groups of GROUP, and at
-most BEYOND of those that are estimated over max_length, one by one."""
+"""The tokens of each stream's first DRAWN samples are estimated. Of those within max_length, at most READ are
+tokenised, in groups of GROUP; of those over max_length, at most BEYOND, one by one."""
 SHARDS, SHARDS_OF_SOURCE = 256, 4
-"""Shards that are looked into, of all sources together, but at least SHARDS_OF_SOURCE of each."""
+"""The number of shards of all sources together that are sampled, but at least SHARDS_OF_SOURCE of each source."""
 LINE_RECORDS, LINE_SHARDS = 1024, 8
-"""Records that tell how tokens follow from bytes, of one shard of each source together: 8 to 32 of each shard, of at
-most LINE_SHARDS shards."""
+"""The fit of tokens to bytes reads at most LINE_SHARDS shards of each source, and of each shard LINE_RECORDS / (number
+of sources) records, but at least 8 and at most 32."""
 
 Work = Callable[[], Any]
 
 
 def run_serially(works: list[Work]) -> list[Any]:
-    """Does all works in this process; HostGroup.share, which takes its place, splits them over ranks."""
+    """Call all functions in this process. HostGroup.share can be used instead, which divides them among the ranks."""
     return [work() for work in works]
 
 
@@ -46,8 +46,8 @@ def calibrate(
     lines: list[tuple[float, float]] | None = None,
     alpha_by: str = "records",
 ) -> Calibration:
-    """The calibration of a run; the same on every machine, however the work is shared out. lines: those of another
-    phase of the run."""
+    """Measure the calibration of a run, which is the same on every machine. share: divides the work. lines: the
+    Calibration.lines that another phase of the run has measured."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)
@@ -63,12 +63,12 @@ def calibrate(
 
 
 def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
-    """The estimate of one stream, by its first samples."""
+    """The estimate of one stream, measured on its first samples."""
     spec = replace(spec, samples=DRAWN)
     mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]
     estimated_tokens = np.bincount(records.sample, weights=records.tokens)
-    longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor cut
+    longest = math.inf if spec.packed else settings["max_length"]  # running text is neither dropped nor truncated
     groups = similar_samples(estimated_tokens, longest)
     rows = [{spec.name: records.select(np.flatnonzero(np.isin(records.sample, group)))} for group in groups]
     batches = dataset.stream_batches(spec.name, StepPlan(0, rows, {}, rank=0, world=1))
@@ -78,7 +78,7 @@ def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, 
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
-    """Groups of samples with about the same estimate, and single samples of those estimated over max_length."""
+    """Groups of samples with similar estimates; each sample that is estimated over max_length is a group by itself."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
     within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
     some, single = within[:: DRAWN // READ], beyond[:: -(-len(beyond) // BEYOND) or 1]
@@ -93,11 +93,11 @@ def estimate(
     max_length: float,
     too_long: np.ndarray | int = 0,
 ) -> Estimate:
-    """The estimate of a stream from groups of samples that were read.
+    """The estimate of a stream from groups of samples that were tokenised.
 
-    estimated_tokens: tokens of many samples. groups: the samples of each group are either all estimated over
-    max_length or none is. lengths: lengths of each group's sequences in a row. too_long: number of each group's samples
-    that are longer than max_length [groups].
+    estimated_tokens: estimates of many samples. groups: the numbers of each group's samples, of which either all or
+    none are estimated over max_length. lengths: lengths of each group's sequences in a packed row. too_long: number of
+    each group's samples that are longer than max_length [groups].
     """
     expected = np.array([estimated_tokens[group].sum() for group in groups])
     samples = np.array([len(group) for group in groups])
@@ -125,7 +125,7 @@ def estimate(
 def bytes_to_tokens(
     source: Source, tokenizer: Tokenizer, shards: int = LINE_SHARDS, sample: int = 32
 ) -> tuple[float, float]:
-    """(a, b): a record has about a * bytes + b tokens, by `sample` records of each of `shards` shards."""
+    """(a, b): a record has about a * bytes + b tokens, fitted to `sample` records of each of `shards` shards."""
     places = [
         (shard, evenly_spaced(int(source.counts[shard]), sample))
         for shard in evenly_spaced(len(source.counts), shards).tolist()
@@ -138,7 +138,7 @@ def bytes_to_tokens(
 
 
 def fit_line(lengths: np.ndarray, tokens: np.ndarray) -> tuple[float, float]:
-    """(a, b): a * lengths + b is close to `tokens`, and equal to them on average. Both arrays are [n_records]."""
+    """(a, b): a * lengths + b approximates `tokens` and has the same mean. Both arrays are [n_records]."""
     variance = lengths.var()
     slope = ((lengths - lengths.mean()) * tokens).mean() / variance if variance else 0.0
     if slope <= 0:

@@ -1,7 +1,7 @@
-"""Estimates of how many tokens a sample has in a row, before anything of it is read.
+"""Estimates of the number of tokens that a sample adds to a packed row, made before its text is read.
 
-They are measured once, before step 1 (calibrate.py), and kept with the checkpoints. Bytes of records predict tokens
-except for what a stream makes of them: special tokens, pairs left out, sequences read twice.
+They are measured once, before step 1 (calibrate.py), and kept with the checkpoints. The bytes of a record predict its
+tokens, but not what a stream makes of them: special tokens, pairs that are dropped, sequences that are read twice.
 """
 
 import math
@@ -16,31 +16,31 @@ class Estimate:
     """The correction from byte-based token estimates to a stream's real lengths in rows."""
 
     ratio: float = 1.0
-    """Real tokens in a row for each estimated token. Pairs that are estimated over data.max_length do not count."""
+    """Real tokens in packed rows per estimated token, without the pairs that are estimated over data.max_length."""
     beyond: float | None = None
-    """Mean tokens in a row of a pair that is estimated to be longer, few where these are dropped. None: use `ratio`."""
+    """Mean tokens that a pair estimated over data.max_length adds, few if these are dropped. None: use `ratio`."""
     tokens: float = 0.0
-    """Mean tokens of a sample in a row."""
+    """Mean number of tokens that one sample adds to a packed row."""
     sequences: float = 1.0
-    """Mean sequences of a sample in a row."""
+    """Mean number of sequences that one sample adds to a packed row."""
     noise: float = 0.0
-    """Variance of a sample's tokens in a row around their estimate, for each estimated token."""
+    """Variance of a sample's real tokens around their estimate, divided by the estimate."""
     counted: int = 0
-    """Number of row tokens by which the ratio was measured."""
+    """Number of real tokens from which `ratio` was measured."""
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
     """Sum of StreamBatch.targets over the samples that were read."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
-        """Estimated tokens of each sample in a row: whole numbers, which add up alike on all machines [samples]."""
+        """Estimated tokens that each sample adds to a row: whole numbers, with equal sums on all machines [samples]."""
         tokens = estimated_tokens * self.ratio
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
 
     def variance(self, tokens: np.ndarray) -> np.ndarray:
-        """Variance of sums of so many estimated tokens: that of the samples and that of the ratio itself."""
+        """Variance of the real tokens of bins with so many estimated tokens, due to the samples and to the ratio."""
         return self.noise * tokens * (1 + tokens / max(self.counted, 1))
 
 
@@ -59,7 +59,7 @@ class Calibration:
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
-        """The stream's estimate, or the identity for a stream that has none."""
+        """The stream's estimate; for a stream without one, an estimate that corrects nothing."""
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
@@ -72,7 +72,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if sources or streams are others."""
+        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if it has other sources or streams."""
         found, *phases = (
             {name: Estimate(**fields) for name, fields in of_phase.items()}
             for of_phase in (tree["streams"], *tree.get("phases", []))

@@ -1,9 +1,9 @@
-"""Forks of a process whose native threads run on.
+"""Safe forks of a process that has native threads.
 
-Python 3.11 does not hold the lock of its list of threads when it forks. Where a thread of a library is just asking for
-the GIL, and so in that list (as one that torch made did here), the child waits for the lock for ever, inside of fork
-(PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and its parent for the child's records. On a busy machine one start
-in some hundreds hung so.
+Python 3.11 does not hold the lock of its list of threads when it forks. If a library's thread, such as one of torch's,
+is just acquiring the GIL, and so is in that list, the child waits for the lock forever, inside of fork
+(PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits for the child's records. On a busy machine,
+one of some hundred starts hung for this reason.
 """
 
 import os
@@ -15,12 +15,12 @@ from functools import partial
 from unittest import mock
 
 BEGIN_SECONDS = 20
-"""A child that takes longer to come out of its fork is replaced by another."""
+"""A child that takes longer to return from fork is killed, and the fork is repeated."""
 
 
 @contextmanager
 def children_that_begin() -> Iterator[None]:
-    """A context in which os.fork returns to the parent once the child has come out of it too."""
+    """A context in which os.fork returns in the parent only after it has returned in the child."""
     with mock.patch.object(os, "fork", partial(_fork, os.fork)):
         yield
 
@@ -35,7 +35,7 @@ def _fork(fork: Callable[[], int]) -> int:
             os.close(theirs)
             return pid
         os.close(theirs)
-        said = select.poll()  # select.select ends at 1,024 open files
+        said = select.poll()  # select.select fails beyond 1,024 open files
         said.register(ours, select.POLLIN)
         begun = said.poll(1000 * BEGIN_SECONDS)
         if not begun:

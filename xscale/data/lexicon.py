@@ -1,13 +1,14 @@
-"""Bilingual dictionaries in MUSE form (`source target`, one entry a line, several per word), as id tables.
+"""Bilingual dictionaries in MUSE form (`source target`, one entry a line, several per word), as tables of token ids.
 
-Shape letters: N entries, T tokens that look for a synonym.
+Shape letters: N entries.
 
-A file's name says the pair and the order of the columns: en-de.txt, en-zh-CN.txt.
+A file is named after the pair, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
-A share of the entries is withheld from every objective, so that a score can ask for words that none has seen: those of
-which either word is, by a hash of the word alone. So files, directions, runs and dictionaries that share a language
-agree. (Were one language's words hashed alone, a word of the other would be withheld only if all its translations are:
-3.7 % of MUSE's English words with German, 1.2 % once there is a Chinese dictionary too.)
+A share of the entries is withheld from all objectives, so that alignment can be measured on words that none has seen.
+An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
+dictionaries that share a language withhold the same words. (If only one language's words were hashed, a word of the
+other would be withheld only if all its translations are: 3.7 % of MUSE's English words with German, 1.2 % once there is
+a Chinese dictionary too.)
 """
 
 import hashlib
@@ -33,14 +34,14 @@ from xscale.data.words import split
 from xscale.errors import UserError
 
 _ONE, _WITH_PARTS = r"[A-Za-z]{2,8}(_\w+)?", r"[a-z]{2,3}(_\w+|-[A-Z][a-z]{3}|-[A-Z]{2}|-\d{3})*"
-"""Patterns of a language in the name of a pair. _ONE: "-" stands only between the two. _WITH_PARTS: languages have it
-too, as in zh-CN, zh-Hans and es-419."""
+"""Patterns of a language in the name of a pair. _ONE: the name has one "-", between the languages. _WITH_PARTS:
+languages may contain "-" too, as in zh-CN, zh-Hans and es-419."""
 _ORDER_SAMPLE = 3000
-"""Records of each language whose words decide whether the columns are swapped."""
+"""The number of records of each source whose words decide whether the columns are swapped."""
 _BATCH = 10_000
 
 
-@dataclass(frozen=True, eq=False)  # hashed by identity: tables are made of it once a process
+@dataclass(frozen=True, eq=False)  # hashed by identity, so that its tables are built once per process
 class Lexicon:
     langs: tuple[str, str]
     words: list[tuple[str, str]]
@@ -50,16 +51,16 @@ class Lexicon:
     fingerprint: str
     path: Path
     unknown: int = 0
-    """Further entries of the file, which have unknown tokens."""
+    """Number of further entries of the file, left out because they have unknown tokens."""
     changed: int = 0
-    """Entries of the file whose spelling was changed to that of the text."""
+    """Number of entries whose spelling was changed to the one of the training text."""
 
     @property
     def name(self) -> str:
         return "-".join(self.langs)
 
     def kept(self, heldout: float) -> "Lexicon":
-        """The dictionary without the entries withheld from the objectives. heldout: about their share."""
+        """The dictionary without the entries withheld from the objectives. heldout: their approximate share."""
         return _kept(self, heldout)
 
     def summary(self) -> str:
@@ -75,11 +76,11 @@ class Lexicon:
 
     @property
     def identical(self) -> int:
-        """Entries whose sides are the same tokens: cosine 1, and no gradient."""
+        """Number of entries with the same tokens on both sides; their cosine is 1, and they have no gradient."""
         return sum(a == b for a, b in zip(*self.ids, strict=True))
 
     def single(self) -> np.ndarray:
-        """[n, 2] ids of the entries that are one token on either side."""
+        """Token ids of the entries that have one token on each side [n, 2]."""
         pairs = [(a[0], b[0]) for a, b in zip(*self.ids, strict=True) if len(a) == len(b) == 1]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
@@ -94,12 +95,12 @@ def _kept(lexicon: Lexicon, heldout: float) -> Lexicon:
 
 
 def same_word(word: str) -> str:
-    """One spelling of those that differ in case or in how accents are encoded alone."""
+    """A normal form that is equal for spellings that differ only in case or in the encoding of accents."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", word).casefold())
 
 
 def withheld(word: str, heldout: float) -> bool:
-    """True if no objective sees the entries of this word. heldout: the share of such words."""
+    """True if the entries of this word are withheld from all objectives. heldout: the share of such words."""
     return int(rng.key("lexicon_heldout", same_word(word))) < heldout * 2**64
 
 
@@ -109,27 +110,27 @@ Word = tuple[int, ...]
 
 @lru_cache(maxsize=256)
 def synonyms(lexicons: tuple[Lexicon, ...], language: str) -> dict[Word, list[Word]]:
-    """Words of one language -> their translations of as many tokens, by every dictionary that has the language, in
-    order."""
+    """The translations of each word of a language, from all dictionaries of that language: those with as many tokens as
+    the word, and no token equal to the word's in the same place. Sorted by token ids."""
     found: dict[Word, set[Word]] = {}
     for lexicon in lexicons:
         for side in (side for side in (0, 1) if lexicon.langs[side] == language):
             for own, other in zip(lexicon.ids[side], lexicon.ids[1 - side], strict=True):
-                # A token in the place of itself would show what is to be predicted.
+                # A token that replaces itself would reveal the token to be predicted.
                 if len(own) == len(other) and not any(map(eq, own, other)):
                     found.setdefault(tuple(own), set()).add(tuple(other))
     return {word: sorted(translations) for word, translations in found.items()}
 
 
 class Ragged:
-    """Lists of token ids, end to end."""
+    """Lists of token ids, laid end to end."""
 
     def __init__(self, lists: list[list[int]]):
         self.lengths = np.array([len(ids) for ids in lists], dtype=np.int64)
         self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen lists end to end, and where each starts."""
+        """The chosen lists laid end to end, and the index at which each starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
         return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths
@@ -137,8 +138,8 @@ class Ragged:
 
 @lru_cache(maxsize=16)
 def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged]:
-    """Token ids of both sides of every entry whose sides differ [N]; `single`: only of entries that are one token on
-    either side."""
+    """Token ids of the first and of the second side of every entry whose sides differ [N]. single: only entries that
+    have one token on each side."""
     pairs = [(a, b) for lexicon in lexicons for a, b in zip(*lexicon.ids, strict=True) if a != b]
     if single:
         pairs = [(a, b) for a, b in pairs if len(a) == len(b) == 1]
@@ -148,7 +149,7 @@ def entries(lexicons: tuple[Lexicon, ...], single: bool) -> tuple[Ragged, Ragged
 def load_lexicon(
     path: Path, tokenizer: Tokenizer, languages: Collection[str] = (), forms: Mapping[str, Forms] | None = None
 ) -> Lexicon:
-    """Reads a dictionary. languages: see pair_of. forms: the spellings of each language whose words are respelled
+    """Read a dictionary. languages: see pair_of. forms: the spellings of each language whose words are respelled
     (data/truecase.py). Raises UserError naming file and line."""
     langs = pair_of(path, languages)
     given = read_entries(path)
@@ -157,7 +158,7 @@ def load_lexicon(
     ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
-        raise UserError(f"{path}: the tokenizer knows no entry of it; is it the dictionary of another language?")
+        raise UserError(f"{path}: the tokenizer knows no entry of this dictionary; is it for other languages?")
     content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
     return Lexicon(
         langs,
@@ -173,7 +174,7 @@ def load_lexicon(
 def truecased(
     entries: list[tuple[str, str]], langs: tuple[str, str], forms: Mapping[str, Forms]
 ) -> tuple[list[tuple[str, str]], int]:
-    """The entries as the text spells them, without repeats, and how many were changed."""
+    """The entries as the training text spells them, without repeats, and how many were changed."""
     sides = [
         respelled([entry[side] for entry in entries], forms[lang]) if lang in forms else [e[side] for e in entries]
         for side, lang in enumerate(langs)
@@ -183,7 +184,7 @@ def truecased(
 
 
 def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of each word. Each spelling is encoded once, a batch at a time: encodings take memory."""
+    """Token ids of each word. Each distinct word is encoded once, in batches, because encodings take memory."""
     distinct = list(dict.fromkeys(words))
     ids: dict[str, list[int]] = {}
     for start in range(0, len(distinct), _BATCH):
@@ -193,7 +194,7 @@ def _encoded(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
-    """("en", "de") of .../en-de.txt. languages: those that there are, where a name may be cut in several ways."""
+    """The pair of a dictionary, such as ("en", "de") for .../en-de.txt. languages: see cut_pair. Raises UserError."""
     found = cut_pair(path.name.partition(".")[0], languages)
     if found is None:
         raise UserError(
@@ -204,8 +205,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
 
 
 def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | None:
-    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". Both are among `languages`, or else look like
-    languages. None: the name has no such cut, or several."""
+    """The two languages in a name, such as ("en", "zh-CN") in "en-zh-CN". A split into two of `languages` is
+    preferred to splits whose parts only look like languages. None: the name has no such split, or several."""
     parts = name.split("-")
     cuts = [("-".join(parts[:i]), "-".join(parts[i:])) for i in range(1, len(parts))]
     form = re.compile(_ONE if len(cuts) == 1 else _WITH_PARTS)
@@ -215,7 +216,7 @@ def cut_pair(name: str, languages: Collection[str] = ()) -> tuple[str, str] | No
 
 
 def read_entries(path: Path) -> list[tuple[str, str]]:
-    """Distinct entries in the order of the file, plain, .gz or .xz. Raises UserError."""
+    """The distinct entries in the order of the file, which is plain, .gz, .xz or .zst. Raises UserError."""
     entries: dict[tuple[str, str], None] = {}
     for number, line in read_lines(path):
         columns = [column.strip() for column in line.split("\t")] if "\t" in line else line.split()
@@ -230,7 +231,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
 
 
 def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
-    """Raises UserError where the columns are in the order opposite to the file's name, going by the training text."""
+    """Raises UserError if, by the training text, the columns are in the opposite order to the file's name."""
     seen = {language: _words_of(language, sources) for language in lexicon.langs}
     absent = [language for language, found in seen.items() if not found]
     if absent:
@@ -259,12 +260,13 @@ def _words_of(language: str, sources: list[Source]) -> set[str]:
 
 
 def find_lexicons(sources: list[Source], data: Path) -> list[Path]:
-    """Dictionaries in `lexicon/` in `data` or its parent whose pair --data has; one of en-de and de-en, the first."""
+    """The dictionaries in `lexicon/` of `data`, or else of its parent, whose languages the sources have. Of two files
+    of one pair, such as de-en and en-de, only the first by name."""
     languages = {language for source in sources for language in source.langs}
     for folder in (data, data.resolve().parent):
         found: dict[frozenset[str], Path] = {}
         for path in sorted((folder / "lexicon").glob("*.txt")):
-            with suppress(UserError):  # a name that says no pair
+            with suppress(UserError):  # a name that is no pair
                 pair = frozenset(pair_of(path, languages))
                 if pair <= languages:
                     found.setdefault(pair, path)

@@ -1,4 +1,4 @@
-"""Word links that count the words of another tokenisation, carried over by characters to those of data/words.py."""
+"""Converts word links of another tokenisation to links of the words of data/words.py, by the words' characters."""
 
 import difflib
 import html
@@ -14,8 +14,8 @@ _WORD = re.compile(r"\S+")
 
 
 def parse(links: str, sizes: tuple[int, int]) -> list[tuple[int, int]]:
-    """Pharaoh form, "0-0 1-2". Raises ValueError naming the link that is malformed or outside sentences of so many
-    words."""
+    """Parse links in Pharaoh form, such as "0-0 1-2". sizes: the number of words of both sentences. Raises ValueError
+    naming the link that is malformed or outside of the sentences."""
     found = []
     for link in links.split():
         match = LINK.fullmatch(link)
@@ -32,10 +32,10 @@ def pharaoh(links: list[tuple[int, int]]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """The links over words, and how many were dropped since they tied a word to a symbol.
+    """The links between words of data/words.py, and how many were dropped, e.g. links of a word and a symbol.
 
-    tokenised: the texts whose white-space words the links count; None: the texts themselves. by_words: they count
-    words as it is. Raises ValueError.
+    tokenised: the texts whose white-space words the given links count; None: the texts themselves. by_words: the given
+    links count words of data/words.py already. Raises ValueError.
     """
     found = segment(list(texts))
     numbers = [found.word_of[a:b] - w for a, b, w in zip(found.chars, found.chars[1:], found.words, strict=False)]
@@ -57,8 +57,8 @@ def project_links(
 
 
 def places(text: str, tokenised: str) -> list[list[int]]:
-    """The places in the text of the characters of each white-space word of `tokenised`. Raises ValueError unless both
-    are the same sentence."""
+    """The indices in the text of the characters of each white-space word of `tokenised`. Raises ValueError if less than
+    half of the characters match."""
     if tokenised is text:
         return [list(range(*match.span())) for match in _WORD.finditer(text)]
     tokens = tokenised.split()
@@ -66,7 +66,7 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     ours = [_folded(text[place]) for place in visible]
     theirs = [_folded(character) for token in tokens for character in token]
     if ours != theirs:
-        tokens = [html.unescape(token) for token in tokens]  # as Moses writes them
+        tokens = [html.unescape(token) for token in tokens]  # Moses escapes characters for HTML
         theirs = [_folded(character) for token in tokens for character in token]
     blocks: Sequence[tuple[int, int, int]] = [(0, 0, len(ours))]
     if ours != theirs:

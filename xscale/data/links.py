@@ -1,8 +1,8 @@
-"""Word links of sentence pairs, as links between places of tokens.
+"""Word links of sentence pairs, converted to links between tokens.
 
-The words of a piece are numbered through: those of the first pair's first text, of its second, of the next pair's
-first, and so on, as `links` counts them (data/words.py). Text 2p + s is side s of pair p. A place is a token's index
-among the piece's.
+The words of a stream batch (data/words.py) are numbered consecutively: first those of the first pair's first text, then
+those of its second text, of the next pair's first text, and so on. Text 2p + s is side s of pair p. A place is a
+token's index in the stream batch.
 
 Shape letters: P pairs, W words, T tokens that belong to a word, K links of words, Z links of tokens, N tokens,
 M masked tokens, R masked tokens with a link.
@@ -30,26 +30,26 @@ _PHARAOH = re.compile(rf"\s*({_LINK}(\s+|$))*")
 @dataclass(frozen=True)
 class WordLinks:
     first: np.ndarray
-    """Number of each text's first word [2 P], and W."""
+    """Number of each text's first word, and W at the end [2 P + 1]."""
     links: np.ndarray
-    """Linked words, of a first text and of its second; each link once [K, 2]."""
+    """Numbers of the linked words, in a pair's first text and in its second; each link once [K, 2]."""
 
 
 @dataclass(frozen=True)
 class WordTokens:
     places: np.ndarray
-    """The places of all words, word by word, in the order of the text [T]."""
+    """The places of all words' tokens, word by word, in the order of the text [T]."""
     starts: np.ndarray
     """The index in `places` at which each word begins [W + 1]."""
 
     def runs(self, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """All places of each of some words, one word after the other, and how many each has."""
+        """The places of the given words' tokens, word by word, and the number of tokens of each word."""
         counts = self.starts[words + 1] - self.starts[words]
         return self.places[np.repeat(self.starts[words], counts) + offsets(counts)], counts
 
 
 def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """The links of pairs. Those of a word and a symbol are left out; without `symbols`, also those of two symbols.
+    """The links of the pairs, without links of a word and a symbol. symbols: keep links of two symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -72,7 +72,7 @@ def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
     links += first[:-1].reshape(-1, 2)[pair_of]
     is_word = np.concatenate([_NOTHING, *(text.is_word for text in texts)])[links].reshape(-1, 2)
     links = links[(is_word[:, 0] == is_word[:, 1]) & (is_word[:, 0] | symbols)]
-    # Each once, in order: np.unique of whole rows is ten times as slow.
+    # Each link once, in order. np.unique over matrix rows would be ten times as slow.
     return WordLinks(first, np.stack(np.divmod(np.unique(links[:, 0] * first[-1] + links[:, 1]), max(first[-1], 1)), 1))
 
 
@@ -82,7 +82,7 @@ _NOTHING = np.empty(0, dtype=bool)
 def _refuse(pair: Example) -> NoReturn:
     remedy = "Write the shards again with `python -m data_tools.write_shards pairs ... --links F` or `--align`"
     if pair.links is None:
-        raise UserError(f'record {pair.key!r} has no word links ("" would say that no word has one). {remedy}')
+        raise UserError(f'record {pair.key!r} has no word links (links "" would mean that no word is linked). {remedy}')
     n, m = (len(text.is_word) for text in pair.words or ())
     wrong = next(
         link
@@ -96,7 +96,7 @@ def _refuse(pair: Example) -> NoReturn:
 
 
 def segments(pairs: list[Example], layout: Layout) -> list[list[tuple[Example, int]]]:
-    """The layout as `join_segments` wants it."""
+    """The layout in the form that `join_segments` takes."""
     return [[(pairs[text // 2], text % 2) for text in sequence] for sequence in layout]
 
 
@@ -107,7 +107,7 @@ def word_tokens(
     first: np.ndarray,
     keep: Literal["all", "first", "last"],
 ) -> WordTokens:
-    """Places of every token of each word, or only of its first or last one. A word that was cut off has none."""
+    """The places of each word's tokens: of all, of the first or of the last. A word that was cut off has none."""
     texts = list(chain.from_iterable(layout))
     if not texts:
         return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -125,19 +125,19 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """Every pair of a token of one word and a token of the other, for each linked pair of words; each once [Z, 2]."""
+    """All pairs of a token of one word and a token of another word that is linked with it; each pair once [Z, 2]."""
     ours, n_ours = tokens.runs(links[:, 0])
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)
-    # Two tokens that overlap several linked words, as of Chinese do, are one link.
+    # Two tokens may overlap several pairs of linked words, as in Chinese; they are one link.
     width = int(max(ours.max(initial=0), theirs.max(initial=0))) + 1
     return np.stack(np.divmod(np.unique(np.repeat(ours, n_theirs) * width + theirs), width), axis=1)
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
-    """The masked tokens [M] that have a link [R], and the sum of the states that each is linked with: A^T H there.
+    """The indices in `masked` [M] of the tokens with a link [R], and for each the sum of the states linked with it.
 
-    A[i, j] = 1 where (i, j) or (j, i) is a link [tokens, tokens]; a state's places are in ascending order.
+    The sums are rows of A^T H, where A[i, j] = 1 if (i, j) or (j, i) is a link. A sum's places are in ascending order.
     """
     row_of = np.full(tokens, -1, dtype=np.int64)
     row_of[masked] = np.arange(len(masked))

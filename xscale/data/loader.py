@@ -1,7 +1,7 @@
-"""The loader: worker processes read, tokenise and collate samples and pack them into rows, one StepBatch a plan.
+"""The loader: worker processes read, tokenise and collate samples and pack them into rows, one StepBatch per plan.
 
-A planner process draws plans ahead (planner.py). A batch carries the mixture's state after it, so the state saved with
-step t says what step t consumed, whatever was prefetched.
+A planner process makes plans ahead of time (planner.py). A batch carries the mixture's state after its step, so that
+the state saved at step t describes what was consumed up to step t, whatever was prefetched.
 """
 
 import atexit
@@ -30,15 +30,15 @@ from xscale.ranks import Process, name_process
 from xscale.record import Record
 
 CHARACTERS = 64
-"""Characters of a text that are tokenised at most, for each token of a sequence; see `shortened`."""
+"""The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 
 Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
-"""The function takes (samples, options of the stream, context); a sample is a list of one or more examples."""
+"""A function of samples, the stream's options, and the context. A sample is a list of one or more examples."""
 
 
 @dataclass(frozen=True)
 class StreamCollate:
-    """The making of stream batches from a stream's samples."""
+    """Collates samples of one stream into a stream batch."""
 
     collate: Collate
     options: Any
@@ -49,7 +49,7 @@ class StreamCollate:
     names: tuple[str, ...] = ()
     """Languages and pairs whose losses are reported separately (Context.names)."""
     objective: str = ""
-    """Name of the objective; "" if the stream is not a recipe's."""
+    """Name of the objective; "" if the stream is not from a recipe."""
     terms: frozenset[str] = frozenset()
     """Terms of the objective's loss."""
 
@@ -63,7 +63,7 @@ class StreamCollate:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One optimizer step of one rank."""
+    """The data of one rank for one optimizer step."""
 
     step: int
     rows: list[PackedRow]
@@ -88,7 +88,7 @@ class StepBatch:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
 
     def auxiliary(self) -> dict[str, int]:
-        """Number of states that each stream's auxiliary encoder gives."""
+        """Number of states that each stream's auxiliary encoder computes."""
         return {
             stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
             for stream in self.rows[0].inputs.auxiliary
@@ -103,7 +103,7 @@ class StepBatch:
 
 
 class StepDataset(Dataset):
-    """Maps a StepPlan to its StepBatch. It pickles to a worker without open files."""
+    """Maps a StepPlan to its StepBatch. It can be pickled for a worker, and carries no open files."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class StepDataset(Dataset):
         seed: int,
         shape: RowShape | None = None,
     ):
-        """shape: rows are filled up to it, if given."""
+        """shape: the shape that rows are filled up to; None: rows are not filled up."""
         self.sources, self.streams, self.context, self.seed, self.shape = sources, streams, context, seed, shape
         self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
 
@@ -122,7 +122,7 @@ class StepDataset(Dataset):
             return plan
         try:
             stream_batches = {name: self.stream_batches(name, plan) for name in plan.rows[0]}
-        except (UserError, OSError) as error:  # a value: DataLoader would wrap an exception, without errno and file
+        except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
             return Failure.of_error(error, f"step {plan.step}: ")
         names = {name: stream.names for name, stream in self.streams.items()}
         longest, filler = self.context.max_length, self.context.tokenizer.sep_id
@@ -135,7 +135,7 @@ class StepDataset(Dataset):
         return StepBatch(plan.step, rows, plan.state)
 
     def stream_batches(self, stream: str, plan: StepPlan) -> list[StreamBatch]:
-        """The stream batch of each row. The records of all rows are tokenised at once."""
+        """The stream batch of each row. The records of all rows are tokenised together."""
         how, rows = self.streams[stream], [row[stream] for row in plan.rows]
         examples = self._examples(stream, rows)
         found = []
@@ -153,7 +153,7 @@ class StepDataset(Dataset):
         return found
 
     def context_of(self, stream: str, share: StreamShare) -> Context:
-        """The context of a stream's collate function."""
+        """The context that a stream's collate function gets."""
         how = self.streams[stream]
         lexicons = self.context.lexicons if how.lexicons is None else how.lexicons
         return replace(self.context, stream=stream, share=share, lexicons=lexicons, names=how.names)
@@ -170,7 +170,7 @@ class StepDataset(Dataset):
         return counts
 
     def _examples(self, stream: str, rows: list[SampledRecords]) -> Iterator[Example]:
-        """The records of all rows, tokenised."""
+        """The tokenised records of all rows."""
         sampled = SampledRecords(
             *(np.concatenate([getattr(row, n) for row in rows]) for n in SampledRecords.__dataclass_fields__)
         )
@@ -209,15 +209,15 @@ class StepDataset(Dataset):
             at = end
 
     def shortened(self, pair: Record, words: bool) -> Record:
-        """The beginning of a pair that is far too long, which is tokenised in less time. A pair that will be cut, and
-        whose words are asked for, stays as it is."""
+        """The pair, with its texts cut if they are far too long, to save time in tokenisation. A pair whose words are
+        needed stays whole, unless data.overlong drops it."""
         most = CHARACTERS * self.context.max_length
         if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
             return pair
         return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
-        """Tokens before which each text that is longer than a sequence may be cut, by number of the text."""
+        """For each text that is longer than a sequence, by its number: the tokens before which it may be cut."""
         long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
         if not long:
             return {}
@@ -235,7 +235,7 @@ class StepDataset(Dataset):
         return found
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
-        """uint64 key of each record in its epoch of the stream [n_records]."""
+        """uint64 key of each record, for its stream and epoch [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
         number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)
@@ -246,7 +246,7 @@ class PhasedDataset(Dataset):
     """The datasets of a run's phases."""
 
     def __init__(self, ends: list[int], datasets: list[StepDataset]):
-        """ends: the step after each phase but the last, counted from 0."""
+        """ends: for each phase but the last, the first step after it, counted from 0."""
         self.ends, self.datasets = ends, datasets
 
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
@@ -254,7 +254,7 @@ class PhasedDataset(Dataset):
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
-    """The value of data.workers; "auto" means 2 on a CPU and 4 to 6 for a GPU, by the cores of the rank."""
+    """The number of workers for data.workers; "auto" is 2 on a CPU, and 4 to 6 for a GPU by the cores of the rank."""
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))
@@ -264,17 +264,17 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
 
 
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
-    """The next `steps` batches of the mixture, made by so many workers and a planner; 0: all by this process."""
+    """The next `steps` batches of the mixture. workers: number of worker processes, with a planner; 0: this process."""
     return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
 
 
 def step_plans(mixture: Mixture | PhasedMixture, workers: int, steps: int, node: Node | None = None) -> Plans:
-    """The plans of the mixture's next steps. If there are workers, a planner process begins to draw them now."""
+    """The plans of the mixture's next steps. With workers, this starts a planner process, which makes the plans."""
     return start_planner(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
 
 
 def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: int, rank: int) -> Iterator[StepBatch]:
-    """The batches of these plans. It starts the workers, and waits for the first plans."""
+    """The batches of these plans. The call starts the workers and waits for the first plans."""
     loader: DataLoader = DataLoader(
         dataset,
         sampler=_PlanSampler(plans),
@@ -286,7 +286,7 @@ def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: in
     )
     with children_that_begin():
         started = iter(loader)
-    for worker in getattr(started, "_workers", ()):  # it ignores SIGTERM, so a process that ends would wait for it
+    for worker in getattr(started, "_workers", ()):  # workers ignore SIGTERM: the end would wait for them
         atexit.register(worker.kill)
     return map(_raise_failure, started)
 
@@ -298,7 +298,7 @@ def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
 
 
 class _PlanSampler:
-    """The plans, as DataLoader wants them."""
+    """The plans as a sampler of DataLoader."""
 
     def __init__(self, plans: Plans):
         self.plans = plans

@@ -1,8 +1,8 @@
 """The choice of masked tokens, and of what replaces them (Devlin et al. 2019).
 
-Of the maskable tokens (all but special ones) each is chosen with `mask_prob`; a chosen token becomes [MASK] with
-80 %, a random ordinary token with 10 %, and stays with 10 %. Every choice is a function of the record's identity
-and the token's place in it.
+Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 % of
+the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice is a function of the record's identity and
+the token's place in it.
 """
 
 import numpy as np
@@ -12,8 +12,8 @@ from xscale.data.sequences import Sequences
 from xscale.data.tokenizer import Tokenizer
 
 KEEP, RANDOM = 0.9, 0.8
-"""Bounds of a number drawn from [0, 1) for a chosen token: from KEEP on the token stays, from RANDOM on it becomes a
-random one, and below it becomes [MASK]."""
+"""Bounds of a random number from [0, 1) for each chosen token: from KEEP on the token stays, from RANDOM to KEEP it
+becomes a random token, and below RANDOM it becomes [MASK]."""
 
 
 def mask_tokens(
@@ -26,7 +26,7 @@ def mask_tokens(
     unit = place
     if whole_word:
         assert sequences.words is not None, "whole-word masking needs Tokenizer.encode_words"
-        alone = place + np.uint64(1 << 32)  # a token that is of no word
+        alone = place + np.uint64(1 << 32)  # a token that belongs to no word
         unit = np.where(sequences.words < 0, alone, sequences.words.astype(np.uint64))
     chosen = maskable & (rng.uniform(per_token ^ _purpose("choose"), unit) < mask_prob)
     targets = np.flatnonzero(chosen)

@@ -1,10 +1,10 @@
 """The samples that each optimizer step consumes, and the plan of each rank.
 
-A stream draws `samples` samples a step from its sources. Languages (or language pairs) are chosen with p_i proportional
-to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its epoch order. A
-sample is one record. In a packed stream it is running text that fills about one sequence (order.py). The state is one
-position per source; the state and the step number determine everything that follows. The step's global batch is drawn
-first and then assigned to ranks and rows (balance.py).
+In each step a stream takes `samples` samples from its sources. Languages (or language pairs) are sampled with p_i
+proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its
+epoch order. A sample is one record; in a packed stream, it is running text that fills about one sequence (order.py).
+The state is one position per source. The state and the step number determine all later samples. A step's global batch
+is sampled first and then assigned to ranks and rows (balance.py).
 """
 
 import bisect
@@ -27,7 +27,7 @@ from xscale.errors import UserError
 from xscale.files import parallel_map
 
 PACK_FILL = 0.94
-"""Share of `max_length` that a packed sample aims at. The rest is room for errors of the estimated token counts."""
+"""The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
 
 ORDER = 3
 """Version of the order of running text. Before version 3, a sample was consecutive pieces of a permutation."""
@@ -35,21 +35,21 @@ ORDER = 3
 
 @dataclass(frozen=True)
 class StreamSpec:
-    """The part of a recipe's stream that drawing needs."""
+    """The part of a stream's recipe that sampling needs."""
 
     name: str
     sources: tuple[int, ...]
     samples: int
     packed: bool
     idle: frozenset[int] = frozenset()
-    """The sources that the stream does not draw from now; it does in another phase of the run."""
+    """The sources that the stream does not sample from now, but does in another phase of the run."""
     most: tuple[float, ...] = ()
-    """The largest share of each source, by data.max_epochs; empty: no limit."""
+    """The maximum probability of each source, due to data.max_epochs; empty: no limit."""
 
 
 @dataclass(frozen=True)
 class SampledRecords:
-    """Records of some samples of one stream. All arrays are [n_records]; the records of a sample are in its order."""
+    """Records of some samples of one stream. All arrays are [n_records]. A sample's records are in reading order."""
 
     sample: np.ndarray
     """Number of the record's sample within the stream's global batch."""
@@ -81,14 +81,14 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The samples of one optimizer step over all ranks, by stream, and the bin that each is assigned to.
+    """The samples of one optimizer step over all ranks, by stream, and the bin to which each is assigned.
 
-    The records of a stream are in the order of its sources: sorting those of all ranks would take longer than the rest.
+    A stream's records are ordered by source. Sorting all ranks' records by sample would take longer than the rest.
     """
 
     records: dict[str, SampledRecords]
     tokens: dict[str, np.ndarray]
-    """Estimated tokens of each sample in a row [samples]."""
+    """Estimated tokens that each sample adds to a packed row [samples]."""
     bins: dict[str, np.ndarray]
     """Bin of each sample; bin row * world + rank is one row of one rank [samples]."""
     rows: int
@@ -114,7 +114,7 @@ class GlobalBatch:
 
 
 class Mixture:
-    """Draws global batches from `state` on; iterates over the plans of one rank."""
+    """Samples global batches, beginning at `state`. Its iterator yields the plans of one rank."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Mixture:
         state: dict[str, Any] | None = None,
         alpha_by: str = "records",
     ):
-        """rows: least number of rows of a step. alpha_by: see data.alpha_by."""
+        """rows: the minimum number of rows of each rank in a step. alpha_by: see data.alpha_by."""
         self.streams, self.sources, self.calibration = streams, sources, calibration
         self.seed, self.max_length, self.max_tokens = seed, max_length, max_tokens
         self.rank, self.world, self.rows = rank, world, rows
@@ -142,11 +142,11 @@ class Mixture:
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
-        """Epoch and window that `remote_shards` gave last, of each stream and source."""
+        """The last epoch and window that `remote_shards` yielded for each stream and source."""
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
             raise UserError(
-                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text otherwise; "
-                f"go on with that version, or start a new run from it: model.init=DIR and another --out"
+                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
+                f"continue with that version, or start a new run from it: model.init=DIR and another --out"
             )
 
     def __iter__(self) -> Iterator[StepPlan]:
@@ -169,13 +169,13 @@ class Mixture:
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
-        """GlobalBatch's bins and rows; each rank has at least `rows` rows."""
+        """The values of GlobalBatch.bins and GlobalBatch.rows; each rank has at least `rows` rows."""
         bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
         borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows
 
     def _draw(self, stream: StreamSpec, weights: np.ndarray, step: int) -> tuple[SampledRecords, list[list[int]]]:
-        """The stream's records of a step, and its positions after it."""
+        """The stream's records of a step, and the stream's positions after the step."""
         drawn = np.flatnonzero(weights).astype(np.min_scalar_type(len(weights)))
         chosen = drawn[choose(weights[drawn], stream.samples, rng.key(self.seed, stream.name, "source", step))]
         in_order = np.argsort(chosen, kind="stable")  # few bits are sorted in linear time
@@ -195,7 +195,7 @@ class Mixture:
     def _take(
         self, stream: StreamSpec, source: int, samples: np.ndarray, position: list[int]
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """The source's next records for these samples: arrays of SampledRecords. Advances `position` in place."""
+        """Yield the source's next records for these samples: arrays of SampledRecords. Advances `position` in place."""
         taken = 0
         while taken < len(samples):
             epoch, start = position[:2]
@@ -208,8 +208,8 @@ class Mixture:
             position[:] = [epoch, stop, *position[2:]] if stop < order.size else [epoch + 1, 0]
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        """The shards of each remote source whose window is new since the last call, and those of the window that
-        follows it in the epoch, if the cache has room for both."""
+        """Yield the shards of each remote source's window, if it has changed since the last call, and the shards of
+        the next window of the epoch, if the cache has room for both."""
         for stream in self.streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source, epoch = self.sources[number], position[0]
@@ -233,7 +233,7 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
             text = TextPacking(tokens, self.room, before) if stream.packed else None
-            # Data that was added to a run (run/append.py) leaves the order of the other sources as it is.
+            # Data that was added to a run (run/append.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (now, order)
@@ -241,14 +241,14 @@ class Mixture:
 
 
 class PhasedMixture:
-    """The mixtures of a run's phases. Each goes on from the state that the one before has left."""
+    """The mixtures of a run's phases. Each continues from the state that the previous one has left."""
 
     def __init__(self, ends: list[int], mixtures: list[Mixture]):
-        """ends: the step after each phase but the last, counted from 0."""
+        """ends: for each phase but the last, the first step after it, counted from 0."""
         self.ends, self.mixtures = ends, mixtures
         self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
         for mixture in mixtures:
-            mixture._orders = mixtures[0]._orders  # most stay as they are
+            mixture._orders = mixtures[0]._orders  # most orders are the same in all phases
 
     def next_batch(self) -> GlobalBatch:
         """The next step's global batch; advances the state."""
@@ -270,7 +270,7 @@ class PhasedMixture:
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
-    """The bytes of the remote shards that the streams' windows draw from at once, at most."""
+    """The maximum number of bytes of the remote shards that all streams' windows read at one time."""
     total = 0
     for number, source in enumerate(sources):
         most = -(-len(source.shards) // window_count(source.counts))
@@ -281,26 +281,26 @@ def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int
 
 
 def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The function order.Look of a source."""
+    """The bytes of records of a source, and whether each continues a document (order.Look)."""
     lengths, follows = zip(*parallel_map(source.look, shards, records), strict=True)
     return np.concatenate(lengths), np.concatenate(follows)
 
 
 FIT_SAMPLES = 2**15
-"""The shape of rows is fitted to about so many samples of the first steps."""
+"""The shape of rows is fitted to about this many samples of the first steps."""
 MIN_STEPS, MAX_STEPS = 4, 64
 """Least and greatest number of steps that the shape is fitted to."""
 UNCOMPILED = 1.5
-"""Time of a row that does not fit the compiled shape, relative to one that does."""
+"""The time of a row that exceeds the compiled shape, relative to a row that fits."""
 TOKEN_MULTIPLE = 16
 """The token count of a compiled row is a multiple of this."""
 
 
 def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
-    """The rows of a step, and a shape of at most max_tokens that nearly all rows fit, from a new mixture's first steps.
+    """The number of rows per step, and a shape of at most max_tokens that nearly all rows fit. mixture: a new one.
 
-    longest: data.max_length, the length of a filler sequence. Row lengths are taken as normal, with the variance
-    between steps and that of the estimates. A row that exceeds the shape is computed uncompiled.
+    longest: data.max_length, the length of a filler sequence. Row lengths are modelled as normally distributed; their
+    variance is that between rows plus that of the estimates. A row that exceeds the shape is computed uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
     steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)
@@ -318,10 +318,10 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
 
 
 def best_deviations(relative: float, ranks: int) -> float:
-    """The room of a compiled row, in standard deviations above the mean, for the least expected time of a step.
+    """The size of a compiled row, in standard deviations above the mean, that minimises the expected time of a step.
 
-    Room costs time in every row; a row that does not fit costs more, and all ranks wait for it. relative: standard
-    deviation of a row's tokens over their mean.
+    A larger size costs time in every row. A row that does not fit costs more, and all ranks wait for it. relative: the
+    standard deviation of a row's tokens, divided by their mean.
     """
     z = np.arange(1.0, 6.0, 0.05)
     all_fit = (0.5 + 0.5 * np.array([math.erf(x) for x in z / math.sqrt(2)])) ** ranks
@@ -329,7 +329,7 @@ def best_deviations(relative: float, ranks: int) -> float:
 
 
 def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray:
-    """Expected tokens of each bin of a step with at least `rows` rows, their variance, and sequences [3, bins]."""
+    """The expected tokens of each bin of a step, their variance, and its expected sequences [3, bins]."""
     bins, rows = mixture.assign(batch.tokens, rows)
     found = np.zeros((3, rows * mixture.world))
     for name, tokens in batch.tokens.items():
@@ -341,7 +341,7 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
 
 
 def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
-    """The records of each source, or their bytes or tokens, which are estimated from some shards."""
+    """The number of records of each source, or of their bytes or tokens, which are estimated from some shards."""
     if by == "records":
         return [source.records for source in sources]
     lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
@@ -355,11 +355,12 @@ def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> li
 
 
 SIZED = 4
-"""The number of shards of a source whose records tell the mean length of its records."""
+"""The number of shards of each source from which the mean length of its records is estimated."""
 
 
 def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, sizes: list[float]) -> np.ndarray:
-    """p of each of the stream's sources; 0 for those that it does not draw from. sizes: those of all sources."""
+    """The probability with which each of the stream's sources is drawn; 0 for the sources in `stream.idle`. sizes: the
+    size of every source of the run."""
     drawn = [source not in stream.idle for source in stream.sources]
     weights, of = np.zeros(len(drawn)), [s for s in stream.sources if s not in stream.idle]
     weights[drawn] = source_weights([sources[s] for s in of], alpha, [sizes[s] for s in of])
@@ -367,8 +368,8 @@ def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, size
 
 
 def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """The weights, none of them above `most`; the others get what these lose, in proportion. If that is impossible,
-    all are in proportion to `most`."""
+    """The weights, each limited to its `most`. What is cut off goes to the other weights in proportion. If the sum of
+    `most` is at most 1, all weights are proportional to `most`."""
     most = np.where(weights > 0, most, 0.0)
     if most.sum() <= 1:
         return most / most.sum() if most.sum() else weights
@@ -382,22 +383,23 @@ def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
-    """The state before step 0: [epoch, position] of every source of every stream. Of running text in an epoch in which
-    the room of a sample changed, the numbers of TextPacking.before follow."""
+    """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
+    text has changed within the epoch, the numbers of TextPacking.before follow."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
-    """A source for each sample, with p = weights; each is chosen p * samples times, rounded up or down.
+    """A source for each sample. Source i is chosen weights[i] * samples times, rounded up or down.
 
-    This is systematic sampling (Madow 1949) in shuffled order: steps differ less in length than by independent draws.
+    This is systematic sampling (Madow 1949) in shuffled order: step lengths vary less than with independent draws.
     """
     drawn = rng.uniform(key, np.arange(samples + 1, dtype=np.uint64))
     points = (np.arange(samples) + drawn[-1]) / samples
     ends = np.append(np.searchsorted(points, np.cumsum(weights)[:-1]), samples)
-    # The lowest draws go to the first source, and so on. The leading bits decide nearly all of them; only draws that
-    # share these bits with a draw of another source are sorted, which takes a third of the time of sorting all.
+    # The samples with the lowest random numbers go to the first source, and so on. The numbers' leading bits decide
+    # nearly all samples; only numbers that share these bits with a number of another source are sorted, which takes a
+    # third of the time of sorting all.
     bits = (drawn[:-1] * BUCKETS).astype(np.uint16)
     behind = np.cumsum(np.bincount(bits, minlength=BUCKETS))
     first, last = (np.searchsorted(ends, at, side="right") for at in (np.append(0, behind[:-1]), behind - 1))
@@ -411,12 +413,12 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 BUCKETS = 1 << 12
-"""The number of different leading bits of a draw."""
+"""The number of values that the leading bits of a random number may have."""
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
-    """p of each source, proportional to n^alpha over languages or (undirected) language pairs, and to n within one. The
-    weights sum to 1. sizes: n of each source; None: its records."""
+    """The probability of each source: proportional to n^alpha over languages or (undirected) language pairs, and to n
+    among the sources of one. sizes: n of each source; None: its number of records."""
     names, sizes = [source.pair for source in sources], sizes or [source.records for source in sources]
     of_name = dict.fromkeys(names, 0.0)
     for name, size in zip(names, sizes, strict=True):

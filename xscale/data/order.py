@@ -1,17 +1,17 @@
 """The order of a source's records: a pure function of (shard sizes, seed, epoch) and, for text, of its documents.
 
-Each epoch deals the shards to windows of about WINDOW_RECORDS records and permutes the records of each window. A shard
-is read through about once an epoch, neighbours in a batch come from all over the source (benchmarks/shuffle.py measures
-how well), and memory is that of one window whatever the size of the source.
+Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window. So a
+shard is read through about once an epoch, a batch has records from all over the source (benchmarks/shuffle.py measures
+how well), and only one window is in memory, whatever the size of the source.
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
-document that fill a sample. Shorter pieces fill the room that a piece leaves in its sample. Positions still count
-records.
+document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. Positions still
+count records.
 
 A stream of many sources keeps only one part of each window in memory. The parts of a permutation are slices of it; a
 part of running text takes a slice of each of the window's shards and is permuted by itself.
 
-Where the room of a sample changes within a part, the records that are left of it are permuted and packed anew.
+If the room of a sample changes within a part, the remaining records of the part are permuted and packed anew.
 """
 
 import bisect
@@ -24,24 +24,24 @@ from xscale import rng
 
 WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
-"""A window has at most so many shards, so that a reader can keep all of them open."""
+"""The maximum number of shards of a window, so that a reader can keep all of them open."""
 PART_RECORDS = 1 << 15
-"""A part of a window has at least so many records."""
+"""The minimum number of records of a part, if the window has several."""
 
 Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
-"""The function maps shards, and records of each, to the bytes of every record [n] and to whether it continues the
-document of the record before it [n]."""
+"""A function that maps shards, and records of each, to the bytes of every record [n], and to True for every record that
+continues the document of the record before it [n]."""
 
 
 class TextPacking(NamedTuple):
     """The rule that packs running text into samples."""
 
     tokens: Callable[[np.ndarray], np.ndarray]
-    """The function estimates tokens from bytes; an estimate is at least 1."""
+    """A function that estimates tokens from bytes; an estimate is at least 1."""
     room: int
-    """A sample has at most so many tokens, unless it is a single record."""
+    """The maximum number of tokens of a sample; a sample of a single record may have more."""
     before: tuple[tuple[int, int], ...] = ()
-    """(position, room) of each change of the room within the epoch: the room was that until the position."""
+    """(position, room) for each change of the room within the epoch: `room` was used up to `position`."""
 
 
 class WindowPart(NamedTuple):
@@ -54,7 +54,7 @@ class WindowPart(NamedTuple):
     lengths: np.ndarray
     """Bytes of each record [n]; empty if the order cannot look at records."""
     sample_ends: np.ndarray
-    """End of each sample of running text, counted from the part's start [samples]."""
+    """End of each sample of running text, in records from the part's start [samples]."""
 
 
 NO_RECORDS = np.empty(0, dtype=np.int64)
@@ -74,11 +74,11 @@ class EpochOrder:
         text: TextPacking | None = None,
         sources: int = 1,
     ):
-        """counts: records of each shard [n_shards]; seed: key of the stream and source; text: given for running text;
-        sources: number of sources of the stream."""
+        """counts: records of each shard [n_shards]; seed: key of the stream and source; text: None unless the source
+        is running text; sources: number of sources of the stream."""
         self.counts, self.look, self.text, self.sources = counts, look, text, sources
         self.key = rng.hash64(seed, np.uint64(epoch))
-        # Every run of `windows` neighbouring shards gives one shard to each window, so that a window is a cross-section
+        # Of every `windows` consecutive shards, each window gets one, so that a window is a cross-section
         # of a source that is sorted by topic or length.
         number, windows = np.arange(len(counts)), window_count(counts, window)
         drawn = np.lexsort((rng.hash64(rng.hash64(self.key, np.uint64(0)), number), number // windows))
@@ -89,7 +89,7 @@ class EpochOrder:
         self.size = int(self.ends[-1])
         self._part = EMPTY_PART
         self._leading = -1, NO_RECORDS
-        """A window's number and the leading bits of its records' hashes, which say each record's part."""
+        """A window's number, and the leading bits of its records' hashes, which determine each record's part."""
 
     def bounds(self, position: int) -> tuple[int, int, int]:
         """(window, first position, end position) of the window that holds `position`."""
@@ -107,9 +107,9 @@ class EpochOrder:
         return max(min((end - first) * self.sources // WINDOW_RECORDS, (end - first) // PART_RECORDS), 1)
 
     def take(self, start: int, samples: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """The next samples from position `start` on: at most `samples`, at least one, all from one part.
+        """The next samples from position `start` on: at least one, at most `samples`, all from one part.
 
-        Returns the position after each sample [samples], and shard, number and bytes of their records [n].
+        Returns the position after each sample [samples], and the shard, number and bytes of each of their records [n].
         """
         part = self.part(start)
         at = start - part.first
@@ -143,7 +143,7 @@ class EpochOrder:
         return rng.hash64(self.key, np.uint64(window + 1))
 
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The part of a window's permutation that holds place `at`: WindowPart's fields, counted from the window."""
+        """WindowPart's fields for the part of a window's permutation that has place `at`, counted from the window."""
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
@@ -159,7 +159,7 @@ class EpochOrder:
         return first, ordinals[order], lengths, NO_RECORDS
 
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """The part of a window's running text that holds place `at`: WindowPart's fields, counted from the window."""
+        """WindowPart's fields for the part of a window's running text that has place `at`, counted from the window."""
         assert self.text and self.look
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
@@ -192,16 +192,16 @@ class EpochOrder:
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
-    """The number of windows of a source whose shards have so many records."""
+    """The number of windows of a source. counts: records of each shard. window: records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
 def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The order of records of running text [n], and where its samples end [samples]. sizes: tokens of each record."""
+    """The order of records of running text [n], and the end of each sample [samples]. sizes: tokens of each record."""
     first = runs(sizes, np.flatnonzero(~follows), room)
     shuffled = rng.permutation(key, len(first))
     sample = fill(np.add.reduceat(sizes, first)[shuffled], room)
-    together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")  # 16 bits in linear time
+    together = np.argsort(sample.astype(np.min_scalar_type(len(first))), kind="stable")  # 16 bits: linear time
     piece, sample = shuffled[together], sample[together]
     records = np.diff(first, append=len(sizes))[piece]
     ends = np.cumsum(records)
@@ -210,10 +210,10 @@ def arrange(sizes: np.ndarray, follows: np.ndarray, room: int, key: np.ndarray) 
 
 
 def fill(sizes: np.ndarray, room: int) -> np.ndarray:
-    """Packs items into bins of `room`; returns the bin of each item, named by the number of one of its items.
+    """Pack items into bins of size `room`. Returns the bin of each item, named by the number of one of the bin's items.
 
     sizes: at least 1 [n]; an item larger than `room` is alone in its bin. Each round joins every bin that is more than
-    half full, fullest first, with the largest other bin that fits; the bins that remain are joined in pairs.
+    half full, fullest first, with the largest other bin that fits; the remaining bins are joined in pairs.
     """
     # Sizes above the room need no exact value, and numbers of few bits are sorted in linear time.
     bin_of, filled = np.arange(len(sizes)), np.minimum(sizes, room + 1).astype(np.min_scalar_type(room + 1))
@@ -224,7 +224,7 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
         small, large = still[:half], still[half:][::-1]
         number = np.arange(len(large))
         fitting = np.searchsorted(filled[small], room - filled[large].astype(np.int64), side="right")
-        # Each large bin chooses the largest bin that no later one needs: strictly increasing, and below `fitting`.
+        # Each large bin gets the largest small bin that no later one needs: strictly increasing, and below `fitting`.
         chosen = number + np.minimum.accumulate((fitting - 1 - number)[::-1])[::-1]
         into, joined = large[chosen >= 0], small[chosen[chosen >= 0]]
         left = np.delete(small, chosen[chosen >= 0])
@@ -241,9 +241,9 @@ def fill(sizes: np.ndarray, room: int) -> np.ndarray:
 
 
 def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
-    """The first item of each run; a run holds as many items as fit into `room`, at least one, and ends at borders.
+    """The first item of each run. A run has as many items as fit into `room`, at least one, and crosses no border.
 
-    sizes: at least 1 [n]; borders: items that begin a run in any case; the first is 0.
+    sizes: at least 1 [n]; borders: the items at which a run begins in any case; the first is 0.
     """
     if len(borders) == len(sizes):
         return borders
@@ -255,7 +255,7 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
     starts = np.zeros(len(sizes) + 1, dtype=bool)
     starts[border] = True
     at = following[borders]
-    while len(at := at[~starts[at]]) > FEW:  # one run of each at a time
+    while len(at := at[~starts[at]]) > FEW:  # one run after each border at a time
         starts[at] = True
         at = following[at]
     found, after = starts.data, following.data
@@ -267,4 +267,4 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
 
 
 FEW = 32
-"""Up to so many runs are found faster one by one."""
+"""When at most this many borders have runs left, these are found faster one by one."""

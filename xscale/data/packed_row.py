@@ -1,4 +1,4 @@
-"""A packed row: the sequences of all streams, laid end to end without padding, and what their losses read.
+"""A packed row: the sequences of all streams, laid end to end without padding, with what their losses read.
 
 One row is one forward and backward pass of a rank.
 
@@ -26,7 +26,7 @@ class Tokens(NamedTuple):
     input_ids: Any
     """[N], int64."""
     positions: Any
-    """Position of each token in its sequence, or in its segment where positions are reset, from 0 [N], int64."""
+    """Position of each token in its sequence, or in its segment if positions are reset, from 0 [N], int64."""
     types: Any | None
     """Token type of each token, a language or segment number [N], int64; None: 0 everywhere."""
     starts: Any
@@ -34,11 +34,11 @@ class Tokens(NamedTuple):
     lengths: Any
     """Tokens of each sequence [B], int32. As a tensor it stays on the CPU, where the host reads it without waiting."""
     longest: int
-    """Length of the longest sequence; in rows that are filled up, the greatest that any may have."""
+    """Length of the longest sequence; in a row that is filled up to its shape, the greatest possible length."""
 
 
 class RowShape(NamedTuple):
-    """The size that a compiled row is filled up to."""
+    """The size to which a compiled row is filled up."""
 
     tokens: int
     sequences: int
@@ -57,11 +57,11 @@ class Inputs(NamedTuple):
     arrays: dict[str, dict[str, Any]]
     """Further arrays that each stream's loss reads, by stream."""
     auxiliary: dict[str, tuple[Tokens, Index]]
-    """Inputs of each stream's auxiliary encoder, and the index of the states that it gives, by stream."""
+    """Inputs of each stream's auxiliary encoder, and the index of the states that it computes, by stream."""
 
 
 class RowCost(NamedTuple):
-    """The cost of a row, whatever the model: tokens, sums of squared lengths (attention), predictions."""
+    """The cost of a row for any model: numbers of tokens, sums of squared lengths (attention), and predictions."""
 
     tokens: int = 0
     squares: int = 0
@@ -88,7 +88,7 @@ class PackedRow:
     counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """Number of predictions by (stream, term, language or pair), and StreamBatch.pairs by (stream, what, pair)."""
     keys: dict[str, list[str]] = field(default_factory=dict)
-    """Keys of each stream's records, in the order in which they were drawn."""
+    """Keys of each stream's records, in the order in which they were sampled."""
 
 
 def pack_row(
@@ -98,7 +98,7 @@ def pack_row(
     shape: RowShape | None = None,
     names: dict[str, tuple[str, ...]] | None = None,
 ) -> PackedRow:
-    """The row of these stream batches, filled up to `shape` if it fits.
+    """The packed row of these stream batches, filled up to `shape` if it fits.
 
     longest: data.max_length; filler: id of the filling tokens; names: Context.names of each stream.
     """
@@ -163,9 +163,9 @@ def group_predictions(
 def lay_out(
     parts: list[Sequences], types: list[Types | None], longest: int, filler: int, shape: RowShape | None = None
 ) -> tuple[Tokens, list[np.ndarray]]:
-    """The sequences of all parts, longest first, and the index in the row of each token of each part.
+    """The sequences of all parts, longest first, and for each part the index of each of its tokens in the row.
 
-    types: the meaning of each part's token types. A row without any token gets a filler sequence.
+    types: what each part's token types mean. A row without any token gets a filler sequence.
     """
     lengths = np.concatenate([part.lengths for part in parts])
     order = np.argsort(-lengths, kind="stable")
@@ -196,7 +196,7 @@ def lay_out(
 
 
 def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape | None) -> np.ndarray:
-    """Lengths of the sequences that fill a row up; none is longer than `longest`."""
+    """Lengths of the sequences that fill a row up, each at most `longest`."""
     if shape is not None and tokens <= shape.tokens:
         rest = shape.tokens - tokens
         whole = [longest] * (rest // longest) + [rest % longest] * bool(rest % longest)
@@ -206,7 +206,7 @@ def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape |
 
 
 def gather_index(reads: list[StateIndices], tokens: int) -> Index:
-    """The index of all states, by state and by place in the row."""
+    """The index of all states: the places of each state, and the states of each place in the row."""
     places = np.concatenate([NO_NUMBERS, *(read.places for read in reads)])
     counts = np.concatenate([NO_NUMBERS, *(read.place_counts for read in reads)])
     by_place = np.argsort(places, kind="stable")

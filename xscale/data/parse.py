@@ -1,4 +1,4 @@
-"""Records from the bytes of a tar: a line of JSON, or the run of members that share a key."""
+"""Parses records from the bytes of a tar: a line of JSON, or the consecutive members that share a key."""
 
 import io
 import json
@@ -11,7 +11,7 @@ _BOM = "\ufeff"
 
 
 def parse_line(line: bytes, strict: bool = False) -> Record:
-    """The record of a line of JSON. strict: refuse a field that stands twice, which takes time."""
+    """The record of a line of JSON. strict: refuse a field that occurs twice; the check takes time."""
     return Record.from_dict(parse_json(line, strict))
 
 
@@ -27,14 +27,14 @@ def parse_json(data: bytes, strict: bool = True) -> Any:
 def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(fields)
     if len(found) < len(fields):
-        raise ValueError(f"a field stands twice among {', '.join(name for name, _ in fields)}")
+        raise ValueError(f"a field occurs twice among {', '.join(name for name, _ in fields)}")
     return found
 
 
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
-    """The record of a run of tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt.
+    """The record of consecutive tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt.
 
-    langs: languages of the texts that are read, in this order; whole: refuse other languages.
+    langs: the languages whose texts are read, in this order; whole: refuse texts in other languages.
     """
     texts: dict[str, str] = {}
     links, key, seen, fields = None, "", set[str](), None
@@ -49,7 +49,7 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
             if kind != kind.lower() and kind.lower() in ("json", "txt"):
                 raise ValueError(f"member {member.name}: write its extension in lower case, .{kind.lower()}")
             if extension in seen:
-                raise ValueError(f"{member.name} stands twice in a row; give each sample a key of its own")
+                raise ValueError(f"{member.name} occurs twice in one sample; give each sample a key of its own")
             seen.add(extension)
             text = content.read()
             if extension == "json":
@@ -69,8 +69,8 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):
         raise ValueError(
-            f"sample {key!r} has {', '.join(texts)}, the ones before {', '.join(order) or 'others'}: say which to read "
-            f"by --langs, or keep one directory for each"
+            f"sample {key!r} has {', '.join(texts)}, the samples before have {', '.join(order) or 'others'}: say "
+            f"which to read by --langs, or keep one directory for each"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 

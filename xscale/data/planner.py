@@ -1,4 +1,4 @@
-"""The process that plans the steps: it draws global batches ahead of the loader, once for all ranks of a node."""
+"""The planner: a process that samples global batches ahead of the loader, once for all ranks of a node."""
 
 import atexit
 import ctypes
@@ -25,7 +25,7 @@ from xscale.ranks import HostGroup, name_process
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError, or an OSError of the machine, on its way from another process to the main one."""
+    """A UserError, or an OSError of the machine, as a value that another process sends to the main one."""
 
     message: str
     errno: int | None = None
@@ -33,7 +33,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """A failure that tells the user of the error. Raises the error itself if it is a fault of the program."""
+        """The failure that reports an error to the user. Raises the error itself if it is a fault of the program."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
         if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -52,15 +52,15 @@ class Node(NamedTuple):
 
     ranks: list[int]
     address: bytes
-    """The name of the planner's socket. It is in no folder, so nothing is left of it when processes are killed."""
+    """The name of the planner's socket. The socket is in no folder, so nothing remains when processes are killed."""
     listener: socket.socket | None
     """The listening socket, on the first rank."""
 
 
 def find_node(host_group: HostGroup) -> Node | None:
-    """This rank's node, or None if the rank is alone on it. All ranks call it together."""
+    """This rank's node, or None if the rank is alone on its node. All ranks must call the function together."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind("")  # Linux finds a name
+    listener.bind("")  # Linux chooses a name
     listener.listen()
     here = Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
     found = host_group.gather((here, listener.getsockname()))
@@ -72,8 +72,9 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 
 def start_planner(mixture: Mixture | PhasedMixture, steps: int, node: Node | None = None) -> Plans:
-    """The mixture's next steps, drawn by a process that is ahead as far as its connections hold plans. (To order a new
-    window may take longer than a step.) With a node, its first rank starts the process for all of its ranks."""
+    """The plans of the next steps, from a background process, the planner. It works ahead of training until the buffers
+    of its connections are full, since ordering a new window may take longer than a step. node: all of its ranks share
+    one planner, which its first rank starts."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -94,7 +95,7 @@ def start_planner(mixture: Mixture | PhasedMixture, steps: int, node: Node | Non
 
 
 def _connect_ranks(node: Node) -> dict[int, Connection]:
-    """A connection with each rank of the node."""
+    """A connection with each rank of the node, by rank. Waits for all of them."""
     found: dict[int, Connection] = {}
     assert node.listener
     with node.listener as listener:
@@ -108,8 +109,8 @@ def _connect_ranks(node: Node) -> dict[int, Connection]:
 
 
 def _received_plans(planner: multiprocessing.Process | None, ours: Connection, steps: int, shared: bool) -> Plans:
-    """The plans that the planner sends. planner: its process, if this rank started it. shared: it serves other ranks
-    too."""
+    """The plans that the planner sends. planner: its process, if this rank started it. shared: the planner serves
+    other ranks too."""
     left = steps
     try:
         while left:
@@ -159,7 +160,7 @@ def _plan(mixture: Mixture | PhasedMixture, steps: int, connect: Callable[[], di
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores the signals that the trainer handles, since it alone decides when to stop, and dies with the trainer."""
+    """Ignore the signals that the trainer handles, since it alone decides when to stop, and die when it dies."""
     with suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

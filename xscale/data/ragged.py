@@ -10,5 +10,5 @@ def offsets(lengths: np.ndarray) -> np.ndarray:
 
 
 def evenly_spaced(n: int, most: int) -> np.ndarray:
-    """Evenly spaced numbers of range(n), `most` of them at most, with the first and the last."""
+    """At most `most` evenly spaced numbers of range(n), including the first and the last."""
     return np.unique(np.linspace(0, n - 1, most).round().astype(int))

@@ -1,8 +1,8 @@
 """Sources at a URL. Whole shards are fetched into a cache on this machine, which all of its processes share.
 
-A source has a folder in the cache, which is named by a hash of its index.json. It is as the source's own directory, but
-without .idx files and with those shards alone that were used last. Every answer of a server is checked: a shard by its
-SHA-256 and the entries by their CRC-32, which index.json has, and index.json itself by a second answer.
+Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
+source's own directory, but has no .idx files, and only the most recently used shards. Every download is checked: shards
+by the SHA-256 and entries by the CRC-32 in index.json; index.json itself is downloaded twice and compared.
 """
 
 import errno
@@ -27,17 +27,17 @@ from xscale.errors import UserError
 from xscale.files import PARTIAL, sha256_file
 
 TRIES = 7
-"""The number of times that a file is asked for."""
+"""The number of attempts to download a file."""
 FIRST_WAIT = 0.5
-"""The seconds before the second try. They double with each further one."""
+"""The seconds before the second attempt, about. They double before each further one."""
 STALL = 30.0
-"""The seconds without a byte after which a try has failed."""
+"""The seconds without a byte after which an attempt has failed."""
 TOUCHED = 10.0
-"""The seconds after which another read of a shard is noted."""
+"""A read updates the time of a shard's file only if that time is more than this many seconds ago."""
 FETCHERS = 4
-"""The number of threads that fetch ahead."""
+"""The number of threads that fetch shards ahead of their use."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors of the cache, which another try would not fix."""
+"""Errors of the cache's disk, which another attempt would not fix."""
 REFUSED = {401, 403}
 """The codes of HTTP for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
@@ -45,33 +45,33 @@ Found = TypeVar("Found")
 
 
 def location(text: str) -> Path | str:
-    """An argument of --data: a path, or a URL, which a Path would change."""
+    """The value of an argument of --data: a Path, or a string if it is a URL, which a Path would change."""
     return text.rstrip("/") if "://" in text else Path(text)
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The shards of remote sources that this machine has. Several runs may share it."""
+    """The cache of remote shards on this machine. Several runs may share it."""
 
     folder: Path
     size: int
-    """The bytes of shards that it holds at most."""
+    """The maximum number of bytes of all shards in the cache."""
 
     @classmethod
     def of(cls, folder: str | None = None, gigabytes: float = 100.0) -> "Cache":
-        """The cache of data.cache and data.cache_gb."""
+        """The cache for the values of data.cache and data.cache_gb."""
         default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xscale"
         return cls(Path(folder).absolute() if folder else default, round(gigabytes * 1e9))
 
     def make_room(self, size: int) -> None:
-        """Remove the shards that were not used for longest, until this many bytes more fit."""
+        """Delete the least recently used shards until `size` more bytes fit into the cache."""
         with locked(self.folder / "lock"):
             shards = [path for path in self.folder.glob("*/*.tar*") if path.suffix != ".lock"]
             found = []
             for path in shards:
                 try:
                     found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
-                except FileNotFoundError:  # it has become whole, or was found to be damaged
+                except FileNotFoundError:  # a partial file was completed, or a damaged one was removed
                     continue
             used = sum(bytes_of for _, bytes_of, _ in found)
             for _, bytes_of, path in sorted(found):
@@ -90,8 +90,8 @@ class Remote:
     cache: Cache
 
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
-        """Bytes of a shard, which is fetched if it is not there. shard: name, size and SHA-256. again: the bytes were
-        damaged, so the shard is fetched anew. Its file is not kept open, so that a removed shard leaves the disk."""
+        """Bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
+        damaged, so fetch it anew. The file is not kept open, so that deleting a shard frees the disk."""
         path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
         if again:
             Path(path).unlink(missing_ok=True)
@@ -103,17 +103,17 @@ class Remote:
                 continue
             try:
                 if time.time() - os.fstat(fd).st_mtime > TOUCHED:
-                    os.utime(fd)  # the shards with the oldest times make room for others
+                    os.utime(fd)  # make_room deletes the shards with the oldest times
                 return os.pread(fd, length, offset)
             finally:
                 os.close(fd)
 
     def fetch(self, name: str, size: int, sha256: str) -> None:
-        """Fetch a shard unless it is there. Other processes that want it wait. Raises OSError."""
+        """Fetch a shard unless the cache has it. Other processes that need it wait. Raises OSError."""
 
         def check(path: Path) -> None:
             if (found := path.stat().st_size) != size:
-                raise ValueError(f"{found:,} bytes in the place of {size:,}")
+                raise ValueError(f"{found:,} bytes instead of {size:,}")
             if sha256_file(path) != sha256:
                 raise ValueError("the SHA-256 is not that of index.json")
 
@@ -124,7 +124,7 @@ class Remote:
                 self.cache.make_room(0)  # other processes may have fetched others meanwhile
 
     def fetch_entries(self, name: str, sizes: Sequence[int], checksums: Sequence[int]) -> None:
-        """Fetch the file of all entries unless it is there. sizes and checksums: bytes and CRC-32 of each shard's
+        """Fetch the file of all entries unless the cache has it. sizes and checksums: bytes and CRC-32 of each shard's
         entries. Raises OSError, or UserError if the source has no such file."""
 
         def check(path: Path) -> None:
@@ -144,7 +144,7 @@ class Remote:
 
 
 class FetchAhead:
-    """Threads that fetch shards before they are read. What fails is told by the process that needs the shard."""
+    """Threads that fetch shards before they are read. If that fails, the process that needs the shard reports why."""
 
     def __init__(self) -> None:
         self.wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -161,7 +161,7 @@ class FetchAhead:
 
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:
-    """The source at a URL, or those one level below it in the order of their names. Raises OSError or UserError."""
+    """The source at a URL, or the sources one level below it, sorted by name. Raises OSError or UserError."""
     try:
         import fsspec
 
@@ -185,7 +185,7 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
 
 
 def find_one(url: str, cache: Cache) -> Remote | None:
-    """The source at a URL, with its index.json in the cache; None if there is none. Raises OSError."""
+    """The source at a URL, after its index.json is cached; None if there is no index.json. Raises OSError."""
 
     def check(path: Path) -> None:
         again = path.with_name("again")
@@ -200,16 +200,16 @@ def find_one(url: str, cache: Cache) -> Remote | None:
             return None
         place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
-        os.replace(index, place / "index.json")  # by the same bytes, where it is there
+        os.replace(index, place / "index.json")  # an existing one has the same bytes
     return Remote(url, place, cache)
 
 
 def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bool = False) -> bool:
-    """Fetch a file. check: raises an error if what was fetched is damaged. optional: if the server has no such file,
-    the result is False. Raises OSError past the last try."""
+    """Fetch a file. check: raises an error if the downloaded file is damaged. optional: if the server has no such
+    file, return False. Raises OSError after the last attempt."""
 
     def attempt(number: int) -> bool:
-        partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a try that stalled may still write to its own
+        partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write
         try:
             download(url, partial_path)
             check(partial_path)
@@ -226,8 +226,8 @@ def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bo
 
 
 def persist(url: str, attempt: Callable[[int], Found]) -> Found:
-    """The value of `attempt`, which is called with the number of the try until it succeeds. Raises OSError past the
-    last try, and UserError if the server refuses access."""
+    """Call `attempt` with the number of the attempt until it succeeds, and return its value. Raises OSError past the
+    last attempt, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
         try:
             return attempt(number)
@@ -246,7 +246,7 @@ def persist(url: str, attempt: Callable[[int], Found]) -> Found:
 
 
 def download(url: str, path: Path) -> None:
-    """Copy a file to a path, whatever it holds. Raises the file system's errors, and TimeoutError if it stalls."""
+    """Download a file to a path, without a check. Raises the file system's errors, and TimeoutError if it stalls."""
     import fsspec
 
     if url.startswith("http"):
@@ -266,8 +266,8 @@ def download(url: str, path: Path) -> None:
 
 
 def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -> Found:
-    """The value of `do`, which runs in a thread. Raises TimeoutError, and leaves the thread alone, when `progress` has
-    stayed the same for STALL seconds."""
+    """Call `do` in a thread, and return its value. If the value of `progress` stays the same for STALL seconds, raise
+    TimeoutError and leave the thread running."""
     done: Future[Found] = Future()
 
     def run() -> None:
@@ -289,7 +289,7 @@ def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """A context that one thread of one process of this machine is in at a time."""
+    """A context that only one thread of one process of this machine can enter at a time."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

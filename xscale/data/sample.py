@@ -1,4 +1,4 @@
-"""An even sample of a language's text over all its sources, for what is counted before step 1."""
+"""An even sample of a language's text from all its sources, for counts that are made before step 1."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE, RUN = 100_000, 64
-"""SAMPLE: records of a language that are read at most. RUN: records that are read in sequence, if it has more."""
+"""SAMPLE: maximum number of records of a language. RUN: consecutive records that are read, if there are more."""
 _CHUNK = 1024
 
 
 def texts_of(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
-    """Chunks of texts of at most `most` records (default: SAMPLE). Of `parts` equal parts it reads number `part`."""
+    """Yield chunks of texts of at most `most` records (default: SAMPLE): those of part number `part` of `parts`."""
     having = [source for source in sources if language in source.langs]
     ends = np.cumsum([source.records for source in having])
     chosen = sample_records(int(ends[-1]) if having else 0, SAMPLE if most is None else most)
@@ -27,7 +27,7 @@ def texts_of(
 
 
 def sample_records(records: int, most: int) -> np.ndarray:
-    """The numbers of all records, or of `most` records in evenly spaced runs."""
+    """The numbers of all records, or of at most `most` records in evenly spaced runs."""
     if records <= most:
         return np.arange(records)
     return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

@@ -1,4 +1,4 @@
-"""One pass over a tar: where each record is, and whether all of them can be read."""
+"""The scan of a tar: one pass that finds every record and checks that it can be read."""
 
 import os
 import tarfile
@@ -27,7 +27,7 @@ from xscale.record import Record
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """The findings of one pass over a tar."""
+    """The results of the scan of a tar."""
 
     shard: Shard
     layout: str
@@ -43,9 +43,9 @@ class ScannedShard:
 def scan_shard(
     path: Path, langs: tuple[str, ...] | None = None, links_count: dict[str, str] | None = None
 ) -> ScannedShard:
-    """One pass over a tar: the byte range and checksum of every record. Raises UserError naming shard and record.
+    """Scan a tar: find the byte range and checksum of every record. Raises UserError naming shard and record.
 
-    links_count: of either layout, whose words its links count (a name of SEGMENTATIONS), to check that they fit.
+    links_count: for each layout, the words that its links count (a name of SEGMENTATIONS), to check that links fit.
     """
     ranges: list[tuple[int, int, int]] = []
     layouts: set[str] = set()
@@ -103,15 +103,15 @@ def scan_shard(
 
 
 def _check_end(fd: int, offset: int) -> None:
-    """Raises ValueError unless the archive ends here. tarfile takes a damaged header or the file's end for its end."""
+    """Raises ValueError unless the archive ends here. tarfile mistakes a damaged header or a cut-off file for it."""
     rest = os.pread(fd, 1 << 20, offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
         raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
 
 
 def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
-    """Members of a tar of so many bytes, without directories. Their layout is added to `layouts`. Raises ValueError
-    for a member that is no file, is cut off, or has a second layout."""
+    """Yield the members of a tar except directories, and add their layout to `layouts`. size: bytes of the tar. Raises
+    ValueError for a member that is no file, is cut off, or has a second layout."""
     for member in tar:
         if member.offset_data + member.size > size:
             raise ValueError("the file ends inside a member")
@@ -126,7 +126,7 @@ def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[ta
 
 
 def entries(record: Record, offset: int, data: bytes, follows: bool) -> list[tuple[int, int, int]]:
-    """A record's entries in the .idx: one, or of a long monolingual record one for each part."""
+    """A record's entries in the .idx: one, or for a long monolingual record one for each part."""
     if len(data) >= FOLLOWS:
         raise ValueError(f"record {record.key!r} has {len(data):,} bytes, more than 2 GiB; split its text")
     bytes_of = [len(text.encode()) for text in record.texts]  # raises for a lone surrogate, which no tokenizer takes

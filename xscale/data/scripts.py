@@ -1,4 +1,4 @@
-"""The scripts that a language is written in, by its code, for the languages that corpora usually have."""
+"""The scripts in which a language is written, by the language's code, for the languages of common corpora."""
 
 import re
 
@@ -36,18 +36,18 @@ _LANGUAGES = {
     "THAANA": "dv",
     "OL": "sat",
 }
-"""Script, as its characters' names begin in Unicode -> the codes of its languages."""
+"""Script, by the first word of its characters' Unicode names -> the codes of the languages that use it."""
 _TAGS = {
     **{tag: ("CJK",) for tag in ("hans", "hant", "hani")},
     **{"latn": ("LATIN",), "cyrl": ("CYRILLIC",), "grek": ("GREEK",), "arab": ("ARABIC",), "deva": ("DEVANAGARI",)},
     **{"hebr": ("HEBREW",), "beng": ("BENGALI",), "hang": ("HANGUL",), "kore": ("HANGUL", "CJK")},
     **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
 }
-"""The scripts of ISO 15924's tags, as in zh_Hant."""
+"""ISO 15924 tag, such as the one in zh_Hant -> its scripts."""
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
-    """The scripts that a language's texts may be in; () if the code does not tell."""
+    """The scripts in which a language's texts may be written; () if the code is unknown."""
     code, *tags = re.split("[-_]", lang.lower())
     for tag in tags:
         if len(tag) == 4 and tag.isalpha():

@@ -1,4 +1,4 @@
-"""Tokenised records, and the flat sequences with special tokens that they become.
+"""Tokenised records, and the sequences with special tokens that are made of them.
 
 Shape letters: B sequences, N tokens of all of them, laid end to end.
 """
@@ -27,14 +27,14 @@ class Example:
     words: tuple[TokenWords, ...] | None
     """The words of each text, if the stream asks for them."""
     identity: np.uint64
-    """Key of all randomness of this record in this epoch of this stream."""
+    """The key of all random choices for this record in this epoch of this stream."""
     number: int = 0
     """The sample's number in the global batch of its stream."""
     key: str = ""
     links: str | None = None
     """The record's word links, in Pharaoh form."""
     follows: bool = False
-    """True if it continues the document of the example before it in its sample."""
+    """True if the example continues the document of the example before it in its sample."""
     borders: Sequence[int] = ()
     """Tokens before which a text that is longer than a sequence may be cut, in order."""
 
@@ -48,11 +48,11 @@ class Sequences:
     lengths: np.ndarray
     """Tokens of each sequence [B]."""
     positions: np.ndarray
-    """Position of each token in its sequence, or in its segment where positions are reset [N]."""
+    """Position of each token in its sequence, or in its segment if positions are reset [N]."""
     languages: np.ndarray
     """Language number of each token, from 1 on; 0 for an unknown language [N]."""
     segments: np.ndarray
-    """0 for tokens of a sequence's first segment, 1 for those of its second, 2, ... [N]."""
+    """Number of each token's segment within its sequence, from 0 on [N]."""
     words: np.ndarray | None
     """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
     identities: np.ndarray
@@ -82,10 +82,10 @@ def join_segments(
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """[CLS] segment [SEP] segment [SEP] ... for each sequence; a segment is (example, number of its text).
+    """Make [CLS] segment [SEP] segment [SEP] ... of each sequence; a segment is (example, number of its text).
 
-    Two texts of one record take the tokenizer's own template of a pair. [CLS] belongs to the first segment, and the
-    special tokens between two segments to the former. A sequence has the identity of its first example.
+    Two texts of one record get the tokenizer's own template for a pair. [CLS] belongs to the first segment, and special
+    tokens between two segments belong to the former one. A sequence has the identity of its first example.
     """
     flat: list[int] = []
     words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
@@ -131,14 +131,14 @@ _NO_WORD = np.full(8, -1)
 
 
 def _numbered_through(words: list[np.ndarray], before: np.ndarray) -> np.ndarray:
-    """Word numbers within the sequence. words: word numbers of each segment's tokens, -1 for none; before: number of
-    the sequence's words before each token's segment [N]."""
+    """Word numbers within each sequence. words: word numbers within each segment, -1 for tokens of no word; before: for
+    each token, the number of the sequence's words before the token's segment [N]."""
     flat = np.concatenate([_NO_WORD[:0], *words])
     return np.where(flat < 0, -1, flat + before)
 
 
 def behind(first: Sequences, second: Sequences) -> Sequences:
-    """The sequences of both, the first's in front, without word numbers."""
+    """The sequences of `first` followed by those of `second`, without word numbers."""
     joined = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])
         for name in ("ids", "lengths", "positions", "languages", "segments", "identities")
@@ -148,8 +148,8 @@ def behind(first: Sequences, second: Sequences) -> Sequences:
 
 
 def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: int = 3) -> tuple[list[Example], int]:
-    """Pairs of at most `max_length` tokens, with `special` special ones, and how many pairs were longer: these are
-    dropped, or both sides are truncated in proportion."""
+    """The pairs of at most `max_length` tokens, including `special` special ones, and the number of longer pairs.
+    Longer pairs are dropped, or both of their sides are truncated in proportion."""
     room, kept, long = max_length - special, [], 0
     for example in examples:
         first, second = example.ids
@@ -159,7 +159,7 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: 
             if overlong == "drop":
                 continue
             cut_first = min(len(first) - 1, round(excess * len(first) / (len(first) + len(second))))
-            cut_first = max(cut_first, excess - len(second) + 1)  # a token of either side stays
+            cut_first = max(cut_first, excess - len(second) + 1)  # each side keeps at least one token
             example = truncated(example, (len(first) - cut_first, len(second) - (excess - cut_first)))
         kept.append(example)
     return kept, long
@@ -173,10 +173,10 @@ def truncated(example: Example, keep: tuple[int, int]) -> Example:
 
 
 def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
-    """A sample's sentences as texts for `[CLS] text [SEP]`; a text is consecutive sentences of one document.
+    """Join a sample's sentences to texts for `[CLS] text [SEP]`; a text is consecutive sentences of one document.
 
-    A text has as many whole sentences as fit max_length. A longer sentence is split into several texts, between words.
-    Every token is in one text.
+    A text has as many whole sentences as fit into max_length. A longer sentence is split into several texts, between
+    words. Every token is in one text.
     """
     texts: list[list[Example]] = []
     size, room = 0, max_length - 2
@@ -193,7 +193,7 @@ def pack_sentences(sample: list[Example], max_length: int) -> list[Example]:
 
 
 def split_to_fit(example: Example, room: int) -> list[Example]:
-    """A text in parts of at most `room` tokens, split between words unless one word is longer than that."""
+    """Split a text into parts of at most `room` tokens, between words unless a single word is longer."""
     ids, starts = example.ids[0], [0]
     while len(ids) - starts[-1] > room:
         most = starts[-1] + room
@@ -215,7 +215,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """One text of several, with the identity of the first."""
+    """Join several texts to one, with the identity of the first."""
     ids = [token for example in examples for token in example.ids[0]]
     words = [example.words[0] for example in examples if example.words is not None]
     return replace(examples[0], ids=(ids,), words=(words_of.join_words(words),) if words else None)

@@ -1,14 +1,14 @@
-"""Shards and their index: any record of any WebDataset tar by one `pread`, verified.
+"""Shards and their index, with which any record of a WebDataset tar is read by one `pread` and verified.
 
 A source directory holds NAME-%06d.tar, one .idx beside each, and index.json. An .idx is an array of IDX_DTYPE with one
 entry a record: the byte range of the record in the tar, and its CRC-32. In the layout "lines" a range is one line of
-JSON inside a `.jsonl` member; in the layout "samples" (tars that others wrote) it is the run of tar members that share
+JSON inside a `.jsonl` member; in the layout "samples" (tars that others wrote) it is the consecutive members that share
 a key. The file `entries` has the entries of all shards in the order of index.json, so that planning opens one file. If
 it is absent or does not fit index.json, the .idx are read instead.
 
 Consecutive monolingual records of one document are marked: FOLLOWS is set in each but the first. A monolingual text of
-more than PART_BYTES has several entries with one byte range. Each stands for a part of the text and is read as a record
-of one document, so that records are bounded whatever the tar holds.
+more than PART_BYTES has several entries with one byte range. Each is read as a record that has a part of the text, and
+these records belong to one document. So the length of records is bounded, whatever the tar contains.
 """
 
 import copy
@@ -43,19 +43,19 @@ from xscale.record import Record
 FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY = struct.Struct("<QII")
-"""One entry of IDX_DTYPE."""
+"""The struct format of one entry of IDX_DTYPE."""
 ENTRIES = "entries"
-"""Name of the file of all entries of a source."""
+"""Name of the file with the entries of all shards of a source."""
 LAYOUTS = ("lines", "samples")
 SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whitespace": {"name": "whitespace"}}
-"""The words that a record's links count: those of data/words.py, or white-space words."""
+"""The kinds of words that a source's links can count: words of data/words.py, or white-space words."""
 FOLLOWS = 1 << 31
-"""Bit of `length` that marks an entry which continues the document of the entry before it."""
+"""The bit of `length` in an entry that continues the document of the entry before it."""
 PART_BYTES = 1024
-"""A longer monolingual text is indexed in parts of about so many UTF-8 bytes."""
+"""A longer monolingual text is indexed in parts of about this many UTF-8 bytes."""
 OPEN_FILES = 1 << 14
-"""A process keeps at most so many files of all its sources open, or half of those it may have: the last used ones. They
-are enough for the windows of dozens of sources (data/order.py)."""
+"""The maximum number of open files of all sources of a process, or half of the process's limit if that is less. The
+most recently used files stay open. They are enough for the windows of dozens of sources (data/order.py)."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -72,7 +72,7 @@ class Source:
     """One directory of shards, with one kind of record and one language or one ordered pair of languages."""
 
     def __init__(self, directory: Path | str, remote: Remote | None = None):
-        """remote: the source is at a URL, and the directory is its folder in the cache."""
+        """remote: given if the source is at a URL; the directory is then its folder in the cache."""
         self.directory, self.remote = Path(directory), remote
         collects = gc.isenabled()
         gc.disable()  # the index may be hundreds of thousands of objects, none of them garbage
@@ -96,7 +96,7 @@ class Source:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.readahead = False
-        """True if shards are read through: a whole shard is requested when it is opened."""
+        """True if shards are read completely: a whole shard is then requested when it is opened."""
 
     @property
     def kind(self) -> str:
@@ -111,7 +111,7 @@ class Source:
         return pair_name(self.langs)
 
     def keep_first(self, records: int) -> None:
-        """Shortens the source to its first records."""
+        """Shorten the source to its first `records` records."""
         ends = np.cumsum(self.counts)
         shards = int(np.searchsorted(ends, records)) + 1
         self.counts = np.clip(records - (ends - self.counts), 0, self.counts)[:shards]
@@ -120,7 +120,7 @@ class Source:
         self.bytes = sum(shard.bytes for shard in self.shards)
 
     def parts(self, known: Collection[str]) -> list["Source"]:
-        """The source as sources of consecutive shards, which end wherever `known` has the fingerprint of a part."""
+        """The source, split into sources of consecutive shards. A part ends where its fingerprint is one of `known`."""
         borders = [0]
         while borders[-1] < len(self.shards):
             digests = prefix_fingerprints(self.langs, self.shards[borders[-1] :])
@@ -137,13 +137,13 @@ class Source:
         return source
 
     def without_readahead(self) -> "Source":
-        """The source for a reader of a few records of many shards."""
+        """A copy of the source for reading a few records of many shards."""
         source = copy.copy(self)
         source.readahead = False
         return source
 
     def with_shards(self, most: int) -> "Source":
-        """The source with at most `most` of its shards, evenly spaced. Its number of records is still that of all."""
+        """A copy with at most `most` of the shards, evenly spaced. `records` is still the number of all records."""
         chosen = evenly_spaced(len(self.counts), most)
         source = self.without_readahead()
         source.counts, source.starts = self.counts[chosen], self.starts[chosen]
@@ -154,9 +154,9 @@ class Source:
         """Raises UserError if the links count words of an unknown segmentation."""
         if self.segmentation not in SEGMENTATIONS.values():
             raise UserError(
-                f"{self.directory}: the word links count words of segmentation {self.segmentation}, this xscale has "
-                f"version {words.VERSION}. Write the shards again from the text: `python -m data_tools.write_shards "
-                f"pairs ... --links F` or `--align`"
+                f"{self.directory}: the word links count words of segmentation {self.segmentation}, but this xscale "
+                f"has version {words.VERSION}. Write the shards again from the text: "
+                f"`python -m data_tools.write_shards pairs ... --links F` or `--align`"
             )
 
     def with_words(self, record: Record) -> Record:
@@ -175,18 +175,18 @@ class Source:
             ) from None
 
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
-        """(shard, record in it) of records by their number in the source."""
+        """(shard, number within the shard) of records, from their numbers in the source."""
         ends = np.cumsum(self.counts)
         shards = np.searchsorted(ends, numbers, side="right")
         return list(zip(shards.tolist(), (numbers - (ends - self.counts)[shards]).tolist(), strict=True))
 
     def check_sizes(self) -> None:
-        """Checks the size of every file, so that an incomplete copy fails before step 1. Raises UserError."""
+        """Check the size of every file, so that an incomplete copy fails before step 1. Raises UserError."""
         parallel_map(self.check_size, self.shards)
 
     def check_size(self, shard: Shard) -> None:
-        """Checks the sizes of a shard's two files. Raises UserError."""
-        if self.remote:  # they are checked when they are fetched
+        """Check the sizes of a shard's two files. Raises UserError."""
+        if self.remote:  # its files are checked when they are fetched
             return
         path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
         for file, expected in ((path, shard.bytes), (f"{path[:-4]}.idx", shard.records * IDX_DTYPE.itemsize)):
@@ -202,15 +202,15 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Bytes of records of one shard, from its entries alone."""
+        """Bytes of records of one shard, from the shard's entries alone."""
         return self.look(shard, records)[0]
 
     def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """True for each record of one shard that continues the document of the record before, by its entries alone."""
+        """True for each record that continues the document of the record before, from the shard's entries alone."""
         return self.look(shard, records)[1]
 
     def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """`lengths` and `follows` of records of one shard."""
+        """The values of `lengths` and `follows` for records of one shard."""
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -232,7 +232,7 @@ class Source:
         return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:
-        """The content of a shard's .idx. Raises UserError if it is not the one that index.json had when it was read."""
+        """The content of a shard's .idx. Raises UserError if it does not fit the index.json that this process read."""
         about, file = self.shards[shard], self._file(self._idx(shard))
         changed = os.fstat(file.fd).st_ctime_ns
         data = file.read(about.records * IDX_DTYPE.itemsize, 0)
@@ -246,7 +246,7 @@ class Source:
         return data
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """The value of `follows` for one record that is read."""
+        """The value of `follows` for a single record."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
@@ -254,7 +254,7 @@ class Source:
         offset, length, crc = self._entry(shard, record)
         length &= FOLLOWS - 1
         path = f"{self.directory}/{self.shards[shard].name}"
-        for again in (False, True):  # a shared file system may answer better the second time
+        for again in (False, True):  # a second read from a shared file system may succeed
             data = self._bytes(shard, length, offset, again) if offset + length <= self.shards[shard].bytes else b""
             if data and zlib.crc32(data) == crc:
                 break
@@ -281,7 +281,7 @@ class Source:
         return self._part(whole, shard, record, offset, length // PART_BYTES)
 
     def fetch(self, shard: int) -> None:
-        """Fetches a remote source's shard unless it is in the cache. Raises OSError."""
+        """Fetch a remote source's shard unless it is in the cache. Raises OSError."""
         assert self.remote
         about = self.shards[shard]
         self.remote.fetch(about.name, about.bytes, about.sha256)
@@ -297,7 +297,7 @@ class Source:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """The part of a long text that this record stands for. most: greatest number of further parts."""
+        """The record with its part of a long text. most: the maximum number of the text's further parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._idx_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
@@ -315,7 +315,7 @@ class Source:
 
     def _idx_bytes(self, shard: int, first: int, end: int) -> bytes:
         """The entries of some records of a shard. The .idx is verified when it is opened, and again when it has
-        changed: an .idx that was replaced together with its tar would fit that tar's bytes."""
+        changed, since an .idx that was replaced together with its tar would fit the new tar."""
         if self.remote:
             return self.entries(shard)[first:end].tobytes()
         idx = self._file(self._idx(shard))
@@ -327,7 +327,7 @@ class Source:
         return f"{self.shards[shard].name[:-4]}.idx"
 
     def _file(self, name: str) -> "OpenFile":
-        """A file of the directory, which stays open while it is among those that this process used last."""
+        """An open file of the directory. It stays open while it is among the files that this process used last."""
         file = _open.get((id(self), name))
         if file is None:
             soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -342,7 +342,7 @@ class Source:
         return file
 
     def close(self) -> None:
-        """Closes the source's files; a later read opens them again."""
+        """Close the source's files; a later read opens them again."""
         for key in [key for key in _open if key[0] == id(self)]:
             _open.pop(key).close()
 
@@ -356,14 +356,14 @@ class OpenFile:
 
     def __init__(self, path: str):
         self.path = path
-        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
+        self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe
         self.verified = 0
-        """Change time of an .idx when its checksum was right."""
+        """Change time of an .idx when its checksum was verified; 0 before that."""
         self.mapped: np.ndarray | None = None
-        """The content of a source's file of entries, and its change time when it was mapped."""
+        """The mapped content of a source's file of entries. `changed` is the file's change time when it was mapped."""
         self.changed = 0
         self.intact = set[int]()
-        """The shards whose entries in the file are those of index.json."""
+        """The shards whose entries in the file have the checksum of index.json."""
 
     def read(self, size: int, at: int) -> bytes:
         try:
@@ -373,8 +373,8 @@ class OpenFile:
             raise
 
     def mapped_entries(self) -> np.ndarray:
-        """The entries in the file; none if it has changed since it was mapped, as reading a file that is shorter now
-        would end the process. Raises ValueError if the file is empty."""
+        """The entries in the file; an empty array if the file has changed since it was mapped, because reading a mapped
+        file that has become shorter kills the process. Raises ValueError if the file is empty."""
         about = os.fstat(self.fd)
         if self.mapped is None:
             size = about.st_size // IDX_DTYPE.itemsize * IDX_DTYPE.itemsize
@@ -390,7 +390,7 @@ class OpenFile:
 
 
 _open: OrderedDict[tuple[int, str], OpenFile] = OrderedDict()
-"""The open files of this process by source and name, longest unused first."""
+"""The open files of this process by source and name, least recently used first."""
 
 
 def pair_name(langs: Iterable[str]) -> str:
@@ -426,33 +426,33 @@ def read_index(directory: Path) -> tuple[dict[str, Any], list[Shard]]:
 
 def check_index(index: dict[str, Any]) -> list[Shard]:
     """The shards of the index. Raises ValueError, or Python's own error, for a field that is absent, of a wrong type or
-    at odds with others."""
+    inconsistent with others."""
     kinds = {"langs": list, "layout": str, "shards": list, "records": int, "bytes": int, "made_by": dict, "kind": str}
     for name, kind in kinds.items():
         if type(index[name]) is not kind:
-            raise ValueError(f"{name} {index[name]!r} is no {kind.__name__}")
+            raise ValueError(f"{name} {index[name]!r} is not a {kind.__name__}")
     check_languages(index["langs"])
     if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono") or index["layout"] not in LAYOUTS:
-        raise ValueError(f"kind {index['kind']!r} and layout {index['layout']!r} do not fit")
+        raise ValueError(f"kind {index['kind']!r} or layout {index['layout']!r} is wrong")
     if not isinstance(index.get("segmentation", {}), dict):
-        raise ValueError(f"segmentation {index['segmentation']!r} is no object")
+        raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
     if unknown := set().union(*index["shards"]) - {*Shard._fields}:
-        raise ValueError(f"shards have no {', '.join(sorted(map(str, unknown)))}")
+        raise ValueError(f"shards have unknown fields: {', '.join(sorted(map(str, unknown)))}")
     shards = [Shard(s["name"], s["records"], s["bytes"], s["sha256"], s["idx_crc32"]) for s in index["shards"]]
     for name, records, size, sha256, crc in shards:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
-            raise ValueError(f"shard {name!r}: {(records, size, crc)} are no numbers of records and bytes")
+            raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(f"shard {name!r} is no file name, or has no hash")
+            raise ValueError(f"shard {name!r} is not a name of a tar file, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
-        raise ValueError("a shard stands twice")
+        raise ValueError("a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} are not those of its shards")
+        raise ValueError(f"records {index['records']} is not the sum over its shards")
     return shards
 
 
 def check_languages(langs: list[str] | tuple[str, ...]) -> None:
-    """Raises ValueError unless they are the names of one or two languages."""
+    """Raises ValueError unless `langs` are the names of one or two different languages."""
     if not all(isinstance(lang, str) and lang and lang.isprintable() and not set(lang) & set("/\\ ") for lang in langs):
         raise ValueError(f"langs {list(langs)} are not names of languages")
     if len(langs) not in (1, 2) or len(set(langs)) < len(langs):
@@ -466,7 +466,7 @@ def fingerprint(index: dict[str, Any]) -> str:
 
 
 def prefix_fingerprints(langs: tuple[str, ...], shards: list[Shard]) -> Iterator[str]:
-    """The fingerprint that a source of the first shard would have, of the first two, and so on."""
+    """Yield the fingerprints that sources of the first shard, of the first two shards, and so on would have."""
     content = hashlib.sha256(f"[1, {json.dumps(langs)}, [".encode())
     for number, shard in enumerate(shards):
         content.update(((", " if number else "") + json.dumps([shard.records, shard.sha256])).encode())
@@ -476,13 +476,13 @@ def prefix_fingerprints(langs: tuple[str, ...], shards: list[Shard]) -> Iterator
 
 
 def directories_below(directory: Path) -> list[Path]:
-    """Shard directories one level below."""
+    """The shard directories one level below a directory."""
     return sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
 
 
 def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) -> list[Source]:
-    """Sources at, or one level below, each directory or URL, in the order given. cache: where shards at a URL are kept.
-    Raises UserError where there is none."""
+    """The sources at, or one level below, each directory or URL, in the order given. cache: for shards at a URL. Raises
+    UserError for a directory or URL that has none."""
     sources: list[Source] = []
     for directory in locations:
         if isinstance(directory, str):
@@ -512,7 +512,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
 
 
 def check_none_forgotten(directory: Path, found: list[Path]) -> None:
-    """Raises UserError for shards beside the sources without an index.json, which are an incomplete copy."""
+    """Raises UserError if a folder beside the sources has shards but no index.json, as an incomplete copy has."""
     for path in sorted(directory.iterdir()) if directory not in found else ():
         being_written = path.name.endswith(PARTIAL)
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
@@ -523,7 +523,7 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
 
 
 def take_first(sources: list[Source], first: int | None) -> list[Source]:
-    """The sources, shortened to the first records of each language or (undirected) pair, without empty ones."""
+    """The sources, shortened to the first `first` records of each language or (undirected) pair, without empty ones."""
     if first is None:
         return sources
     left: dict[tuple[str, ...], int] = {}

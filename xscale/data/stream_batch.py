@@ -1,4 +1,4 @@
-"""The stream batch: the sequences that one stream gives to one row, and what its loss reads of their states.
+"""The stream batch: the sequences of one stream in one packed row, and which of their states its loss reads.
 
 Shape letters: N tokens of its sequences, B sequences, M predicted tokens, S states that a loss reads, K places.
 """
@@ -16,13 +16,13 @@ from xscale.data.shards import pair_name
 from xscale.data.tokenizer import Tokenizer
 
 Types = Literal["languages", "segments"]
-"""The field of Sequences that token types are taken from."""
+"""The field of Sequences from which token types are taken."""
 _NEUTRAL = rng.key("language", "neutral")
 
 
 @dataclass(frozen=True)
 class StreamShare:
-    """The number of a row among all rows of an optimizer step, over all ranks."""
+    """The number of a packed row (`part`) among all rows of an optimizer step, over all ranks (`parts`)."""
 
     step: int = 0
     part: int = 0
@@ -31,32 +31,32 @@ class StreamShare:
 
 @dataclass(frozen=True)
 class Context:
-    """The knowledge of a collate function besides its samples and options."""
+    """The values that a collate function gets besides its samples and options."""
 
     tokenizer: Tokenizer
     max_length: int
     overlong: str
     """"drop" or "truncate"."""
     language_ids: dict[str, int]
-    """Language numbers from 1 on. 0, which is neutral, stands for a language that the model does not have."""
+    """Language numbers from 1 on. 0 is neutral, and used for languages that the model does not have."""
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
     stream: str = ""
     share: StreamShare = StreamShare()
     segments: bool = False
-    """True if the two sentences of a pair have token types of their own."""
+    """True if the two sentences of a pair have token types 0 and 1."""
     names: tuple[str, ...] = ()
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> tuple[list[Example], int]:
-        """The pairs that fit max_length, of samples of one pair each, and how many were too long."""
+        """The pairs that fit into max_length, and how many were too long. samples: of one pair each."""
         special = self.tokenizer.pair.special
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """The number in `names` of each sequence's language or pair, by its first and last token; len(names) if it has
-        none [B]."""
+        """The index in `names` of each sequence's language or pair, which are those of its first and last token;
+        len(names) if `names` lacks it [B]."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
@@ -66,7 +66,7 @@ class Context:
         return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
-        """The token types of sequences of pairs."""
+        """What the token types in sequences of pairs mean; None: they are 0."""
         return "languages" if language_embeddings else "segments" if self.segments else None
 
 
@@ -76,7 +76,7 @@ class StateIndices(NamedTuple):
     places: np.ndarray
     """Indices of tokens in the stream batch [K]."""
     counts: np.ndarray | None = None
-    """Number of places that each state sums [S]; None: one each."""
+    """Number of places that each state sums [S]; None: each has one place."""
 
     def __len__(self) -> int:  # type: ignore[override]
         return len(self.place_counts)
@@ -88,10 +88,10 @@ class StateIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One stream's part of a row. Made of no samples it has the same fields, empty."""
+    """One stream's part of a packed row. Without samples it has the same fields with empty values."""
 
     sequences: Sequences
-    """The sequences as the model sees them: masked."""
+    """The sequences as the model sees them, with masked tokens."""
     reads: dict[str, StateIndices]
     """The states that the loss reads, by name."""
     targets: dict[str, int]
@@ -104,13 +104,13 @@ class StreamBatch:
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
-    """The meaning of token types; None: they are 0 everywhere."""
+    """What the token types mean; None: they are 0 everywhere."""
     auxiliary: "AuxiliaryInputs | None" = None
     too_long: int = 0
     pairs: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Number of pairs that were "drawn", and of those "too_long", of each pair of languages in Context.names."""
+    """Number of sampled pairs ("drawn") and of overlong ones ("too_long"), by pair of languages in Context.names."""
     keys: list[str] = field(default_factory=list)
-    """Keys of the records, in the order in which they were drawn."""
+    """Keys of the records, in the order in which they were sampled."""
 
 
 class AuxiliaryInputs(NamedTuple):
@@ -118,17 +118,17 @@ class AuxiliaryInputs(NamedTuple):
 
     sequences: Sequences
     reads: StateIndices
-    """The states that the encoder gives."""
+    """The states that the encoder computes."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
-    """Raises ValueError if no row can be made of it. terms: terms of the objective's loss."""
+    """Raises ValueError if a stream batch cannot be packed into a row. terms: terms of the objective's loss."""
     if not isinstance(stream_batch, StreamBatch):
         raise ValueError(f"returned {type(stream_batch).__name__}, not a StreamBatch (xscale/data/stream_batch.py)")
     tokens = len(stream_batch.sequences.ids)
     if int(stream_batch.sequences.lengths.sum()) != tokens:
         raise ValueError(
-            f"its sequences' lengths add up to {stream_batch.sequences.lengths.sum()}, and have {tokens} ids"
+            f"its sequences' lengths add up to {stream_batch.sequences.lengths.sum()}, but they have {tokens} ids"
         )
     for name, (places, counts) in stream_batch.reads.items():
         if len(places) and not 0 <= places.min() <= places.max() < tokens:
@@ -154,9 +154,9 @@ def masked_lm(
 ) -> StreamBatch:
     """The stream batch of MLM and TLM, with the term "mlm" and the state "masked" [M].
 
-    neutral: share of the sequences whose language is not shown; samples: number of samples, by default of sequences.
+    neutral: share of the sequences whose language is hidden; samples: number of samples, by default of sequences.
     """
-    whole_word = whole_word and len(sequences.ids) > 0  # no sequence has no word numbers
+    whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
     names = {"mlm": context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
     languages = sequences.languages

@@ -5,7 +5,7 @@ from xscale.errors import UserError
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """True if a stream's `languages` name this language or pair: "en-de", "de-en", or each language by itself."""
+    """True if a stream's `languages` contain this language or pair: "en-de", "de-en", or each language alone."""
     return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
 
 
@@ -15,7 +15,7 @@ def both_names(langs: tuple[str, ...]) -> set[str]:
 
 
 def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
-    """Checks that there is data for each of data.languages. Raises UserError."""
+    """Check that there is data for each of data.languages. Raises UserError."""
     there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
     if absent := [language for language in languages or [] if language not in there]:
         raise UserError(f"data.languages: --data has nothing in {', '.join(absent)}, only {', '.join(sorted(there))}")
@@ -24,8 +24,8 @@ def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
 def select_sources(
     stream: str, reads: str, languages: list[str] | None, sources: list[Source], of_all: list[str] | None = None
 ) -> tuple[int, ...]:
-    """The numbers of the sources that a stream draws from. of_all: data.languages, if the stream has none of its own.
-    Raises UserError if there is none for it or a language."""
+    """The numbers of the sources that a stream samples from. of_all: data.languages, which is used if the stream has no
+    languages of its own. Raises UserError if there is no source for the stream, or for one of its languages."""
     fitting = [i for i, source in enumerate(sources) if source.kind == reads]
     if languages is None and of_all is not None:
         fitting = [i for i in fitting if matches_languages(of_all, sources[i].langs)]

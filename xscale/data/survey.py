@@ -1,8 +1,8 @@
-"""The look of a source's texts, as far as it can be told without knowing their languages.
+"""Statistics of a source's texts that need no knowledge of the languages: duplicates, scripts and lengths.
 
-A survey takes memory that is bounded, and whatever the order in which records come and surveys are joined, it says the
-same: duplicates are counted among the texts whose 64-bit hash lies below a limit, which is halved whenever there are
-too many of them; lengths are whole numbers, 8 to a doubling.
+A survey takes bounded memory. The results on duplicates and lengths do not depend on the order in which records are
+added and surveys are joined: duplicates are counted among the texts whose 64-bit hash is below a limit, which is halved
+whenever there are too many of them; lengths are rounded logarithms, 8 steps to a doubling.
 """
 
 import unicodedata
@@ -16,15 +16,15 @@ import numpy as np
 from xscale.data.scripts import scripts_of
 
 HASHES = 1 << 16
-"""Distinct texts of a side that are remembered, at most."""
+"""The maximum number of distinct texts of a side whose hashes are kept."""
 BATCH = 256
-"""Records that are looked at together."""
+"""The number of records that are counted together."""
 ONE_IN = 16
-"""Past a survey's first BATCH, one text of so many has its letters counted."""
+"""After a survey's first BATCH, letters are counted in one of this many texts."""
 OCTAVE = 8
-"""Lengths are rounded to so many steps in each doubling."""
+"""The number of steps per doubling to which lengths are rounded."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
-"""Bounds beyond which a source causes a warning. FEWEST: pairs below which a correlation says nothing."""
+"""Bounds beyond which a source causes a warning. FEWEST: with fewer pairs, the correlation is ignored."""
 
 
 class Survey:
@@ -64,13 +64,13 @@ class Survey:
         self.pending = []
 
     def _forget(self, side: int) -> None:
-        """Halve the limit as long as there are too many texts."""
+        """Halve the limit as long as there are too many hashes."""
         while len(self.seen[side]) > HASHES:
             self.limits[side] >>= 1
             self.seen[side] = _below(self.limits[side], self.seen[side])
 
     def join(self, other: "Survey") -> None:
-        """Take in what another has counted."""
+        """Add the counts of another survey."""
         self.flush()
         other.flush()
         self.records, self.same = self.records + other.records, self.same + other.same
@@ -84,11 +84,11 @@ class Survey:
             self._forget(side)
 
     def result(self) -> dict[str, Any]:
-        """Returns what was measured, by name.
+        """The measurements by name.
 
-        duplicates: share of a side's texts that came before; scripts: shares of a side's letters, the largest first;
-        same_text: share of pairs whose sides are equal; length_ratio: characters of the second by those of the first;
-        length_correlation: correlation of the logarithms of both.
+        duplicates: share of a side's texts that occurred before; scripts: shares of a side's letters, the largest
+        first; same_text: share of pairs whose sides are equal; length_ratio: characters of the second text divided by
+        those of the first; length_correlation: correlation of the logarithms of both lengths.
         """
         self.flush()
         found: dict[str, Any] = {
@@ -136,7 +136,7 @@ def script_of(character: str) -> str:
 
 
 def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> list[str]:
-    """A line about each number of a result that lies beyond sane bounds."""
+    """A line about each result that is outside of its bounds."""
     lines = []
     shares = [[sum(scripts.get(s, 0) for s in scripts_of(lang)) for lang in langs] for scripts in found["scripts"]]
     foreign = [

@@ -1,4 +1,4 @@
-"""Text files, read as streams to their last byte: plain, .gz, .xz or .zst, errors with file and line."""
+"""Reads text files as streams to their last byte: plain, .gz, .xz or .zst. Errors name file and line."""
 
 import gzip
 import lzma
@@ -31,20 +31,20 @@ _FORMS = {
     b"\xff\xfe": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
     b"\xfe\xff": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
 }
-"""First bytes of what is no plain text."""
+"""First bytes of a file that is not plain text -> what its error message says."""
 _OLD_MAC = 8
-"""A file whose first line has so many carriage returns is taken to end its lines with them."""
+"""If the first line of a file has this many carriage returns, they are taken for the ends of its lines."""
 _END = re.compile(
     r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
     r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
 )
 _INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
 _INITIAL_LENGTH = 8
-"""The last characters of a piece that are searched for _INITIAL; no match is as long."""
+"""The number of last characters of a piece that are searched for _INITIAL; every match is shorter."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, line without its end) of a UTF-8 file. Raises UserError."""
+    """Yield (line number from 1, line without its end) for a UTF-8 file. Raises UserError."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ def _check_form(path: Path, line: bytes) -> None:
 
 
 def _check_folder(path: Path) -> None:
-    """Raises UserError for what `datasets` saved."""
+    """Raises UserError for a folder that the `datasets` library saved."""
     for name, part in (("dataset_dict.json", "['train']"), ("state.json", "")):
         if (path / name).exists() and ((path / "dataset_info.json").exists() or part):
             raise UserError(
@@ -102,7 +102,7 @@ def _gunzip(file: BinaryIO) -> Iterable[bytes]:
 
 
 def _unxz(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of all streams of an .xz file. lzma.open passes over whatever follows a stream and is none."""
+    """Yield the lines of all streams of an .xz file. lzma.open ignores trailing bytes that are no stream."""
     decoder, form, data, rest = None, lzma.FORMAT_AUTO, b"", b""
     while data := data or file.read(_BLOCK):
         if decoder is None:
@@ -119,7 +119,7 @@ def _unxz(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of all frames of a .zst file. zstandard's reader takes an end inside a frame for that of the text."""
+    """Yield the lines of all frames of a .zst file. zstandard's reader does not notice a cut-off frame."""
     try:
         import zstandard
     except ImportError:
@@ -143,7 +143,7 @@ _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".
 
 
 def files_of(paths: list[Path]) -> list[Path]:
-    """Each path itself, or all files below it but hidden ones, sorted. Raises UserError."""
+    """Each path itself, or for a folder all files below it except hidden ones, sorted. Raises UserError."""
 
     def below(folder: Path) -> list[Path]:
         _check_folder(folder)
@@ -154,7 +154,7 @@ def files_of(paths: list[Path]) -> list[Path]:
     if not files:
         raise UserError(f"no file in {', '.join(map(str, paths))}")
     for path in files:
-        if path.exists() and not path.is_file() and path not in paths:  # a pipe would be waited for
+        if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
             raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
         if not can_be_encoded(str(path)):
             raise UserError(f"{str(path)!a} is not UTF-8, and keys of records name their file; rename it")
@@ -165,9 +165,9 @@ def files_of(paths: list[Path]) -> list[Path]:
 
 
 def stretch(text: str, number: int, of: int) -> str:
-    """One of `of` stretches of about the same length that the text consists of, without white space at its ends.
+    """Stretch `number` of the `of` stretches of about the same length that make up the text, without outer white space.
 
-    They end at white space where there is some in their second half, else before any character that is no mark.
+    A stretch ends at the last white space in its second half, or else before any character that is not a mark.
     """
     return text[_end_of(text, number, of) : _end_of(text, number + 1, of)].strip()
 
@@ -183,7 +183,7 @@ def _end_of(text: str, number: int, of: int) -> int:
 
 
 def split_sentences(line: str) -> list[str]:
-    """A paragraph's sentences, by punctuation and the next word's capital. Errs towards leaving together."""
+    """Split a paragraph into sentences, by punctuation and the next word's capital. In doubt, it does not split."""
     pieces, start = [], 0
     for match in _END.finditer(line):
         end = match.start() + len(match.group().rstrip())

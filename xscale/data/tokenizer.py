@@ -1,7 +1,4 @@
-"""Text to token ids, and token ids to flat sequences with their special tokens.
-
-Shape letters: B sequences, N tokens of all of them behind one another, M masked tokens.
-"""
+"""The tokenizer of the data path: text to token ids, and the special tokens of sequences."""
 
 import hashlib
 import os
@@ -33,7 +30,7 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""A tokenizer with more ids than so many times its tokens is refused."""
+"""A tokenizer is refused if it has more ids than this many times its tokens."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
@@ -45,7 +42,7 @@ def special_ids(tokenizer: Any) -> dict[str, Any]:
 
 
 def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
-    """Raises UserError where masked language models cannot be trained with these ids."""
+    """Raises UserError if masked language models cannot be trained with these special ids."""
     missing = [name for name, token in special.items() if token is None and name != "unk"]
     if missing:
         raise UserError(
@@ -61,11 +58,11 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
 
 
 UNKNOWN = 0.002
-"""Share of unknown tokens in a language's text from which on one is warned."""
+"""There is a warning if a larger share of the tokens in a language's text is unknown."""
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """The lines for the console on unknown tokens, with their share by language. path: the tokenizer."""
+    """Console lines about unknown tokens. shares: their share by language. path: the tokenizer's."""
     said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
     much = [language for language, share in shares.items() if share > UNKNOWN]
     return [f"unknown tokens: {said}"] * bool(shares) + [
@@ -84,7 +81,7 @@ class Tokenizer:
                 f"tokenizer {path} does not exist; set model.tokenizer to a Hugging Face tokenizer directory"
             )
         os.environ["TOKENIZERS_PARALLELISM"] = (
-            "false"  # workers are the parallelism, and hang where they inherit threads
+            "false"  # workers run in parallel already, and hang if they inherit threads
         )
         from transformers import AutoTokenizer
 
@@ -107,7 +104,7 @@ class Tokenizer:
         self.vocab_size = max(ids) + 1
         """The number of ids, some of which may belong to no token."""
         if self.vocab_size > MOST_GAPS * len(ids):
-            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; mend its ids")
+            raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
         self.is_special[ids] = False
         self.is_special[tokenizer.all_special_ids] = True
@@ -115,10 +112,10 @@ class Tokenizer:
         try:
             self.encode(["\U00010400"])  # a letter that hardly any vocabulary has
         except Exception as error:
-            raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); mend its unk token") from None
+            raise UserError(f"tokenizer {path} cannot encode unknown text ({error}); fix its unk token") from None
         try:
             self.pair = self._pair_template()
-        except BaseException as error:  # Rust's panic is no Exception
+        except BaseException as error:  # a panic of Rust is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             wrong = f"tokenizer {path} cannot join two sentences ({error}); mend post_processor in its tokenizer.json"
@@ -129,13 +126,13 @@ class Tokenizer:
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """The special tokens' ids by their use, which tokenizer.json alone does not tell."""
+        """The special tokens' ids by use (mask, pad, ...), which tokenizer.json alone does not contain."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     @property
     def backend(self) -> Any:
-        """The tokenizer without transformers around it. A text that spells "</s>" or "[MASK]" holds no such token. A
-        call of `hf` changes these settings, so they are made at each use."""
+        """The tokenizer without transformers' wrapper. Text that spells "</s>" or "[MASK]" does not become that token.
+        A call of `hf` changes these settings, so they are made at each use."""
         backend = self.hf.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -143,12 +140,12 @@ class Tokenizer:
         return backend
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text without special tokens; one call of the tokenizer."""
+        """Token ids of each text without special tokens. The tokenizer is called once."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Token ids of words as they have them inside a sentence, behind a comma: byte-level BPE and Unigram mark the
-        space before a word, which Chinese has not."""
+        """Token ids that words have inside a sentence, after a comma: byte-level BPE and Unigram mark the space before
+        a word, which Chinese does not have."""
         commas = ["，" if stands_alone(word) else ", " for word in words]
         texts = [comma + word for comma, word in zip(commas, words, strict=True)]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
@@ -158,7 +155,7 @@ class Tokenizer:
         ]
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
-        """Token ids of each text, and which tokens its words (data/words.py) have."""
+        """Token ids of each text, and the tokens of each of its words (data/words.py)."""
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
         counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
@@ -166,7 +163,7 @@ class Tokenizer:
         spans = np.fromiter(numbers, dtype=np.int64, count=2 * int(counts.sum())).reshape(-1, 2)
         if self._space is not None:
             flat = np.fromiter(chain.from_iterable(ids), dtype=np.int64, count=len(spans))
-            spans[flat == self._space] = 0  # before a text's first word it claims that word's first character
+            spans[flat == self._space] = 0  # before a text's first word, its span is that of the word's first character
         return ids, token_words(texts, counts, spans)
 
     def unknown(self, texts: list[list[int]]) -> float:
@@ -175,7 +172,7 @@ class Tokenizer:
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """The template, found by an example; [CLS] A [SEP] B [SEP] if the tokenizer has none for pairs."""
+        """The template, found by encoding an example; [CLS] A [SEP] B [SEP] if the tokenizer has none for pairs."""
         found = self.backend.encode("a", "b")
         types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
         sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]
@@ -186,6 +183,6 @@ class Tokenizer:
         return PairTemplate(first, between, last, bool(types[b[0]] == 1 and types[a[0]] == 0))
 
     def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
-        """Tokens per stored byte, from a sample of a source; estimates lengths without reading text."""
+        """Tokens per stored byte. texts: a sample of a source, stored in `bytes_read` bytes."""
         tokens = sum(len(ids) + 1 for ids in self.encode(texts))
         return round(tokens / max(bytes_read, 1), 4)

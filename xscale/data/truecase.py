@@ -1,9 +1,9 @@
-"""Words as the text spells them: dictionaries are lower-case, the tokens of a cased tokenizer are not.
+"""Respells dictionary words as the text spells them: dictionaries are lower-case, a cased tokenizer's tokens are not.
 
-A word (data/words.py) takes the commonest of the spellings that differ in case alone, wherever in a sentence they
-stand: `hund` becomes `Hund` where the text has that most often. Counted are at most SAMPLE records of a language
-(data/sample.py), so that a start is bounded whatever the corpus, needs nothing that shards of others lack, and is a
-function of the data alone; of 330,000 sentences of Wikipedia these know 94 % of the entries that all of them know.
+A word (data/words.py) gets the commonest of its spellings that differ only in case, wherever in a sentence they occur:
+`hund` becomes `Hund` if the text has that most often. At most SAMPLE records of a language are counted
+(data/sample.py), so that the time of a start is bounded for any corpus, and the result is a function of the data alone.
+For 330,000 sentences of Wikipedia, the counted ones contain 94 % of the entries that all sentences contain.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from xscale.errors import UserError
 from xscale.ranks import HostGroup
 
 COUNTING = 16
-"""Ranks that count, at most: each sends what it found to all."""
+"""The maximum number of ranks that count words. Each sends its counts to all ranks."""
 
 Forms = Mapping[str, str]
 """A word in lower case -> its commonest spelling."""
@@ -27,7 +27,7 @@ def count_words(texts: Iterable[list[str]]) -> Counter[str]:
 
 
 def commonest(counts: Mapping[str, int]) -> Forms:
-    """The commonest spelling of each word. The last by code points wins a tie: rather the one in lower case."""
+    """The commonest spelling of each word; in a tie, the last by code points, which is mostly the lower-case one."""
     best: dict[str, tuple[int, str]] = {}
     for word, times in counts.items():
         key = word.lower()
@@ -36,7 +36,7 @@ def commonest(counts: Mapping[str, int]) -> Forms:
 
 
 def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGroup) -> dict[str, Forms]:
-    """The commonest spellings of each language, the same on all ranks. Raises UserError on all."""
+    """The commonest spellings of each language's words, the same on all ranks. A UserError is raised on all ranks."""
     found: dict[str, Counter[str]] = {}
     parts, problem = min(host_group.size, COUNTING), ""
     if host_group.rank < parts:
@@ -56,8 +56,8 @@ def forms_of(languages: Iterable[str], sources: list[Source], host_group: HostGr
 
 
 def respelled(texts: list[str], forms: Forms) -> list[str]:
-    """The texts with each word in its commonest spelling; one that was not seen stays."""
-    spelled = [forms.get(text.lower(), "") for text in texts]  # of those that are one word
+    """The texts with each word in its commonest spelling. Words that `forms` lacks stay as they are."""
+    spelled = [forms.get(text.lower(), "") for text in texts]  # of texts that are one word
     others = [i for i, word in enumerate(spelled) if not word]
     for i, (words, _) in zip(others, split([texts[i] for i in others]), strict=True):
         spelled[i] = _replaced(texts[i], words, [forms.get(word.lower(), word) for word in words])

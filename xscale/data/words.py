@@ -1,12 +1,12 @@
-"""Words: a function of the text alone, whatever the tokenizer and wherever its white space is.
+"""The segmentation of text into words. It is a function of the text alone and does not depend on the tokenizer.
 
 A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
 Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
-marks; an emoji sequence is one. Words and symbols of a text are numbered through: `l'homme` has three. Links between
-words, whole-word masks and word states all speak of these.
+marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three. Links
+between words, whole-word masks and word states all use these words.
 
-words.txt has the class of every code point, a line for each run of one class (data_tools/word_table.py wrote it, once);
-its hash is the version of the segmentation.
+words.txt has the class of every code point, with a line for each range of one class (data_tools/word_table.py wrote it
+once); its hash is the version of the segmentation.
 
 Shape letters: C characters of all texts, W words of one text, T tokens of words, N tokens of one text.
 """
@@ -33,7 +33,7 @@ class Class(IntEnum):
     LETTER = 1
     MARK = 2
     FORMAT = 3
-    """A character without width, which stays with what it follows."""
+    """A character without width, which belongs to the character before it."""
     JOINER = 4
     """U+200D, which joins the symbols beside it into one."""
     OWN = 5
@@ -42,7 +42,7 @@ class Class(IntEnum):
     OWN_PUNCTUATION = 7
     SYMBOL = 8
     TONE = 9
-    """A tone of an emoji's skin."""
+    """The skin tone of an emoji."""
 
 
 @lru_cache(maxsize=1)
@@ -58,30 +58,30 @@ VERSION = hashlib.sha256(TABLE.read_bytes()).hexdigest()[:16]
 
 
 class Segmented(NamedTuple):
-    """The words of some texts. Words and characters are counted through all texts."""
+    """The words of some texts. Words and characters are numbered consecutively over all texts."""
 
     chars: np.ndarray
-    """The first character of each text, and the end of the last [texts + 1]."""
+    """The number of each text's first character, and the end of the last text [texts + 1]."""
     words: np.ndarray
-    """The first word of each text, and the end of the last [texts + 1]."""
+    """The number of each text's first word, and the end of the last text [texts + 1]."""
     word_of: np.ndarray
-    """Number of each character's word among those of all texts, -1 for one that has none [C]."""
+    """Number of each character's word, -1 for a character that belongs to no word [C]."""
     is_word: np.ndarray
     """True for each word of all texts that is no symbol."""
 
 
 def segment(texts: list[str]) -> Segmented:
-    """Segments all texts at once, by a few passes of numpy over their characters."""
+    """Segment all texts at once, by a few passes of numpy over their characters."""
     chars = np.cumsum([0, *map(len, texts)])
     codes = np.frombuffer("\n".join(texts).encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     c = table()[codes]
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
-        """The last place up to each where `which` holds, else -1."""
+        """For each place, the last place up to it where `which` is True, else -1."""
         return np.maximum.accumulate(np.where(which, place, -1))
 
-    # What follows a mark or a format character belongs to is decided by the last character that is neither.
+    # A mark or a format character belongs to the last character that is neither.
     base = latest((c != Class.MARK) & (c != Class.FORMAT) & (c != Class.JOINER) & (c != Class.OWN_MARK))
     of_base = np.where(base >= 0, c[base], np.uint8(Class.BREAK))
     symbol = (of_base == Class.SYMBOL) | (of_base == Class.TONE)
@@ -100,7 +100,7 @@ def segment(texts: list[str]) -> Segmented:
     word_of = np.where(inside, np.cumsum(starts) - 1, -1)
     at = np.flatnonzero(starts)
     is_word = ~np.isin(c[at], (Class.SYMBOL, Class.TONE, Class.OWN_PUNCTUATION))
-    # The line breaks between texts go; they are at the end of each text but the last.
+    # Remove the line breaks that were put between the texts.
     breaks = chars[1:-1] + np.arange(len(chars) - 2)
     texts_of_words = np.searchsorted(at, chars + np.arange(len(chars)))
     return Segmented(chars, texts_of_words, np.delete(word_of, breaks), is_word)
@@ -110,23 +110,23 @@ class TokenWords(NamedTuple):
     """The words of one text, and the tokens that overlap them."""
 
     of_token: np.ndarray
-    """Number of each token's first word; -1 for a token that has none, such as a lone white space [N]."""
+    """Number of each token's first word; -1 for a token that overlaps no word, such as lone white space [N]."""
     tokens: np.ndarray
-    """The tokens of all words, in ascending order; one that several words share stands once for each [T]."""
+    """The tokens of all words, in ascending order; a token that several words share occurs once for each [T]."""
     words: np.ndarray
-    """The word of each of `tokens` [T]."""
+    """The number of the word of each of `tokens` [T]."""
     is_word: np.ndarray
     """True for each word of the text that is no symbol [W]."""
 
     def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """The words of the tokens from `start` to `end`. All words stay, some of them without a token."""
+        """The words of the tokens from `start` to `end`. All words are kept, even those that have no token there."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
         )
 
     def borders(self) -> list[int]:
-        """Tokens that begin no later part of a word, but for the first."""
+        """The tokens, except the first, before which the text can be cut without cutting a word."""
         tokens, words = len(self.of_token), len(self.is_word)
         first, last = np.full(words, tokens), np.full(words, -1)
         np.minimum.at(first, self.words, self.tokens)
@@ -139,7 +139,7 @@ class TokenWords(NamedTuple):
 
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
-    """The words of several texts as those of one text."""
+    """The words of several texts as words of one joined text."""
     tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
     words = np.cumsum([0, *(len(part.is_word) for part in parts)])
     columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)
@@ -152,11 +152,11 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
     """The words of each text, and the tokens that overlap them.
 
-    counts: tokens of each text. spans: the characters of every token in its text, first and end [tokens, 2].
-    A token belongs to every word of which it has a character; if one of them is a word, not to symbols (Unigram
-    tokenizers have `en.`).
+    counts: tokens of each text. spans: the first character and the end of every token in its text [tokens, 2].
+    A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does
+    not belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
-    found = segment([*texts, "."])  # so that there is a word at all
+    found = segment([*texts, "."])  # so that there is at least one word
     word_of, is_word = found.word_of, found.is_word
     counts = np.append(counts, 0)
     place, none = np.arange(len(word_of)), word_of < 0
@@ -188,7 +188,7 @@ def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list
 
 
 def is_blank(text: str) -> bool:
-    """True if nothing of the text can be seen, such as a no-break space and a U+200B."""
+    """True if the text has no visible character; a no-break space and a U+200B are invisible."""
     return not any(map(_is_seen, text))
 
 
@@ -208,7 +208,7 @@ def _is_own(character: str) -> bool:
 
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
-    """Words and symbols of each text in order, and which of them are words."""
+    """The words and symbols of each text in order, and for each of them True if it is a word."""
     found = segment(texts)
     inside = np.flatnonzero(found.word_of >= 0)
     starts = inside[np.flatnonzero(np.diff(found.word_of[inside], prepend=-1))]
