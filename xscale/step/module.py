@@ -75,7 +75,7 @@ class StepModule(nn.Module):
             encoder.checkpoint_activations()
         if recipe.train.compile:
             encoder.compile_forward()
-        self.train()  # from_pretrained leaves a model without dropout
+        self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def follow(self, recipe: Recipe) -> None:
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
@@ -164,8 +164,8 @@ class StepModule(nn.Module):
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
-        """Call the vocabulary head once for all predictions of the row. It is called for zero of them too, since all
-        ranks use its weights. Returns the loss, sums by key, and the sums of losses of each of row.names."""
+        """Call the vocabulary head once for all predictions of the row. It is called even if these have no token, since
+        all ranks must use its weights. Returns the loss, sums by key, and the sum of losses for each of row.names."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
@@ -190,7 +190,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
     for term, value in losses.sums.items():
         if (stream, term) not in weights:
-            raise ValueError(f"sums has {term!r}, none of the objective's terms")
+            raise ValueError(f"sums has {term!r}, which is not a term of the objective")
         check_scalar(f"sums[{term!r}]", value)
     for name, (value, term) in losses.metrics.items():
         if name == "loss":
