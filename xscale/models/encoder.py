@@ -142,7 +142,7 @@ class Encoder(nn.Module):
                 f"train.compile needs a flat forward pass, which this {kind} model does not have; set "
                 f"train.compile=false, or use one of {', '.join(FLAT)}"
             )
-        functorch_config.donated_buffer = False  # measuring gradient norms runs a backward pass before the engine's
+        functorch_config.donated_buffer = False  # to measure gradient norms, a backward pass precedes the engine's
         self._compiled = torch.compile(self._states, fullgraph=True, dynamic=False, backend=backend)
 
     def features(self, states_MH: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
     if lost := sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__):
         return f"it lacks {len(lost):,} of the {len(theirs):,} tokens of the model's tokenizer, such as {lost[0]!r}"
     if len(ours) == len(theirs):
-        return "it has the same tokens as the model's tokenizer, but cuts text otherwise"
+        return "it has the same tokens as the model's tokenizer, but cuts text differently"
     if new.pad_id != old.pad_id:
         return f"its padding token has id {new.pad_id}, and the model's {old.pad_id}"
     for role, number in old.special.items():

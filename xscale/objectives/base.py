@@ -146,8 +146,9 @@ class Objective:
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
     """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
 
-    The loss then gets states["step"] [V, D], the vectors of the whole step, of which the row's own have a gradient, and
-    states["own"] [n], their positions. It costs a second forward pass. See `step_loss_share`.
+    The loss then gets states["step"] [V, D], the vectors of the whole step, of which only the row's own have a
+    gradient, and states["own"] [n], the positions of the row's own. It costs a second forward pass. See
+    `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> error message with the remedy, if the two do not fit."""

@@ -171,7 +171,7 @@ def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: C
     """Return the batch of the term `word_term`: TLM, or MLM on each side alone."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
-        # A sequence takes its pair's identity; the two of a pair must not be masked at the same places.
+        # The masked places depend on a sequence's identity, so the two sequences of a pair need different ones.
         sequences = [[(replace(pair, identity=pair.identity ^ _SIDE[s]), s)] for pair, s in both]
     else:
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
@@ -318,7 +318,8 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs; those of the step's keys only if the keys are gathered."""
+    """Return L_MoCo and its metrics, summed over pairs. The metrics of the step's keys are included only if these are
+    gathered."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)

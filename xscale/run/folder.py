@@ -53,8 +53,8 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
         more = "add --data_change append for further data, " * any(line.startswith("data:") for line in differences)
         raise UserError(
             f"{out} belongs to another run. Start with its settings (a field that was None may be unknown to its "
-            f"version of xscale, which {STARTS} names), {more}or choose another --out, and start from its weights with "
-            f"--set model.init={out}:\n" + indented(differences)
+            f"version of xscale, which {STARTS} names), {more}or choose another --out, in which --set model.init={out} "
+            f"starts from its weights:\n" + indented(differences)
         )
 
 
@@ -237,7 +237,7 @@ def out_of_memory(error: Exception) -> bool:
 
 def message_of(error: Exception) -> str:
     """Return the error's message in one line, with a remedy if a user or a machine has caused it."""
-    if isinstance(error, MachineError):  # the remedy is in it, or in another rank's message
+    if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
         return str(error)
     code = code_of(error)
     if out_of_memory(error):

@@ -194,8 +194,8 @@ class RunSpec:
         train, counted = self.recipe.train, counts_epochs(self.specs)
         if train.epochs and counted:
             lines.append(
-                f"train.epochs {train.epochs:g}: {train.steps:,} steps, by the {counted.samples:,} of "
-                f"{self.records(counted):,} pairs that stream {counted.name} draws in each"
+                f"train.epochs {train.epochs:g}: {train.steps:,} steps, since stream {counted.name} reads "
+                f"{counted.samples:,} of its {self.records(counted):,} pairs in each"
             )
         return lines
 
@@ -238,7 +238,7 @@ class RunSpec:
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
             for name, stream in self.recipe.streams.items()
-            if (counts := self.calibration.estimate_for(name).counts)  # a checkpoint of an earlier version has none
+            if (counts := self.calibration.estimate_for(name).counts)  # checkpoints of earlier versions have none
         }
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
@@ -344,7 +344,7 @@ class RunSpec:
         """Return the plans of the next steps, for `batches`. If there are workers, a process makes the plans ahead of
         time. With `host_group`, each node has only one such process, and all ranks call this together."""
         for source in self.sources:
-            source.close()  # reading opens the files again
+            source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
         mixtures = [
             spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)

@@ -140,7 +140,7 @@ class StepSynchronizer:
             for lock in self.locks:
                 lock.check()
         except Exception as error:
-            if not self.length:  # at the first step, the others end because this rank does
+            if not self.length:  # at the first step there is no message yet: the others end because this rank does
                 raise
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)

@@ -84,7 +84,7 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
     """Return the size of a checkpoint, and the size of the part that rank 0 writes, which is the largest part."""
     n, stage = parameter_count(module), stage_of(ds_config)
     weights = WIDTH[precision] * n
-    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 the fp32 weights are the model's own
+    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0, there is no fp32 copy of the weights
     shared = optimizer + (weights if stage >= 3 else 0)
     alone = module.auxiliary_bytes() + (0 if stage >= 3 else weights)
     return alone + shared, alone + shared / (world if stage >= 1 else 1)

@@ -70,7 +70,7 @@ def check_names(config: dict[str, Any]) -> list[str]:
     problems += _check_params(config.get("optimizer", {}).get("params", {}))
     rise = config.get("scheduler", {}).get("params", {}).get("warmup_type", "log")
     if rise not in ("log", "linear"):
-        problems.append(f"scheduler.params.warmup_type: {rise!r} would be log; write log or linear")
+        problems.append(f"scheduler.params.warmup_type: {rise!r} would count as log; write log or linear")
     problems += [
         f"{key}: the package {package} is not installed; pip install {package}, or leave {key} out"
         for key, package in MONITORS.items()
@@ -99,7 +99,7 @@ def _check_key(key: str, value: Any) -> str:
 def _check_zero(zero: dict[str, Any]) -> list[str]:
     """Return a line for each setting that DeepSpeed silently replaces or ignores below stage 3."""
     problems = [
-        f"zero_optimization.{key}.device = nvme: xscale was not tested with it, and below stage 3 it is cpu; write cpu"
+        f"zero_optimization.{key}.device = nvme: untested with xscale, and below stage 3 it works as cpu; write cpu"
         for key in ("offload_optimizer", "offload_param")
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme"
     ]

@@ -186,7 +186,7 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware
     _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if params.get(key, AUTO) == AUTO:
-            params.pop(key, None)  # the optimizer has a default
+            params.pop(key, None)  # the optimizer then takes its own default
             if kind in ADAM:
                 params[key] = default
     if params.get("torch_adam") and "foreach" not in params:
@@ -204,7 +204,7 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
-        params["warmup_min_lr"] = 0.0  # the decay ends there too
+        params["warmup_min_lr"] = 0.0  # the decay ends at 0, too
     owned = {
         "total_num_steps": (train.steps, "train.steps"),
         "warmup_num_steps": (max(train.whole_steps(train.warmup), 2), "train.warmup, in steps"),

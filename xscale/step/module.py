@@ -127,7 +127,7 @@ class StepModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the row's loss, and the numbers that `reported` names, without gradient [K].
 
-        inputs: row.inputs on the device. more: states from elsewhere, such as those of auxiliary states. weights_M: the
+        inputs: row.inputs on the device. more: further states, such as those that auxiliary states give. weights_M: the
         weight of each prediction, divided by `largest`.
         """
         states = self.read(row, inputs)
