@@ -55,7 +55,7 @@ class Frozen:
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Return f0 at the tokens of the anchor language [T, H]."""
+        """Return the states of f0 at the tokens of the anchor language [T, H]."""
         ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)

@@ -81,7 +81,7 @@ class PpaOptions:
     tlm_weight: NotNegative = 1.0
     """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
     replace_tlm_with_mlm: bool = False
-    """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is its factor."""
+    """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is the factor of this loss."""
     mask_prob: Fraction = 0.15
     """Fraction of the maskable tokens that is predicted."""
 

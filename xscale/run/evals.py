@@ -41,7 +41,7 @@ from xscale.step.step import StepSums, gather_rows, measure_rows
 Results = dict[str, dict[str, float]]
 """The numbers of a task, by results row (such as a stream or a pair of languages) and by name."""
 TRIED = 8
-"""The number of records that a dry run measures to find the names of the numbers."""
+"""The number of records that a dry run measures to find out which numbers a task gives."""
 TOKENS = "tokens.npz"
 """The file in a run's directory that holds the distinct tokens of each language's text."""
 

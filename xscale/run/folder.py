@@ -34,7 +34,7 @@ from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""The files by which runs of other trainers, shards, models and tokenizers are recognized."""
+"""The files by which a folder with another trainer's run, with shards, a model or a tokenizer is recognized."""
 
 # The run that owns a directory
 

@@ -259,7 +259,8 @@ class Trainer:
         )
 
     def alignment_scores(self) -> Results:
-        """Return the alignment scores by dictionary on rank 0, which has the words. All ranks call it together."""
+        """Return the alignment scores by dictionary. Only rank 0, which has the words, returns any. All ranks call it
+        together."""
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():

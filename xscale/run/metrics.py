@@ -305,7 +305,7 @@ class Tracker(MetricSink):
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the tree's values by names such as data.alpha."""
+    """Return the values of a nested dictionary by dotted names, such as data.alpha."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}

@@ -94,7 +94,7 @@ class RunSpec:
     calibration: Calibration | None = None
     """The estimates of the data. `calibrated` adds them, and no record can be sampled before."""
     phases: tuple["RunSpec", ...] = ()
-    """The run spec of each of the recipe's phases. Its recipe, specs, dictionaries and calibration are the phase's."""
+    """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
         """Return the run spec with a calibration. It sets the samples per step of each stream that sets `tokens`.
@@ -366,8 +366,8 @@ class RunSpec:
     ) -> Iterator[StepBatch]:
         """Return an iterator of this rank's part of each step.
 
-        state: the positions of the streams in their data. fitted: from `fit`, if rows are filled up to one shape.
-        plans: from `plans`, if they were begun before.
+        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are filled up to one
+        shape. plans: the result of `plans`, if it was called before.
         """
         plans = plans or self.plans(process, device, state, steps, fitted)
         datasets = [spec.dataset(spec.specs, fitted[1] if fitted else None) for spec in (*self.phases, self)]

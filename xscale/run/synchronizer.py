@@ -38,7 +38,7 @@ class GlobalCounts(NamedTuple):
     targets: dict[tuple[str, str], int]
     work: RowCost
     too_long: Counter[str]
-    """The number of pairs over data.max_length, by stream."""
+    """The number of pairs longer than data.max_length, by stream."""
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""

@@ -243,7 +243,7 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 
 def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """Return the count that divides a term."""
+    """Return the count of the whole step by which a term's sum is divided."""
     objective = recipe.streams[stream].objective
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:

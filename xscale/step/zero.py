@@ -154,7 +154,8 @@ def zeros_for_missing(engine: Any) -> None:
 
 
 def set_zeros(weight: nn.Parameter) -> None:
-    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor, whose shape autograd would compare."""
+    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since
+    autograd accepts only a gradient of the weight's shape."""
     data = weight.data
     weight.data = torch.zeros(private.whole_shape(weight), dtype=data.dtype, device=data.device)
     weight.grad = torch.zeros_like(weight.data)
