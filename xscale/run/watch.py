@@ -224,7 +224,7 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """Return the answer of the store to `ask`, or None if it does not answer this or an earlier question in time."""
+        """Return the store's answer to `ask`, or None if it does not answer this or an earlier question in time."""
         answers: list[Any] = []
 
         def run() -> None:

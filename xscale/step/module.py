@@ -190,7 +190,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
     for term, value in losses.sums.items():
         if (stream, term) not in weights:
-            raise ValueError(f"sums has {term!r}, which is not a term of the objective")
+            raise ValueError(f"sums has {term!r}, none of the objective's terms")
         check_scalar(f"sums[{term!r}]", value)
     for name, (value, term) in losses.metrics.items():
         if name == "loss":
