@@ -265,7 +265,7 @@ def test_metrics_without_a_checkpoint_are_a_reason_to_ask(run: Path) -> None:
     assert newest(run) == 8
     for manifest in run.rglob(checkpoints.MANIFEST):
         manifest.unlink()
-    with pytest.raises(UserError, match=r"tells of steps, but no checkpoint .* has its manifest\.json"):
+    with pytest.raises(UserError, match=r"has lines of steps, but no checkpoint .* has its manifest\.json"):
         newest(run)
     (run / "metrics.jsonl").unlink()
     assert newest(run) is None

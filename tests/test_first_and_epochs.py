@@ -125,7 +125,7 @@ def test_steps_of_epochs(texts: Path, demo: Path, epochs: float, first: int, sam
     assert run_spec.recipe.train.steps == steps and run_spec.recipe.train.epochs == epochs
     assert run_spec.recipe.train.whole_steps(0.3) == round(0.3 * steps)
     (note,) = [line for line in run_spec.notes() if line.startswith("train.epochs")]
-    assert f"{epochs:g}: {steps:,} steps, by the {samples:,} of {pairs:,} pairs that stream tlm draws" in note
+    assert f"{epochs:g}: {steps:,} steps, since stream tlm reads {samples:,} of its {pairs:,} pairs" in note
 
 
 def test_the_first_stream_of_pairs_counts(texts: Path, demo: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_run_of_epochs_goes_on(texts: Path, demo: Path, tmp_path: Path) -> Non
         out = ["--recipe", "tlm", "--data", str(texts), "--out", str(tmp_path / "run"), "--set", *sets]
         return ["--ds_config", "ds_configs/zero2_cpu.json", *out]
 
-    assert "train.epochs 1: 4 steps, by the 10 of 40 pairs" in launch.run(1, arguments(1))
+    assert "train.epochs 1: 4 steps, since stream tlm reads 10 of its 40 pairs" in launch.run(1, arguments(1))
     assert "is complete: 4 of 4 steps" in launch.run(1, arguments(1))
     assert "step 4; tlm de-en: epoch 1, 0 of 20 records" in launch.run(1, arguments(2))
     train = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]

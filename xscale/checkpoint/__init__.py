@@ -1,1 +1,1 @@
-"""This package writes a run's checkpoints, removes the old ones and reads them into another run."""
+"""This package writes a run's checkpoints, removes old ones and loads them, also into other runs."""

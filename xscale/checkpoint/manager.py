@@ -45,18 +45,18 @@ class CheckpointManager:
     ):
         """Begin without a checkpoint under way.
 
-        keep: the number of newest checkpoints that stay. saved: the step that the engine was loaded from. note: gets
-        what the rank is doing. published: gets each new checkpoint on rank 0, and returns the steps whose checkpoints
-        must stay.
+        keep: the number of newest checkpoints that stay. saved: the step that the engine was loaded from. note: it is
+        called with what the rank is doing. published: rank 0 calls it with each new checkpoint, and it returns the
+        steps whose checkpoints must stay.
         """
         self.folder, self.host_group, self.keep, self.note, self.published = folder, host_group, keep, note, published
         self.writer = CheckpointWriter(engine, folder, host_group, write_more)
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
-        """The step of the newest checkpoint that was begun while no step was skipped."""
+        """The step of the newest checkpoint that a rollback may load: it was begun while no step was skipped."""
         self.good_under_way = True
-        """True if the checkpoint under way was begun while no step was skipped."""
+        """True if a rollback may load the checkpoint under way, once it is written."""
         self.blocked, self.times = 0.0, dict[str, float]()
         """The seconds that training has waited for the checkpoint under way, and metrics for the next step."""
 
@@ -73,8 +73,8 @@ class CheckpointManager:
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
-        good: no step is being skipped, so that a rollback may load this checkpoint. background: files are written while
-        training goes on. must: the call waits until they are written, and raises OSError if that fails.
+        good: a rollback may load this checkpoint, since no step is being skipped. background: write the files while
+        training goes on. must: wait until they are written, and raise OSError if that fails.
         """
         self.settle()
         if step == self.saved:
@@ -125,10 +125,10 @@ class CheckpointManager:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in two parts that all ranks do together.
+    """Writes one checkpoint at a time, by two calls that all ranks make together.
 
-    `begin` takes a snapshot, and a thread of each rank writes, forces to disk and hashes its files. `finish` waits for
-    all of them and publishes the checkpoint, if no rank failed.
+    `begin` takes a snapshot, and a thread of each rank writes its files, forces them to disk and hashes them. `finish`
+    waits for all ranks and publishes the checkpoint, if no rank has failed.
     """
 
     def __init__(self, engine: Any, folder: Path, host_group: HostGroup, write_more: WriteMore):
@@ -154,7 +154,7 @@ class CheckpointWriter:
 
     @property
     def written(self) -> bool:
-        """Whether `finish` would find this rank done."""
+        """Whether this rank has done its part, so that `finish` need not wait for it."""
         return self.step is not None and not (self.thread and self.thread.is_alive())
 
     def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
@@ -250,7 +250,7 @@ def write_state(state: Any, path: Path) -> None:
 
 
 def os_error_behind(error: Exception) -> Exception:
-    """Return the OSError that caused an error, or else the error: torch wraps the one of a failed write."""
+    """Return the OSError that caused `error`, or else `error`. torch wraps the OSError of a failed write."""
     at: BaseException | None = error
     while at and not isinstance(at, OSError):
         at = at.__cause__ or at.__context__
@@ -258,7 +258,7 @@ def os_error_behind(error: Exception) -> Exception:
 
 
 def refuse_foreign(written: list[Path]) -> None:
-    """Check that a resume can read the files: a new DeepSpeed may write unknown types. Raises UserError."""
+    """Check that a resume will accept the files, since a new DeepSpeed may write unknown types. Raises UserError."""
     for path in written:
         if foreign := store.foreign_types(path):
             import deepspeed

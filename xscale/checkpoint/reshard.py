@@ -1,8 +1,8 @@
-"""`load_rescaled` loads a checkpoint of another number of ranks, or of another ZeRO stage.
+"""`load_rescaled` loads a checkpoint that was saved by another number of ranks, or at another ZeRO stage.
 
-Each rank reads its own slices of every weight, and of the optimizer's numbers for it, from the files of all ranks that
+Each rank reads its own slices of every weight, and of the weight's optimizer states, from the files of all ranks that
 saved them. DeepSpeed's universal checkpoints are no substitute: another program has to write everything once more, they
-have no stage 0, and at stage 3 the training differs from the third step on.
+do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of the weights, beside the optimizer's keys, such as exp_avg."""
+"""The key of the weights. The other keys are the optimizer's, such as exp_avg."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class SavedPlace:
     group: int
     start: int
     share: int | None
-    """The count of its numbers that each rank's file has, from `start` on (stage 3). None: the files' parts form one
-    vector, which `start` indexes."""
+    """At stage 3, the number of elements of the parameter that each rank's file has, from `start` on. None: the parts
+    in all files form one vector, in which the parameter begins at `start`."""
 
 
 class SavedGroup(NamedTuple):
@@ -47,14 +47,14 @@ class SavedGroup(NamedTuple):
 
 
 class SavedPartitions:
-    """The saved numbers of a checkpoint, by parameter. A rank's file is mapped when first needed, so that only the
-    numbers that are taken are read."""
+    """The saved weights and optimizer states of a checkpoint, by parameter. A rank's file is mapped into memory when it
+    is first needed, so that only the elements that are taken are read."""
 
     def __init__(self, path: Path, names: list[str], at: float = 0.0):
-        """Open one of the files, which has the places of all parameters.
+        """Open one of the files, each of which says where all parameters are.
 
-        names: the module's parameters, in their order. at: this rank's number divided by the number of ranks; the file
-        at that place among the saved ones probably holds some of its slices.
+        names: the module's parameters, in their order. at: this rank's number divided by the number of ranks. The file
+        at that relative place in the list of files probably holds some of this rank's slices.
         """
         self.model = _load(private.model_file(path))
         self.files = private.partition_files(path)
@@ -62,13 +62,14 @@ class SavedPartitions:
         """The groups in each open file, by rank."""
         self.places: dict[str, SavedPlace] = {}
         if self.files:
-            # The last file is not taken: it lacks the numbers that fill up all parts to one length.
+            # The last file is not used, since its part lacks the padding that would make it as long as the others.
             self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
             self.scaler, self.like = None, self._whole(names)
 
     def _partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Set the places from a rank's file of stage 1, 2 or 3. Returns the loss scaler and the rank's groups."""
+        """Set the places by a rank's file that was saved at stage 1, 2 or 3. Returns the loss scaler and the rank's
+        groups."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0
@@ -85,7 +86,8 @@ class SavedPartitions:
         return found
 
     def _whole(self, names: list[str]) -> list[SavedGroup]:
-        """Set the places at stage 0, where the model's file has everything and the optimizer numbers the weights."""
+        """Set the places for a checkpoint of stage 0: the model's file has everything, and the optimizer's states are
+        numbered instead of named. Returns the groups."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
         self.places = {name: SavedPlace(group, 0, None) for group, name in enumerate(decayed_first)}
@@ -96,7 +98,7 @@ class SavedPartitions:
         return groups
 
     def take(self, name: str, key: str, start: int, stop: int) -> Tensor:
-        """Return the numbers of a flattened parameter from start to stop."""
+        """Return elements [start, stop) of a flattened parameter, or of its optimizer state `key`."""
         place = self.places[name]
         length, within = place.share, place.start
         if length is None:
@@ -117,7 +119,7 @@ def _load(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class PartitionSlice:
-    """A rank's slice of a parameter: its numbers from first to last, which start at `at` in the rank's flat tensor."""
+    """A rank's slice of a parameter: elements [first, last), which begin at `at` in the rank's flat tensor."""
 
     name: str
     first: int

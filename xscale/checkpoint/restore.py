@@ -1,4 +1,4 @@
-"""Checkpoints are read here: into an engine, or as a Hugging Face model with the objectives' heads."""
+"""This module loads checkpoints into an engine, or as a Hugging Face model with the objectives' heads."""
 
 import contextlib
 import io
@@ -25,8 +25,8 @@ HEADS = "heads."
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:
-    """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. The checkpoint may be of
-    another number of ranks or another ZeRO stage. All ranks call it together."""
+    """Load weights, optimizer, loss scale, schedule and auxiliary states into the engine. The checkpoint may have been
+    saved by another number of ranks or at another ZeRO stage. All ranks call it together."""
     path, stage = checkpoint.path, engine.zero_optimization_stage()
     stage_before = checkpoint.engine["stage"] if checkpoint.engine else stage
     if (checkpoint.world_size, stage_before) != (host_group.size, stage):
@@ -52,7 +52,7 @@ def full_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_initial(init: str | Path, dropout: float) -> tuple[PreTrainedModel, dict[str, KeptHeads]]:
-    """Load the model and the heads of `model.init` in fp32. It is a run, a checkpoint, a Hugging Face directory or a
+    """Load the model and the heads of `model.init` in fp32. init: a run, a checkpoint, a Hugging Face directory or a
     hub name. Raises UserError."""
     if store.is_run(Path(init)):
         return load_run(init, dropout)

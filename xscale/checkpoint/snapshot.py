@@ -1,8 +1,9 @@
 """A snapshot of an engine holds, in host memory, the content of the files that DeepSpeed would write.
 
 DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) are no substitute: they hand live
-tensors to another process and wait for it before the next update, they need a compiled aio, and a failed write ends
-one rank while the others wait for it. `SnapshotEngine` has DeepSpeed's interface, and checkpoint/manager.py writes.
+tensors to another process and wait for it before the next update, they need DeepSpeed's aio operator to be compiled,
+and a failed write ends one rank while the others wait for it. `SnapshotEngine` has DeepSpeed's interface but only
+keeps the content; checkpoint/manager.py writes it.
 """
 
 import copy
@@ -18,11 +19,11 @@ from xscale import deepspeed_private as private
 
 
 class SnapshotEngine:
-    """A DeepSpeed checkpoint engine that keeps in memory what it is told to save. It raises nothing, since other ranks
-    wait at DeepSpeed's next barrier."""
+    """A DeepSpeed checkpoint engine that keeps in memory what DeepSpeed asks it to save. It raises no error, since the
+    other ranks would then wait at DeepSpeed's next barrier."""
 
     def __init__(self, copies: bool):
-        """Begin empty. copies: tensors are copied, since training goes on; otherwise they are kept as they are."""
+        """Begin empty. copies: copy the tensors, since training goes on; otherwise keep them as they are."""
         self.copies = copies
         self.taken: dict[str, Any] = {}
         """The content of each file, by its name."""
@@ -39,7 +40,7 @@ class SnapshotEngine:
 
 
 def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
-    """Return the files that this rank would write into `partial`. All ranks call it together."""
+    """Return the content of the files that this rank would write into `partial`. All ranks call it together."""
     snapshot_engine = SnapshotEngine(copies)
     client_state = {"xscale": {"step": engine.global_steps}, "universal_checkpoint_info": {}}
     private.save_by(engine, snapshot_engine, partial.parent, partial.name, client_state)
@@ -47,7 +48,8 @@ def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
 
 
 def on_host(state: Any) -> Any:
-    """Copy the state into host memory. Tensors that share memory still do, so torch.save makes the same bytes."""
+    """Return a copy of the state in host memory. Tensors that share memory do so in the copy too, so that torch.save
+    writes the same bytes."""
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}
     for tensor in _tensors(state):

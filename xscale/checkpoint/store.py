@@ -1,8 +1,9 @@
-"""Checkpoints on disk are each complete or absent.
+"""A checkpoint on disk is complete or absent.
 
 A checkpoint is written into checkpoints/step_X.incomplete. When all ranks have written their files, rank 0 adds
 manifest.json (files, sizes, hashes, the run's identity, the streams' state), renames the directory and replaces
-`latest`. A kill at any moment leaves the older checkpoints, and at most a directory that a later save removes.
+`latest`. A kill at any moment leaves the older checkpoints, and at most an incomplete directory that a later save
+removes.
 """
 
 import hashlib
@@ -62,7 +63,7 @@ class Checkpoint:
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read their records and changed nothing, as their loss or gradient was not finite."""
+        """The 1-based steps that read their records and change nothing, as their loss or gradient was not finite."""
         return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
 
     @property
@@ -104,7 +105,7 @@ def newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
     """Return the newest checkpoint up to step `upto` whose files have the right hashes. All ranks get the same one.
-    warn: gets a message for each checkpoint that is damaged."""
+    warn: it is called with a message for each damaged checkpoint."""
     for path in reversed([path for path in complete_steps(folder) if step_of(path) <= upto]):
         problem = verify(path, host_group)
         if problem is None:
@@ -119,7 +120,8 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path, host_group: HostGroup) -> str | None:
-    """Compare the checkpoint's files with its hashes, each on one of the ranks. Returns what is wrong, or None."""
+    """Compare the checkpoint's files with their hashes, each file on one of the ranks. Returns what is wrong, or
+    None."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -143,7 +145,7 @@ def verify(path: Path, host_group: HostGroup) -> str | None:
 
 
 def foreign_types(path: Path) -> list[str]:
-    """Return the types in a file of torch.save that are not known to be harmless. None of its code runs."""
+    """Return the types in a file of torch.save that are not known to be harmless. No code in the file is run."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
@@ -171,8 +173,8 @@ def read(path: Path) -> Checkpoint:
 
 
 def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename it and write
-    `latest`, in this order. Rank 0 only."""
+    """Turn the directory that all ranks have written into a checkpoint: write the manifest, rename the directory and
+    write `latest`, in this order. Rank 0 only."""
     files.write_text(partial / MANIFEST, sealed_manifest(manifest))
     files.remove(final)
     partial.rename(final)
@@ -188,17 +190,18 @@ def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
 
 
 def sealed_file(path: Path) -> dict[str, Any]:
-    """Force a file to disk and return its size and hash, as the manifest has them."""
+    """Force a file to disk and return its size and hash in the manifest's form."""
     files.sync(path)
     return {"bytes": path.stat().st_size, "sha256": files.sha256_file(path)}
 
 
 def clean(folder: Path, keep: int, needed: set[int]) -> None:
-    """Remove remains of a kill and old checkpoints. The newest `keep` and those of the steps `needed` stay."""
+    """Remove old checkpoints and the incomplete directories that a kill has left. The newest `keep` checkpoints and
+    those of the steps `needed` stay."""
     for path in folder.glob(f"step_*{PARTIAL}"):
         files.remove(path)
     for path in (path for path in complete_steps(folder)[:-keep] if step_of(path) not in needed):
-        # It is renamed first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
+        # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint that looks whole.
         gone = path.with_name(path.name + PARTIAL)
         with suppress(OSError):  # the next save tries again
             path.rename(gone)

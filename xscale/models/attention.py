@@ -1,4 +1,4 @@
-"""Self-attention over a flat row of sequences as one operator, and a dropout that is cheap on a CPU.
+"""Self-attention over a packed row of sequences as one operator, and a dropout that is cheap on a CPU.
 
 In 16 bits on CUDA, attention is PyTorch's flash kernel for sequences of different lengths. Elsewhere the row is cut
 into blocks of sequences of similar length, and each block is padded inside the operator.
@@ -31,7 +31,7 @@ def attention(
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Returns `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], limited to |i - j| <= window.
+    """Return `dropout(softmax(q k^T / sqrt(D))) v` within each sequence [N, H], for positions with |i - j| <= window.
 
     `starts`, `lengths` and `longest` are those of data/packed_row.py's Tokens. `seed` (int64, on the CPU) and `layer`
     determine the dropout mask, so that a recomputed call draws the same one. The flash kernel uses CUDA's generator.
@@ -51,7 +51,7 @@ def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
 
 
 def _flash(qkv_NX: Tensor, starts_B1: Tensor, longest: int, heads: int, dropout: float, window: int | None) -> Tensor:
-    """Calls the operator beneath torch.nn.attention.varlen.varlen_attn, which itself offers no dropout."""
+    """Call the operator beneath torch.nn.attention.varlen.varlen_attn, which itself offers no dropout."""
     q_NAD, k_NAD, v_NAD = qkv_NX.view(len(qkv_NX), 3, heads, -1).unbind(1)
     causal = debug = False
     local = {} if window is None else {"window_size_left": window, "window_size_right": window}
@@ -73,10 +73,10 @@ class Block(NamedTuple):
     token: Tensor | None
     """Token at each padded position [n * L]; padding repeats some token."""
     masks: list[Tensor]
-    """Terms added to the scores: one hides padding [R, 1, L], one what lies outside the window [1, L, L]."""
+    """Terms added to the scores: one hides padding [R, 1, L], one hides tokens outside the window [1, L, L]."""
 
     def pad(self, rows: Tensor, zeros: bool = False) -> Tensor:
-        """Returns the block's part of rows [N, P, A, W] as [P, n, A, L, W]; padding is 0 if `zeros`, else arbitrary."""
+        """Return the block's part of rows [N, P, A, W] as [P, n, A, L, W]; padding is 0 if `zeros`, else arbitrary."""
         rows = rows[self.tokens]
         if self.real is not None and self.token is not None:
             if zeros:
@@ -86,7 +86,7 @@ class Block(NamedTuple):
         return rows.unflatten(0, (self.n, self.L)).permute(2, 0, 3, 1, 4)
 
     def put(self, padded: Tensor, out: Tensor) -> None:
-        """Writes padded [P, R, L, W] into the block's part of out [N, P, A, W]: the inverse of `pad`."""
+        """Write padded [P, R, L, W] into the block's part of out [N, P, A, W]: the inverse of `pad`."""
         padded = padded.unflatten(1, (self.n, self.heads)).permute(1, 3, 0, 2, 4)
         if self.real is None:
             out[self.tokens].unflatten(0, (self.n, self.L)).copy_(padded)
@@ -98,7 +98,7 @@ class Block(NamedTuple):
 def _blocks(
     lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Block]:
-    """Groups the non-empty sequences, in their order."""
+    """Return the blocks of the non-empty sequences, in their order."""
     groups: list[list[int]] = []
     for length in filter(None, lengths):
         most, of = SIMILAR
@@ -137,11 +137,12 @@ class SavedForBackward(NamedTuple):
     p: Tensor
     """Attention weights before dropout [R, L, L]."""
     dropped: Tensor
-    """Attention weights after dropout [R, L, L]; the same memory as p without dropout."""
+    """Attention weights after dropout [R, L, L]. If there is no dropout, they are the same memory as p."""
 
 
 def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int:
-    """Returns an upper bound on the elements that the blocks of N tokens save. On a CPU, unused pages cost nothing."""
+    """Return an upper bound on the number of elements that the blocks of N tokens save for the backward pass. On a CPU,
+    pages that are not used cost nothing."""
     most, of = SIMILAR
     return of * N // most * (X + heads * longest * (2 if dropout else 1))
 
@@ -149,7 +150,7 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, SavedForBackward]]:
-    """Yields each block with its views of the buffer: consecutive if `keep`, else all at its start."""
+    """Yield each block with its views of the buffer: one block after the other if `keep`, else all at its start."""
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L
@@ -170,7 +171,7 @@ def attention_blocks(
     dropout: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` in blocks. Returns the output and the buffer that the backward pass reads.
+    """Compute `attention` in blocks. Returns the output and the buffer that the backward pass reads.
 
     room: elements of the buffer (buffer_size), 0 if no backward pass follows. It is an argument because torch caches
     compiled programs on disk by their arguments.
@@ -191,7 +192,7 @@ def attention_blocks(
 
 
 def _scores(x: Tensor, masks: list[Tensor]) -> Tensor:
-    """Returns q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
+    """Return q k^T / sqrt(D) + masks [R, L, L] for x = (q, k, v) [3, R, L, D]."""
     q, k, scale = x[0], x[1].transpose(1, 2), x.shape[-1] ** -0.5
     scores = torch.baddbmm(masks[0] if masks else q.new_empty(1), q, k, beta=1 if masks else 0, alpha=scale)
     return scores.add_(masks[1]) if len(masks) > 1 else scores
@@ -207,7 +208,7 @@ def _(qkv_NX: Tensor, lengths_B: Tensor, room: int, *_: Any) -> tuple[Tensor, Te
 def attention_blocks_backward(
     grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
 ) -> Tensor:
-    """Returns the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, where delta = sum(g * out)."""
+    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, where delta = sum(g * out)."""
     N, H = grad_NH.shape
     grad = grad_NH.reshape(N, 1, heads, -1)
     delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
@@ -247,9 +248,9 @@ attention_blocks.register_autograd(_backward, setup_context=_save)
 
 
 def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
-    """Returns a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
+    """Return a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
 
-    Each 64-bit random number gives four draws, because random numbers dominate the cost of dropout on a CPU.
+    Each 64-bit random number decides about four elements, because random numbers dominate the cost of dropout on a CPU.
     """
     drop, draws = round(p * 2**16), torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     bits = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: like.numel()]
@@ -270,7 +271,7 @@ class _Dropout(torch.autograd.Function):
 
 
 def dropout(x: Tensor, p: float, residual: Tensor | None = None) -> Tensor:
-    """Returns `F.dropout(x, p)`, plus the residual if given. It draws from torch's global generator."""
+    """Return `F.dropout(x, p)`, plus the residual if given. It draws from torch's global generator."""
     if p and x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _Dropout.apply(x, residual, p)
     dropped = F.dropout(x, p) if p else x

@@ -1,4 +1,4 @@
-"""Builds the run's encoder, from a preset with random weights or from a pre-trained model."""
+"""This module builds the run's encoder, from a preset with random weights or from a pre-trained model."""
 
 import logging
 from collections.abc import Callable
@@ -39,13 +39,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "modern-small": {"num_hidden_layers": 22, "hidden_size": 384, "num_attention_heads": 6, "intermediate_size": 1152},
     "modern-base": {"num_hidden_layers": 22, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 1152},
 }
-"""Shapes of models with random weights; the tokenizer gives the vocabulary. tiny, mini, small and base are BERT's of
-Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are mmBERT's (Marone et al.
-2025)."""
+"""Shapes of models with random weights; the tokenizer decides the size of the vocabulary. tiny, mini, small and base
+are BERT's shapes of Turc et al. (2019; small has 8 layers), xlmr-base is XLM-R's (Conneau et al. 2020), modern-* are
+mmBERT's (Marone et al. 2025)."""
 
 
 def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
-    """Returns the model of `model.init`, a Hugging Face directory or hub name, in fp32. Raises UserError."""
+    """Return the model of `model.init`, a Hugging Face directory or hub name, in fp32. Raises UserError."""
     lm, has_head = read_pretrained("model.init", init, dropout)
     if not has_head:
         LOG.warning(f"model.init {init} has no masked-LM head; the head starts from random weights")
@@ -53,7 +53,7 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
 
 
 def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
-    """Returns the model of `init`, in fp32, and whether it has a trained masked-LM head. Raises UserError.
+    """Return the model of `init`, in fp32, and whether it has a trained masked-LM head. Raises UserError.
 
     named: the field or flag that gave `init`, for errors; dropout: replaces the config's.
     """
@@ -108,7 +108,7 @@ def build_encoder(
     attention_gain: float | None = None,
     load: Callable[[str | Path, float], PreTrainedModel] = load_pretrained,
 ) -> Encoder:
-    """Returns the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
+    """Return the run's encoder: the pre-trained model `init`, or random weights of `preset`. Raises UserError.
 
     languages: names in the order of their token types, which start at 1. With `language_embeddings` the token-type
     table has the neutral row 0, a row for each of them, and rows for further languages of `init`. The config's field
@@ -147,9 +147,9 @@ def build_encoder(
 
 
 def draw_attention(base: PreTrainedModel, gain: float) -> None:
-    """Redraws the attention's value and output weights with standard deviation gain / sqrt(width).
+    """Redraw the attention's value and output weights with standard deviation gain / sqrt(width).
 
-    With a gain of 1 these layers keep the size of their input.
+    With a gain of 1, the outputs of these layers are about as large as their inputs.
     """
     width = base.config.hidden_size
     for name, weight in base.named_parameters():
@@ -168,7 +168,7 @@ _VALUES_AND_OUTPUTS = {
 
 
 def positions(config: Any) -> int:
-    """Returns the length of the longest sequence that the model accepts."""
+    """Return the length of the longest sequence that the model accepts."""
     return config.max_position_embeddings - first_position(config)
 
 
@@ -203,12 +203,12 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
 
 
 def trained_as(init: str | Path | None) -> dict[str, Any]:
-    """Returns the run_fields of `model.init`; none without one."""
+    """Return the `run_fields` of `model.init`, which are empty if the recipe has none."""
     return run_fields(_config_of(init), f"model.init {init}") if init else {}
 
 
 def run_fields(config: Any, named: str) -> dict[str, Any]:
-    """Returns the field `xscale` of a model's config, which build_encoder writes. named: the model, for errors."""
+    """Return the field `xscale` of a model's config, which build_encoder writes. named: the model, for errors."""
     found = getattr(config, "xscale", None) or {}
     kinds: dict[str, Any] = {"languages": list, "lexicon_heldout": (int, float)}
     kinds |= dict.fromkeys(("language_embeddings", "neutral_trained", "segments", "reset_positions"), bool)
@@ -219,7 +219,7 @@ def run_fields(config: Any, named: str) -> dict[str, Any]:
 
 
 def _config_of(init: str | Path) -> Any:
-    """Returns the config, or None if it cannot be read; loading the weights then reports the error."""
+    """Return the config, or None if it cannot be read. Loading the weights later reports the error."""
     try:
         return AutoConfig.from_pretrained(init, trust_remote_code=False)
     except Exception:
@@ -237,9 +237,9 @@ def _token_types(config: Any) -> int:
 
 
 def settle_neutral(lm: PreTrainedModel) -> None:
-    """Sets token type 0 of a model with language embeddings to the languages' mean, unless its run has trained it.
+    """Set token type 0 of a model with language embeddings to the languages' mean, unless its run has trained it.
 
-    Older runs count languages from 0 and have no neutral row; theirs move up by one.
+    Runs of older versions count languages from 0 and have no neutral row; their rows move up by one.
     """
     fields = getattr(lm.config, "xscale", None) or {}
     names = fields.get("languages", [])
@@ -253,7 +253,7 @@ def settle_neutral(lm: PreTrainedModel) -> None:
 
 
 def _type_table(lm: PreTrainedModel) -> torch.Tensor:
-    """Returns the token-type embeddings, one row for each token type."""
+    """Return the token-type embeddings, one row for each token type."""
     embeddings: Any = lm.base_model.embeddings
     return embeddings.token_type_embeddings.weight.detach()
 
@@ -265,11 +265,11 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
 
 
 def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
-    """Gives each language of the run a row of the loaded model's token-type table, if language embeddings are `wanted`.
+    """Give each language of the run a row of the loaded model's token-type table, if language embeddings are `wanted`.
 
-    Languages that the model knows keep their rows, by name. New ones start as row 0, which is the neutral one, or that
-    of single sentences in a model without language embeddings. If they are not wanted, row 0 replaces the rows of all.
-    Returns the languages in the order of their rows.
+    Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0, which
+    is the neutral one, or in a model without language embeddings that of single sentences. If language embeddings are
+    not wanted, row 0 replaces all rows. Returns the languages in the order of their rows.
     """
     before = getattr(lm.config, "xscale", None) or {}
     known: list[str] = before["languages"][1:] if before.get("language_embeddings") else []
@@ -296,7 +296,7 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Returns parameter groups with and without weight decay; biases, norms and other vectors have none."""
+    """Return parameter groups with and without weight decay; biases, norms and other vectors have none."""
     decayed = [p for p in model.parameters() if p.requires_grad and p.ndim > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.ndim <= 1]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

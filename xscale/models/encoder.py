@@ -1,6 +1,7 @@
-"""The encoder of a run: a Hugging Face masked-LM model that reads flat rows, with its head called separately.
+"""The encoder of a run: a Hugging Face masked-LM model that reads packed rows, and whose head is called separately.
 
-Shape letters: N tokens of a row, B sequences, H hidden width, E width of the embeddings, M selected rows, V vocabulary.
+Shape letters: N tokens of a row, B sequences, H hidden width, E width of the embeddings, M selected states,
+V vocabulary.
 """
 
 from collections.abc import Callable
@@ -58,7 +59,7 @@ HEADS: dict[str, Callable[[Any], Head]] = {
 
 
 def _check(config: Any) -> None:
-    """Raises UserError for a model that is no encoder, or that transformers would not run as it was trained."""
+    """Check that a model is an encoder, and that transformers runs it as it was trained. Raises UserError."""
     kind, positions = config.model_type, getattr(config, "position_embedding_type", "absolute")
     if kind not in HEADS:
         raise UserError(f"model type {kind!r} is not supported; use one of {', '.join(HEADS)}")
@@ -81,7 +82,7 @@ class Encoder(nn.Module):
         self.label_smoothing, self.z_loss = 0.0, 0.0
         """Options of vocabulary_loss; a training run sets them from its recipe."""
         self.compiled_shape: tuple[int, int] | None = None
-        """(N, B) of the rows that the compiled program accepts; the run sets it."""
+        """(N, B) of the packed rows that the compiled program accepts; the run sets it."""
         self._states = states_of(lm.config)
         self._compiled = self._states
         self._checkpointing = False
@@ -100,7 +101,7 @@ class Encoder(nn.Module):
         return HEADS[self.lm.config.model_type](self.lm)
 
     def forward(self, row: Tokens) -> Tensor:
-        """Returns the last hidden states [N, H]."""
+        """Return the last hidden states [N, H]."""
         seed = torch.randint(2**62, ()) if self.training else torch.zeros((), dtype=torch.int64)
         fits = (len(row.input_ids), len(row.lengths)) == self.compiled_shape and self.training
         states = self._compiled if fits and torch.is_grad_enabled() else self._states
@@ -108,7 +109,8 @@ class Encoder(nn.Module):
         return states(self.lm.base_model, row, seed, run)
 
     def hidden_states(self, row: Tokens) -> list[Tensor]:
-        """Returns the hidden states of all layers, without dropout: first the embeddings' output, last `forward`'s."""
+        """Return the hidden states of all layers, without dropout. The first is the embeddings' output, and the last
+        the output of `forward`."""
         if self._states is padded_states:
             return padded_layers(self.lm.base_model, row, every=True)
         inputs = []
@@ -121,16 +123,16 @@ class Encoder(nn.Module):
         return [*inputs, last]
 
     def checkpoint_activations(self) -> None:
-        """Makes forward passes keep only the layers' inputs; backward passes recompute the rest."""
+        """Make forward passes keep only the layers' inputs; backward passes recompute the rest."""
         if self._states is not padded_states:
             self._checkpointing = True
             return
-        # transformers 5.23 renamed it
+        # transformers 5.23 renamed this method
         enable = getattr(self.lm, "activation_checkpointing_enable", None) or self.lm.gradient_checkpointing_enable
         enable()
 
     def compile_forward(self, backend: str = "inductor") -> None:
-        """Compiles the forward pass as one program for training rows of `compiled_shape`; other rows run eagerly.
+        """Compile the forward pass as one program for training rows of `compiled_shape`; other rows run eagerly.
 
         Raises UserError for a model type without a flat forward pass.
         """
@@ -140,18 +142,18 @@ class Encoder(nn.Module):
                 f"train.compile needs a flat forward pass, which this {kind} model does not have; set "
                 f"train.compile=false, or use one of {', '.join(FLAT)}"
             )
-        functorch_config.donated_buffer = False  # measuring gradient norms runs a backward pass before the engine's
+        functorch_config.donated_buffer = False  # to measure gradient norms, a backward pass precedes the engine's
         self._compiled = torch.compile(self._states, fullgraph=True, dynamic=False, backend=backend)
 
     def features(self, states_MH: Tensor) -> Tensor:
-        """Returns the head's features of last hidden states, the input of the vocabulary projection [M, E]."""
+        """Return the head's output for last hidden states, which is the input of the vocabulary projection [M, E]."""
         head = self.head
         return head.norm(head.activation(head.dense(states_MH)))
 
     def vocabulary_loss(
         self, features_ME: Tensor, labels_M: Tensor, weights_M: Tensor | None = None, largest: float = 1.0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias."""
+        """Return masked_cross_entropy (ops/masked_ce.py) of the features under the tied projection and its bias."""
         out = self.lm.get_output_embeddings()
         smoothing, z_loss = self.label_smoothing, self.z_loss
         return masked_cross_entropy(features_ME, out.weight, out.bias, labels_M, smoothing, z_loss, weights_M, largest)

@@ -1,6 +1,6 @@
-"""Forward passes over Hugging Face's weights that take a flat row of tokens and return its hidden states.
+"""Forward passes over Hugging Face's weights that take a packed (flat) row of tokens and return its hidden states.
 
-They reach the weights by calling the weights' own modules, so that ZeRO-3 can gather them.
+They use the weights by calling the modules that own them, so that ZeRO-3 can gather the weights.
 
 Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
 """
@@ -22,7 +22,7 @@ FIRST_POSITION = ("roberta", "xlm-roberta", "camembert", "mpnet")
 """Model types that number positions from `pad_token_id + 1`."""
 
 Run = Callable[..., Tensor]
-"""Calls a layer's function on its arguments, directly or with recomputation in the backward pass."""
+"""A function that calls a layer's function on its arguments, directly or with recomputation in the backward pass."""
 
 
 def _rate(drop: nn.Module) -> float:
@@ -30,7 +30,7 @@ def _rate(drop: nn.Module) -> float:
 
 
 def bert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Returns the last hidden states of a row [N, H] for BertModel and the models built like it."""
+    """Return the last hidden states of a row [N, H] for BertModel and the models built like it."""
     e = model.embeddings
     types = row.input_ids.new_zeros(1) if row.types is None else row.types
     positions = row.positions + first_position(model.config)
@@ -50,7 +50,7 @@ def _bert_layer(layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int) -
 
 
 def _qkv(own: Any, x: Tensor) -> Tensor:
-    """Returns queries, keys, values [N, 3 * H] by one product, or by module calls if ZeRO-3 partitions the weights."""
+    """Return queries, keys, values [N, 3 * H] by one product, or by module calls if ZeRO-3 partitions the weights."""
     parts = own.query, own.key, own.value
     if is_cut_up(own.query.weight):
         return torch.cat([part(x) for part in parts], 1)
@@ -58,7 +58,7 @@ def _qkv(own: Any, x: Tensor) -> Tensor:
 
 
 def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Returns ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
+    """Return ModernBertModel's last hidden states of a row [N, H] (Warner et al. 2024)."""
     c, e = model.config, model.embeddings
     x = dropout(e.norm(e.tok_embeddings(row.input_ids)), _rate(e.drop))
     rotations = {kind: _rotation(c, row.positions, kind, x.dtype) for kind in dict.fromkeys(c.layer_types)}
@@ -87,9 +87,9 @@ def _modernbert_layer(
 
 
 def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns cosines and signed sines for ops/rotation.py [N, 1, 1, D].
+    """Return cosines and signed sines for ops/rotation.py [N, 1, 1, D].
 
-    They are computed anew, because a model that was cast to 16 bits has rounded its own frequencies.
+    They are computed here, because a model that was cast to 16 bits has rounded its own frequencies.
     """
     D = c.hidden_size // c.num_attention_heads
     steps = torch.arange(0, D, 2, device=positions_N.device, dtype=torch.float32) / D
@@ -99,12 +99,14 @@ def _rotation(c: Any, positions_N: Tensor, kind: str, dtype: torch.dtype) -> tup
 
 
 def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
-    """Returns the last hidden states of any Hugging Face encoder, by its own pass over the padded row [N, H]."""
+    """Return the last hidden states of any Hugging Face encoder [N, H], by its own forward pass over padded
+    sequences."""
     return padded_layers(model, row)[-1]
 
 
 def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
-    """Returns the last hidden states, or with `every` those of every layer, from the model's own padded pass [N, H]."""
+    """Return the last hidden states, or with `every` those of every layer, from the model's own forward pass over
+    padded sequences [N, H]."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()
@@ -135,16 +137,16 @@ FLAT: dict[str, Callable[[Any, Tokens, Tensor, Run], Tensor]] = {
     "camembert": bert_states,
     "modernbert": modernbert_states,
 }
-"""Flat forward pass of each model type that has one; the other types run padded."""
+"""The flat forward pass of each model type that has one. The other types read padded sequences."""
 
 
 def states_of(config: Any) -> Callable[[Any, Tokens, Tensor, Run], Tensor]:
-    """Returns the model's forward pass: flat if its type has one and its rotary embeddings are not scaled."""
+    """Return the model's forward pass: flat if its type has one and its rotary embeddings are not scaled."""
     ropes = (getattr(config, "rope_parameters", None) or {}).values()
     plain = all(rope["rope_type"] == "default" for rope in ropes)
     return FLAT.get(config.model_type, padded_states) if plain else padded_states
 
 
 def first_position(config: Any) -> int:
-    """Returns the number that the model gives to a sequence's first position."""
+    """Return the number that the model gives to a sequence's first position."""
     return config.pad_token_id + 1 if config.model_type in FIRST_POSITION else 0

@@ -1,8 +1,8 @@
-"""A model of `model.init` grows to a larger tokenizer: rows of known tokens stay, by the token's string.
+"""The model of `model.init` grows to a larger vocabulary. Known tokens, recognised by their strings, keep their rows.
 
-The row of a new token is the mean of the rows of the pieces that the model's own tokenizer cuts the token into, in the
-embeddings and in the output layer with its bias. Text that both tokenizers cut alike has the hidden states that it
-had, and the known tokens their logits. The softmax has more classes, so a loss over all of them rises somewhat.
+A row is a token's embedding, or its weights and bias in the output layer. The row of a new token is the mean of the
+rows of the pieces into which the model's own tokenizer cuts the token. Text that both tokenizers cut alike keeps its
+hidden states, and the known tokens keep their logits. The softmax has more classes, so its loss rises somewhat.
 """
 
 import json
@@ -20,12 +20,12 @@ it."""
 
 
 def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
-    """Return why `new` is no larger form of the model's tokenizer `old`, or None."""
+    """Return why `new` does not extend the model's tokenizer `old`, or None if it does."""
     ours, theirs = new.hf.get_vocab(), old.hf.get_vocab()
     if lost := sorted(theirs.keys() - ours.keys(), key=theirs.__getitem__):
         return f"it lacks {len(lost):,} of the {len(theirs):,} tokens of the model's tokenizer, such as {lost[0]!r}"
     if len(ours) == len(theirs):
-        return "it has the same tokens as the model's tokenizer, but cuts text otherwise"
+        return "it has the same tokens as the model's tokenizer, but cuts text differently"
     if new.pad_id != old.pad_id:
         return f"its padding token has id {new.pad_id}, and the model's {old.pad_id}"
     for role, number in old.special.items():
@@ -40,8 +40,8 @@ def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
 
 
 def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
-    """Return the ids of the pieces that `old` cuts a new token into; none where it has no piece of it. added: the token
-    is plain text, as of add_tokens."""
+    """Return the ids of the pieces into which `old` cuts a new token, or [] if it knows no piece of the token. added:
+    the token comes from add_tokens and is plain text."""
     if added:
         return old.encode([token])[0]
     model: Any = old.backend.model
@@ -56,7 +56,7 @@ def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
 
 
 def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
-    """Return, for each id of `new`, the ids of `old` whose rows' mean its row starts as."""
+    """Return the ids of `old` for each id of `new`. The row of the new id starts as the mean of their rows."""
     known, added = old.hf.get_vocab(), new.hf.get_added_vocab()
     unknown = [old.special["unk"]] if old.special["unk"] is not None else [old.mask_id]
     return {
@@ -67,7 +67,7 @@ def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
 
 @torch.no_grad()
 def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
-    """Give the model a row for each id of `new`, in which problem_of has found none."""
+    """Give the model a row for each id of `new`, in which problem_of has found no problem."""
     rows, of_ids = lm.config.vocab_size, origins(old, new)
     before = [weight.clone() for weight in _tables(lm)]
     lm.resize_token_embeddings(max(rows, new.vocab_size), mean_resizing=False)
@@ -80,14 +80,14 @@ def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
 
 
 def _tables(lm: PreTrainedModel) -> list[Tensor]:
-    """The weights with a row for each id. Tied ones are there once."""
+    """Return the weights that have a row for each id. Tied weights are included only once."""
     output: Any = lm.get_output_embeddings()
     tables: list[Any] = [lm.get_input_embeddings().weight, output.weight, output.bias]
     return list({id(table): table for table in tables}.values())
 
 
 def _grown(table: Tensor, rows: int, of_ids: dict[int, list[int]]) -> Tensor:
-    """The table with `rows` rows. Rows that belong to no token stay as far as there are any."""
+    """Return the table with `rows` rows. Existing rows that belong to no token stay as they are."""
     grown = table.new_zeros(rows, *table.shape[1:])
     grown[: len(table)] = table
     for number, pieces in of_ids.items():

@@ -1,4 +1,4 @@
-"""The objectives' trained heads: exported beside the Hugging Face model, and reused by runs that start from it."""
+"""The objectives' trained heads are exported beside the Hugging Face model, and reused by runs that start from it."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xscale.errors import UserError
 
 FILE = "xscale_heads.safetensors"
-"""File of an exported directory with the heads' weights, named STREAM.NAME, and the streams' fields as metadata."""
+"""File of an exported directory that has the heads' weights, named STREAM.NAME, and the streams' fields as metadata."""
 
 
 class KeptHeads(NamedTuple):
@@ -27,13 +27,13 @@ class KeptHeads(NamedTuple):
         return self.stream["objective"]
 
     def options(self, options: type) -> Any:
-        """Returns the objective's own fields as an object of the class `options`."""
+        """Return the objective's own fields as an object of the class `options`."""
         own = {field.name for field in dataclasses.fields(options)}
         return options(**{name: value for name, value in self.stream.items() if name in own})
 
 
 def save_heads(kept: dict[str, KeptHeads], folder: Path) -> None:
-    """Writes the heads of each stream into the folder; without heads, writes no file."""
+    """Write the heads of each stream into a file in the folder, or no file if there are no heads."""
     if kept:
         weights = {f"{name}.{part}": w.contiguous() for name, of in kept.items() for part, w in of.weights.items()}
         streams = json.dumps({name: heads.stream for name, heads in kept.items()})
@@ -41,7 +41,7 @@ def save_heads(kept: dict[str, KeptHeads], folder: Path) -> None:
 
 
 def load_heads(folder: Path) -> dict[str, KeptHeads]:
-    """Returns the heads of each stream; none if the folder has no heads file. Raises UserError if it is damaged."""
+    """Return the heads of each stream, or {} if the folder has no heads file. Raises UserError if it is damaged."""
     path = folder / FILE
     if not path.exists():
         return {}
@@ -57,9 +57,10 @@ def load_heads(folder: Path) -> dict[str, KeptHeads]:
 
 
 def take_over(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
-    """Copies kept weights of the same objective into a stream's new heads, if all names and shapes match.
+    """Copy kept weights of the same objective into a stream's new heads, if all names and shapes match.
 
-    A kept stream of the same name comes first. Returns a line for the log; None if no heads of the objective are kept.
+    A kept stream of the same name is preferred. Returns a line for the log, or None if no heads of the objective are
+    kept.
     """
     found = [name for name, of in kept.items() if of.objective == objective]
     if not found:

@@ -1,4 +1,4 @@
-"""Momentum contrast (MoCo, He et al. 2020): an encoder that follows the trained one slowly, and a queue of its vectors.
+"""Momentum contrast (MoCo, He et al. 2020): an encoder that slowly follows the trained one, and a queue of its vectors.
 
 Shape letters: B sequences, N vectors of a global batch, K vectors in the queue, D width of a vector.
 """
@@ -15,7 +15,7 @@ from xscale.models.encoder import Encoder
 
 
 class MomentumEncoder:
-    """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, starting at theta_k = theta_q.
+    """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, beginning with theta_k = theta_q.
 
     Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. The forward
     pass runs in the query's type, on a copy of the masters if the types differ. The first use moves the masters to the
@@ -36,7 +36,7 @@ class MomentumEncoder:
         return next(self.query.parameters())
 
     def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
-        """Returns encoder and projection in the query's type, with dropout if `train`."""
+        """Return encoder and projection in the query's type, with dropout if `train`."""
         query = self._query_parameter()
         self.masters.to(query.device)
         modules = self.masters
@@ -48,7 +48,7 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the masters towards the query; called after each optimizer step that changed it."""
+        """Move the masters towards the query. It is called after each optimizer step that changed the query."""
         self.masters.to(self._query_parameter().device)
         masters: list[Tensor] = list(self.masters.parameters())
         query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]
@@ -73,7 +73,7 @@ class MomentumEncoder:
 
 
 class Queue:
-    """A ring of the newest K vectors, in fp32. It is the same on all ranks if all push the same."""
+    """A ring buffer of the newest K vectors, in fp32. It is the same on all ranks if all push the same vectors."""
 
     def __init__(self, size: int, width: int):
         self.ring_KD = torch.zeros(size, width)
@@ -98,7 +98,8 @@ class Queue:
         self.texts_K2 = self.texts_K2.to(device)
 
     def push(self, keys_ND: Tensor, step: int, texts_N2: Tensor | None = None) -> None:
-        """Overwrites the oldest vectors. A vector that is not finite becomes 0, as it would spoil every later loss."""
+        """Add vectors, which overwrite the oldest ones. A vector that is not finite becomes 0, as it would spoil every
+        later loss."""
         size = len(self.ring_KD)
         finite_N1 = keys_ND.isfinite().all(-1, keepdim=True)
         keys_ND = keys_ND.masked_fill(~finite_N1, 0)[-size:]
@@ -110,7 +111,7 @@ class Queue:
         self.filled = min(self.filled + len(keys_ND), size)
 
     def age(self, step: int) -> Tensor:
-        """Returns the mean number of optimizer steps since the vectors were pushed, in step `step` (1, 2, ...)."""
+        """Return the mean number of optimizer steps since the vectors were pushed, in step `step` (1, 2, ...)."""
         return (step - self.born_K[: self.filled]).sum() / max(self.filled, 1)
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -125,7 +126,7 @@ class Queue:
 
 
 class GatheredVectors:
-    """Collects the vectors of this rank's rows, and gathers those of the global batch, in its order, on every rank."""
+    """Collects the vectors of this rank's rows, and gives every rank those of the whole global batch, in its order."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -138,11 +139,11 @@ class GatheredVectors:
         self._parts.clear()
 
     def add(self, vectors_BD: Tensor, numbers_B: Tensor, texts_B2: Tensor) -> None:
-        """Adds a row's vectors, with their samples' positions in the global batch and their text hashes."""
+        """Add a row's vectors, with their samples' positions in the global batch and their text hashes."""
         self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts the exchange of all added vectors; every rank calls it. counts: vectors of each rank, if known.
+        """Start the exchange of all added vectors. Every rank calls it. counts: vectors of each rank, if known.
 
         Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """
@@ -165,7 +166,7 @@ class GatheredVectors:
         return arrived
 
     def _counts(self, mine: int) -> list[int]:
-        """Returns the number of vectors of each rank, over gloo: reading a GPU's number would wait for the GPU."""
+        """Return the number of vectors of each rank, over gloo: reading a GPU's number would wait for the GPU."""
         if self._group is None:
             self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]

@@ -5,9 +5,10 @@
 E is the input word-embedding table and b_i the i-th entry of the dictionary B.
 
 Decided, where the paper is silent:
-- A word of several sub-words is the mean of their rows; `subwords: single` keeps one-token entries, as the authors do.
-- B is all of the stream's dictionaries at every step, without the withheld words, or a new sample of `pairs_per_step`.
-  The entries are divided among ranks and rows, so that a step uses each once.
+- A word of several sub-words is represented by the mean of their embeddings. `subwords: single` keeps only the entries
+  with one token on either side, as the authors do.
+- At every step, B is all entries of the stream's dictionaries, without the withheld words, or a new sample of
+  `pairs_per_step` entries. These are divided among ranks and rows, so that a step uses each once.
 - Entries with the same tokens on both sides ("Berlin Berlin", half of MUSE's) are left out of B: their cosine is 1 and
   has no gradient.
 - There are no language embeddings, as the paper argues (G.5).
@@ -40,13 +41,14 @@ class AlignMlmOptions(mlm.MaskedOptions):
     alpha: NotNegative = 10.0
     """The factor alpha of L_ALIGN."""
     subwords: Literal["mean", "single"] = "mean"
-    """mean: a word of several tokens is the mean of their rows; single: entries with such words are left out."""
+    """How a word of several tokens is represented. mean: by the mean of its tokens' input embeddings; single: not at
+    all, entries with such words are left out."""
     pairs_per_step: Count | None = None
-    """Number of dictionary entries drawn for each step, without replacement; null: all entries."""
+    """Number of dictionary entries sampled for each step, without replacement; null: all entries."""
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Context) -> StreamBatch:
-    """Returns MLM's batch with this row's dictionary entries.
+    """Return MLM's batch with this row's dictionary entries.
 
     `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
     """
@@ -65,7 +67,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
 
 
 def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
-    """Returns the numbers of the dictionary entries that this row uses: its share of the step's."""
+    """Return the numbers of the dictionary entries that this row uses: its share of the step's entries."""
     share = context.share
     if wanted is None or wanted >= total:
         return np.arange(share.part, total, share.parts)
@@ -84,7 +86,8 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def word_vectors(table: nn.Module, ids: Tensor, starts_N: Tensor) -> Tensor:
-    """Returns the mean of each word's rows of the table [N, H], in fp32 or wider. ids: the words' tokens in turn."""
+    """Return the mean embedding of each word's tokens [N, H], in fp32 or wider. ids: the tokens of all words, word by
+    word."""
     rows = table(ids)
     if rows.dtype in (torch.float16, torch.bfloat16):
         rows = rows.float()

@@ -9,12 +9,12 @@
 
 Decided, where the paper is silent:
 - Links connect words (data/words.py), or symbols; a link between a word and a symbol is left out. `expand: all` links
-  every sub-word of one word to every sub-word of the other, `first` the first sub-words only.
+  every sub-word of one word to every sub-word of the other; `expand: first` links only their first sub-words.
 - (5) is a sum, as printed; `normalize: mean` divides it by the number of linked sub-words.
 - A masked token whose words have no link, or whose linked words were cut off, has no bilingual target. The metric
   `bilingual_coverage` is the share of masked tokens that have one, `bilingual_links` the mean number of linked states.
-- Both losses are divided by |M|, the number of masked tokens, as (9-11) sum them. Divided by the linked tokens alone,
-  L_bp would weigh 1.1 to 5 times lambda, depending on the number of links in the text.
+- Both losses are divided by |M|, the number of masked tokens, since (9-11) add them for each masked token. If L_bp were
+  divided by the number of linked tokens, its weight would be 1.1 to 5 times lambda, depending on the links of the text.
 - W1, b1 and GELU are the pre-trained head's; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
@@ -46,7 +46,7 @@ class AlignLMOptions:
     bilingual_weight: NotNegative = 1.0
     """The factor lambda of L_bp."""
     expand: Literal["all", "first"] = "all"
-    """The sub-words of two linked words that are linked: all to all, or the first to the first."""
+    """Which sub-words of two linked words are linked. all: each with each; first: the first with the first."""
     normalize: Literal["sum", "mean"] = "sum"
     """H* is the sum or the mean of the linked states."""
     shuffle_sides: bool = False
@@ -71,7 +71,7 @@ def _identity(width: int) -> nn.Linear:
 
 
 def collate(samples: list[list[Example]], options: AlignLMOptions, context: Context) -> StreamBatch:
-    """Returns the batch of samples, each of which is a single pair.
+    """Return the batch of samples, each of which is a single pair.
 
     Its states are "masked" [M], H at the masked tokens, and "linked" [R], H* at the masked tokens with links.
     """

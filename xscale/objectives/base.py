@@ -3,8 +3,9 @@
 In a worker, `collate` turns samples into the stream's batch for one packed row. On the device, `loss` turns the hidden
 states that the batch asks for into features, for the one vocabulary-head call of all streams, or into sums of its own.
 
-A loss is always a sum over targets. The step divides it by a count over the whole optimizer step (all ranks, all rows),
-the term's targets or what `divisors` names, so the loss does not depend on how the global batch is divided.
+A loss is always a sum over targets. The step divides it by a count over the whole optimizer step (all ranks, all rows):
+the number of the term's targets, or the count that `divisors` names. So the loss does not depend on how the global
+batch is divided.
 
 Shape letters: M predictions, S states, H width of the head, V samples of the step.
 """
@@ -24,10 +25,10 @@ class Prediction(NamedTuple):
     """Features of one loss term for the row's one call of the vocabulary head."""
 
     term: str
-    """The loss term; the stream batch names its labels by it."""
+    """The loss term. The stream batch has its labels by this name."""
     features_MH: Tensor
     accuracy: str = "accuracy"
-    """Name of the metric that reports the share of right predictions."""
+    """Name of the metric that reports the share of correct predictions."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ class AuxiliaryState(Protocol):
     """A stream's state without an optimizer, such as a momentum encoder. It is fp32 and the same on every rank."""
 
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Returns states["auxiliary"] of the loss, from the stream batch's auxiliary sequences, without gradient.
+        """Return the loss's states["auxiliary"], computed from the stream batch's auxiliary sequences without gradient.
 
         It runs once a row, on the trained encoder's device and in its type. index: the arguments of alignment_gather.
         """
 
     def update(self, applied: bool) -> None:
-        """Runs on all ranks after each optimizer step; `applied` is False if fp16 overflow skipped the step."""
+        """Update the state. All ranks call it after each optimizer step; `applied` is False if the step was skipped,
+        as for a gradient that is not finite."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -69,27 +71,28 @@ class Scheduled(AuxiliaryState, Protocol):
 
 @runtime_checkable
 class Gathering(AuxiliaryState, Protocol):
-    """An auxiliary state that gathers what it has read from all ranks, once a step."""
+    """An auxiliary state that exchanges the vectors it has read between all ranks, once a step."""
 
     counts: list[int] | None
-    """Number of states that each rank reads in the current step; None if the state itself must ask."""
+    """Number of vectors that each rank reads in the current step; None if the ranks must first tell each other."""
 
     def gather(self) -> None:
-        """Runs on all ranks after the last row of a step is read, before its first loss."""
+        """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
 
     def expect(self, counts: list[int]) -> None:
-        """Sets `counts`, before the rows of a step are read."""
+        """Set `counts`. It is called before the rows of a step are read."""
 
 
 @runtime_checkable
 class HasQueue(AuxiliaryState, Protocol):
-    """An auxiliary state with a queue that is filled before step 1, by the initial weights (queue warm-up)."""
+    """An auxiliary state with a queue that is filled before step 1, with the initial weights (queue warm-up)."""
 
     prefill_samples: int
     """Number of samples that the warm-up reads; 0 for no warm-up."""
 
     def finish_warmup(self) -> int:
-        """Runs on all ranks after `read` of all rows of a global batch. Returns the number of samples so far."""
+        """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows
+        of a global batch. Returns the number of samples so far."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Parts:
 
 
 def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
-    """Returns a row's term of a loss that compares all samples of the step, for objectives with `vectors`.
+    """Return a packed row's part of a loss that compares all samples of the step, for objectives with `vectors`.
 
     Its value is the loss of the row's own samples; its gradient is that of the whole step's loss, because other rows'
     losses depend on the row's vectors too. losses_V: loss of each sample of the step; own_S: the row's samples.
@@ -119,8 +122,9 @@ class Objective:
     reads: Literal["mono", "pair"]
     """Kind of the records; samples of "mono" are packed to max_length."""
     options: type
-    """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names those that a
-    phase may change: collate, loss and terms alone read them, and `terms` has the same keys for all their values."""
+    """Frozen dataclass of the objective's own fields of a stream. Its class variable `in_phases` names the fields that
+    a phase may change: only collate, loss and terms may read them, and `terms` must have the same keys for all their
+    values."""
     collate: Collate
     """(samples, options, context) -> stream batch. It runs in a worker."""
     loss: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Losses]
@@ -142,12 +146,13 @@ class Objective:
     vectors: Callable[[Parts, dict[str, Tensor], dict[str, Tensor], Any], Tensor] | None = None
     """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
 
-    The loss then gets states["step"] [V, D], the vectors of the whole step, of which the row's own have a gradient, and
-    states["own"] [n], their positions. It costs a second forward pass. See `step_loss_share`.
+    The loss then gets states["step"] [V, D], the vectors of the whole step, of which only the row's own have a
+    gradient, and states["own"] [n], the positions of the row's own. It costs a second forward pass. See
+    `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
     """(options, samples of a step) -> error message with the remedy, if the two do not fit."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
-    """(options, records that the stream draws from, steps of the run) -> warnings."""
+    """(options, number of records that the stream reads, steps of the run) -> warnings."""
     shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []
-    """(options, counts of some of the stream's batches) -> warnings about what the data lack."""
+    """(options, counts of some of the stream's batches) -> warnings about what the data lacks."""

@@ -1,19 +1,19 @@
-"""Contextual alignment (Cao, Kitaev & Klein 2020): states of linked words are pulled together.
+"""Contextual alignment (Cao, Kitaev & Klein 2020) pulls the states of linked words together.
 
     L(f) = sum over pairs (s, t), links (i, j) of  || f(i, s) - f(j, t) ||^2
     R(f) = sum over pairs (s, t), i in t       of  || f(i, t) - f0(i, t) ||^2      t in English, f0 the initial encoder
     L(f) + lambda R(f)
 
 f(i, s) is the last hidden state of word i's last sub-word in s. The two sentences are encoded separately, and nothing
-is masked. R keeps the states from collapsing into one.
+is masked. R keeps the states from becoming all the same.
 
 Decided, where the paper is silent:
-- R runs over every sub-word of t, not only words' last ones. Special tokens belong to neither sum.
+- R is a sum over every sub-word of t, not only over the last ones of words. Special tokens belong to neither sum.
 - Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
   links.
-- Only one-to-one links count, as the authors keep them: links of two words that have no other link. A word that was cut
-  is represented by its last remaining sub-word.
-- Links of punctuation are left out: they are many and alike, and would pull all sentences together.
+- Only one-to-one links count, as with the authors: links of two words that have no other link. A word that was cut is
+  represented by its last remaining sub-word.
+- Links of punctuation are left out: they are frequent and alike, and would pull all sentences together.
 """
 
 import copy
@@ -39,7 +39,8 @@ from xscale.ops.alignment_gather import alignment_gather
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """Language whose states stay near the initial encoder's; every pair must have it. null: each pair's first."""
+    """Language whose states stay near the initial encoder's; every pair must have it. null: each pair's first
+    language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
@@ -54,7 +55,7 @@ class Frozen:
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Returns f0 at the tokens of the anchor language [T, H]."""
+        """Return the states of f0 at the tokens of the anchor language [T, H]."""
         ours, theirs = next(self.running.parameters()), next(trained.parameters())
         if (ours.device, ours.dtype) != (theirs.device, theirs.dtype):
             self.running = copy.deepcopy(self.initial).to(theirs.device, theirs.dtype)
@@ -72,7 +73,8 @@ class Frozen:
 
 
 def collate(samples: list[list[Example]], options: ContextualOptions, context: Context) -> StreamBatch:
-    """Returns the batch of samples, each of which is a single pair: the anchor language's sentences, then the others.
+    """Return the batch of samples, each of which is a single pair. Its sequences are the sentences in the anchor
+    language, then the others.
 
     Its states are "first" and "second" [K] of the two words of each link, and "anchors" [T] of the anchor language's
     tokens, which the frozen encoder reads too.
@@ -99,7 +101,7 @@ def collate(samples: list[list[Example]], options: ContextualOptions, context: C
 
 
 def one_to_one(links_K2: np.ndarray) -> np.ndarray:
-    """Returns the links whose two words have no other link."""
+    """Return the links whose two words have no other link."""
     alone = [np.bincount(ends_K)[ends_K] == 1 for ends_K in links_K2.T]
     return links_K2[np.logical_and(*alone)]
 
@@ -122,7 +124,7 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Returns `(a - b).square().sum()`, in fp32 or wider."""
+    """Return `(a - b).square().sum()`, in fp32 or wider."""
     wide = torch.promote_types(a.dtype, torch.float32)
     return (a.to(wide) - b.to(wide)).square().sum()
 

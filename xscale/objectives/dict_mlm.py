@@ -2,17 +2,18 @@
 
     L = - sum_{i in M} log p(y_i | x with M replaced)
 
-MLM selects the positions M; `dict_share` of them use a translation. A selected word x_i..x_j with a translation t of as
-many tokens (one of several is drawn) becomes, by `synonym`:
+MLM selects the positions M; the share `dict_share` of them uses a translation. For a selected word x_i..x_j with a
+translation t of the same number of tokens (chosen at random if there are several), `synonym` decides:
 
     input: it is shown as t, y = x (Tang et al.)     label: it is shown as [MASK], y = t (Chaudhary et al.)
 
 Decided:
 - Words are selected as wholes, so that words of several tokens have translations too.
-- A word without a translation of as many tokens is treated as in MLM. Left visible, as Tang et al. write, it could copy
-  itself; for the same reason no token of a translation stands in its own place.
-- In each sequence, words with a translation use it at random, so that the share of all selected tokens is met, or all
-  of them if they are too few.
+- A word without a translation of the same number of tokens is treated as in MLM. If it were left visible, as Tang et
+  al. write, the model could copy it. For the same reason, a translation is not used if it has the same token as the
+  word at any position.
+- In each sequence, words with a translation use it at random, with such a probability that `dict_share` of all selected
+  tokens use one. If there are too few such words, all of them use their translation.
 - The language conditioning layer is left out, as by Tang et al.
 
 Shape letters: N tokens, M selected tokens, W selected words, B sequences.
@@ -53,7 +54,7 @@ _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
 def collate(samples: list[list[Example]], options: DictMlmOptions, context: Context) -> StreamBatch:
-    """Returns MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
+    """Return MLM's batch with translations; its count "translated" is the number of targets that use a dictionary."""
     sequences = mlm.pack(samples, context)
     stream_batch = mlm.mask(sequences, len(samples), options, context)
     masked, labels = stream_batch.reads["masked"].places, stream_batch.labels["mlm"]
@@ -74,12 +75,12 @@ def collate(samples: list[list[Example]], options: DictMlmOptions, context: Cont
 
 
 def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions, context: Context) -> np.ndarray:
-    """Returns the translation of each target token [M]; -1 for tokens that do not use a dictionary."""
+    """Return the translation of each target token [M]; -1 for tokens that do not use a dictionary."""
     tables = {n: synonyms(context.lexicons, language) for language, n in context.language_ids.items()}
     if not any(tables.values()):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have as many tokens, so "
-            f"no word has a synonym; use a larger dictionary or a tokenizer with a larger vocabulary"
+            f"streams.{context.stream}: data.lexicons has no entry whose two words differ and have the same number of "
+            f"tokens, so no word has a translation; use a larger dictionary or a tokenizer with a larger vocabulary"
         )
     ids, found = sequences.ids.tolist(), np.full(len(sequences.ids), -1)
     firsts, sizes = whole_words(sequences, targets)
@@ -102,7 +103,7 @@ def translate(sequences: Sequences, targets: np.ndarray, options: DictMlmOptions
 
 
 def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first token and the number of tokens of each word whose tokens are all targets [W]."""
+    """Return the first token and the number of tokens of each word whose tokens are all targets [W]."""
     if sequences.words is None:
         assert not len(targets)
         return targets, targets
@@ -121,7 +122,7 @@ def shortfall(options: DictMlmOptions, counts: dict[str, int]) -> list[str]:
         return []
     return [
         f"dict_share is {options.dict_share:g}, but only {shown:.2f} of the selected tokens use a translation, because "
-        f"the other words have none of as many tokens; use larger dictionaries or a larger vocabulary"
+        f"the other words have none with the same number of tokens; use larger dictionaries or a larger vocabulary"
     ]
 
 

@@ -2,9 +2,9 @@
 
     L_MLM = - sum_{i in M} log p(x_i | x with M masked)
 
-A sequence is [CLS] text [SEP] with as many consecutive sentences of one document as fit max_length. No separator stands
-between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1), but unlike XLM.
-Special tokens are never masked.
+A sequence is [CLS] text [SEP] with as many consecutive sentences of one document as fit max_length. There is no
+separator between sentences, as in Devlin et al., RoBERTa's DOC-SENTENCES (Liu et al. 2019) and Tang et al. (G.1), but
+unlike in XLM. Special tokens are never masked.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -36,12 +36,12 @@ class MaskedOptions:
 
 
 def collate(samples: list[list[Example]], options: MaskedOptions, context: Context) -> StreamBatch:
-    """Returns the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
+    """Return the masked sequences of samples, each of which is a list of sentences that fill about one sequence."""
     return mask(pack(samples, context), len(samples), options, context)
 
 
 def pack(samples: list[list[Example]], context: Context) -> Sequences:
-    """Returns the sequences of running text that hold all tokens of the samples."""
+    """Return the sequences of running text that hold all tokens of the samples."""
     texts = [text for sample in samples for text in pack_sentences(sample, context.max_length)]
     return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
 

@@ -11,17 +11,19 @@ language embeddings.
 Decided, where the paper is silent:
 - W1 and W2 have no biases, as (2) is written. z is L2-normalised, as in MoCo (`normalize_z`).
 - The queue is filled before the first step (`prefill`). It is the same on every rank, holds the keys of the global
-  batch in global order, and does not change during an optimizer step, so rows do not matter.
-- A key whose pair shares a text with the anchor's pair is no negative and is left out of the sum (`own_keys`): the same
-  pair in an earlier epoch or the warm-up, the same sentence elsewhere, another translation of it.
-- The momentum encoder is updated once after each optimizer step, but not after one that fp16 overflow skipped. The keys
+  batch in global order, and does not change during an optimizer step, so the partition into rows does not matter.
+- A key in the queue whose pair shares a text with the query's pair is no negative and is left out of the sum (the
+  metric `own_keys` counts such keys). It comes from the same pair in an earlier epoch or the warm-up, from the same
+  sentence elsewhere, or from another translation of it.
+- The momentum encoder is updated once after each optimizer step, but not after a skipped one (fp16 overflow). The keys
   of a skipped step still enter the queue (0 for those that are not finite), as its forward pass was sound.
-- The key encoder runs with the query's dropout unless `momentum_eval`.
+- The key encoder runs with the query encoder's dropout unless `momentum_eval`.
 
-While the weights move fast, a pair's key is recognised by being younger than the queue's. `contrastive_accuracy` is
-then higher than `contrastive_accuracy_step`, which compares the keys of one step. From random weights nothing else is
-learnt if z hardly depends on the sentence: `sentence_cosine`, the mean cosine of two sentences' keys of a step, is near
-1. This happens with [CLS]; start with `pooling: mean`, or with `model.attention_gain: 1.0` and no dropout.
+While the weights change fast, the model can recognise a pair's key by its age, since the queue's keys are older.
+`contrastive_accuracy` is then higher than `contrastive_accuracy_step`, which compares the keys of one step. With random
+initial weights, the model learns nothing else if z hardly depends on the sentence; `sentence_cosine`, the mean cosine
+of two sentences' keys of a step, is then near 1. This happens with [CLS]: start with `pooling: mean`, or with
+`model.attention_gain: 1.0` and no dropout.
 
 Shape letters: B pairs of a row, N of the step, M masked tokens, S states, H hidden width, D width of z, K keys in the
 queue.
@@ -56,22 +58,22 @@ from xscale.ops.alignment_gather import alignment_gather
 class PpaOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"mask_prob", "temperature"})
     temperature: PositiveFloat = 0.05
-    """The temperature tau of the contrast."""
+    """The temperature tau of the contrastive loss."""
     pooling: Literal["cls", "mean"] = "cls"
     """Sentence vector: the state of [CLS] (the paper), or the mean over the ordinary tokens (its footnote 1)."""
     queue_size: Count = 32000
-    """Size K of the queue, at least the stream's samples."""
+    """Size K of the queue, at least the stream's samples per step."""
     momentum: Annotated[float, Field(ge=0, le=1)] = 0.999
     """Momentum m of the key encoder."""
     momentum_ramp: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder starts
-    fast and ends slow; null: m stays."""
+    """Value to which m rises over the run along half a cosine (BYOL, Grill et al. 2020), so that the key encoder moves
+    fast at first and slowly at the end; null: m does not change."""
     projection: Count = 300
     """Width of z."""
     normalize_z: bool = True
     """L2-normalise z, as MoCo does."""
     prefill: bool = True
-    """Fill the queue from the momentum encoder before the first step; else it fills as training goes."""
+    """Fill the queue from the momentum encoder before the first step; otherwise it fills during training."""
     momentum_eval: bool = False
     """Run the key encoder without dropout."""
     moco_weight: NotNegative = 1.0
@@ -79,7 +81,7 @@ class PpaOptions:
     tlm_weight: NotNegative = 1.0
     """Factor of L_TLM; 0: not computed (Table 5, -TLM)."""
     replace_tlm_with_mlm: bool = False
-    """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is its factor."""
+    """Mask and encode each side alone (Table 5, repl TLM w/ MLM); `tlm_weight` is the factor of this loss."""
     mask_prob: Fraction = 0.15
     """Fraction of the maskable tokens that is predicted."""
 
@@ -98,7 +100,8 @@ class PpaOptions:
         return self
 
     def momentum_at(self, step: int, steps: int) -> float:
-        """Returns m for the update after step 0, 1, ...: `momentum` after the first, `momentum_ramp` after the last."""
+        """Return m for the update after `step` (0, 1, ...) of `steps`: `momentum` after the first step, `momentum_ramp`
+        after the last one."""
         if self.momentum_ramp is None:
             return self.momentum
         falling = (1 + math.cos(math.pi * min(step / max(steps - 1, 1), 1.0))) / 2
@@ -139,10 +142,10 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
 
 
 def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
-    """Returns the batch of samples, each of which is a single pair: TLM's sequences, then the query views.
+    """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
-    The auxiliary inputs are the key views. The states are "masked" [M] and "query" [B], one for each view. `number` [B]
-    is the pair's position in the global batch.
+    The auxiliary inputs are the key views. The states are "masked" [M] and "query" [B], one for each query view.
+    `number` [B] is the pair's position in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
@@ -165,10 +168,10 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
 
 
 def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: Context) -> StreamBatch:
-    """Returns the batch of the term `word_term`: TLM, or MLM on each side alone."""
+    """Return the batch of the term `word_term`: TLM, or MLM on each side alone."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
-        # A sequence takes its pair's identity; the two of a pair must not be masked at the same places.
+        # The masked places depend on a sequence's identity, so the two sequences of a pair need different ones.
         sequences = [[(replace(pair, identity=pair.identity ^ _SIDE[s]), s)] for pair, s in both]
     else:
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
@@ -191,12 +194,13 @@ _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")
 
 
 def view(sides: list[tuple[Example, int]], context: Context) -> Sequences:
-    """Returns the sequence `[CLS] s [SEP]` of each (pair, number of its text)."""
+    """Return the sequence `[CLS] s [SEP]` of each (pair, number of its text)."""
     return join_segments(context.tokenizer, [[side] for side in sides], context.language_ids)
 
 
 def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> StateIndices:
-    """Returns the tokens that each view's vector sums. A sum does for the mean, as only the direction counts.
+    """Return the tokens whose states are summed for each view's vector. A sum may replace the mean, as only the
+    vector's direction matters.
 
     before: number of tokens of the stream batch that precede the views.
     """
@@ -207,7 +211,7 @@ def pooled(views: Sequences, options: PpaOptions, before: int = 0) -> StateIndic
 
 
 def text_numbers(views: Sequences) -> np.ndarray:
-    """Returns a hash of each view's tokens, int64 [B]."""
+    """Return a hash of each view's tokens, int64 [B]."""
     of_tokens = rng.hash64(rng.hash64(rng.key("text"), views.offsets), views.ids)
     return np.add.reduceat(of_tokens, views.starts).view(np.int64) if len(views.starts) else views.starts
 
@@ -225,7 +229,7 @@ class Projection(nn.Module):
         self.normalize = normalize
 
     def forward(self, x_BH: Tensor) -> Tensor:
-        """Returns z [B, D], in fp32 or wider."""
+        """Return z [B, D], in fp32 or wider."""
         h_BH = F.normalize(_wide(x_BH), dim=-1)
         z_BD = _wide(self.w2(F.relu(self.w1(h_BH.to(x_BH.dtype)))))
         return F.normalize(z_BD, dim=-1) if self.normalize else z_BD
@@ -244,16 +248,17 @@ class Moco:
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
-        """Number of optimizer steps done, and of the whole run, which the step's module sets."""
+        """Number of optimizer steps done, and number of steps of the whole run, which the step's module sets."""
         self.counts: list[int] | None = None
         """Number of keys of each rank in the current step."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
-        """Returns the keys of the current step [N, D] and their text hashes [N, 2]."""
+        """The function that returns the keys of the current step [N, D] and their text hashes [N, 2]; None before
+        `gather`."""
         self._batch = GatheredVectors()
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Returns z_k of each pair's key view [B, D]; in training they enter the queue after the optimizer step."""
+        """Return z_k of each pair's key view [B, D]; in training they enter the queue after the optimizer step."""
         self.queue.to(tokens.input_ids.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(tokens), *index))
@@ -313,7 +318,8 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns L_MoCo and its metrics, summed over pairs; those of the step's keys only if the keys are gathered."""
+    """Return L_MoCo and its metrics, summed over pairs. The metrics of the step's keys are included only if these are
+    gathered."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -330,23 +336,24 @@ def contrast(
 
 
 TIE = 1e-6
-"""Relative rounding error of a product. Keys within it are no nearer than others, as when all vectors are equal."""
+"""Relative rounding error of a product. A key that is nearer by less than this is not counted as nearer, as when all
+vectors are equal."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
-    """Returns whether each positive is above all its negatives [B]."""
+    """Return whether each positive is above all its negatives [B]."""
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 
 def share_text(texts_B2: Tensor, texts_K2: Tensor) -> Tensor:
-    """Returns whether each pair and each key have a text in common [B, K]."""
+    """Return whether each pair and each key have a text in common [B, K]."""
     both = [a_B[:, None] == b_K for a_B in texts_B2.T for b_K in texts_K2.T]
     return both[0] | both[1] | both[2] | both[3]
 
 
 def among_step(zq_BD: Tensor, zk_BD: Tensor, texts_B2: Tensor, keys_ND: Tensor, texts_N2: Tensor) -> dict[str, Tensor]:
-    """Returns two sums over pairs: the number whose translation is nearer than every other sentence of the step, and
-    the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
+    """Return two sums over pairs: the number of pairs whose translation is nearer than every other sentence of the
+    step, and the mean cosine of each key with the N - 1 other keys, which needs only the sum of all keys."""
     others_BN = (zq_BD @ keys_ND.to(zq_BD.dtype).T).masked_fill(share_text(texts_B2, texts_N2), -torch.inf)
     right = nearer((zq_BD * zk_BD).sum(-1, keepdim=True), others_BN).sum()
     of_all_D = F.normalize(keys_ND, dim=-1).sum(0)

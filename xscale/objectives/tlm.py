@@ -26,7 +26,7 @@ _SWAP = rng.key("tlm", "swap")
 
 
 def collate(samples: list[list[Example]], options: TlmOptions, context: Context) -> StreamBatch:
-    """Returns the masked sequences of samples, each of which is a single pair."""
+    """Return the masked sequences of samples, each of which is a single pair."""
     pairs, too_long = context.fit_pairs(samples)
     first = swapped(pairs).astype(int).tolist() if options.shuffle_sides else [0] * len(pairs)
     sequences = [[(pair, side), (pair, 1 - side)] for pair, side in zip(pairs, first, strict=True)]
@@ -42,7 +42,7 @@ def collate(samples: list[list[Example]], options: TlmOptions, context: Context)
 
 
 def swapped(pairs: list[Example]) -> np.ndarray:
-    """Returns whether each pair starts with its second sentence, which has probability 1/2 [B]."""
+    """Return whether each pair starts with its second sentence, which has probability 1/2 [B]."""
     identities = np.array([pair.identity for pair in pairs], dtype=np.uint64)
     return rng.uniform(identities ^ _SWAP, np.zeros(len(pairs))) < 0.5
 

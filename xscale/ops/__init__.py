@@ -1,1 +1,1 @@
-"""Operators whose speed decides the step's, each with its meaning stated in plain torch."""
+"""The operators that take most of a step's time. Each docstring states the operator's meaning in plain torch."""

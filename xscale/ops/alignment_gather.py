@@ -1,9 +1,9 @@
-"""The one gather of a row: all states that a loss reads, each the sum of the hidden states at its places.
+"""The one gather of a packed row makes all states that losses read, each as a sum of the hidden states of some tokens.
 
-Rows of A^T H for a sparse 0/1 matrix A, without A. A masked token or a sequence's first token is a sum over one place,
-AlignLM's linked tokens one over several.
+These are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token or of a sequence's
+first token is a sum over one token; AlignLM sums the tokens that are linked with a masked token.
 
-Shape letters: N tokens of a row, H hidden width, R states that a loss reads, K links of a state with a place.
+Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs of a state and a token in its sum.
 """
 
 from typing import Any
@@ -16,11 +16,12 @@ from torch import Tensor
 def alignment_gather(
     hidden_NH: Tensor, offsets_R1: Tensor, columns_K: Tensor, t_offsets_N1: Tensor, t_rows_K: Tensor
 ) -> Tensor:
-    """`torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
+    """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
 
-    The sum of nothing is 0. The transposed index lists for each token the rows that it is summed into: the backward
-    pass is the same gather over it, and writes each row of the gradient once. Sums are taken in fp32 (fp64) and in an
-    order that only the index decides: no atomics, the same bits every time. The index is int32, on the same device.
+    The sum of no token is 0. The transposed index (t_offsets, t_rows) lists for each token the states in whose sum it
+    is. The backward pass is the same gather with this index, and writes each row of the gradient once. Sums are
+    computed in fp32 (fp64 for fp64) and in an order that depends on the index alone, without atomics, so the result
+    has the same bits every time. The index is int32, on the device of `hidden`.
     """
     return _gather_sum(hidden_NH, offsets_R1, columns_K, t_offsets_N1, t_rows_K)
 

@@ -1,10 +1,11 @@
-"""Vocabulary projection and cross-entropy over the predicted rows only, a chunk of rows at a time.
+"""The vocabulary projection and the cross-entropy of the predicted tokens only, one chunk of them at a time.
 
-Shape letters: M predicted rows, H hidden width, V vocabulary, C rows of a chunk, B rows of a block of a chunk.
+Shape letters: M predictions, which are matrix rows, H hidden width, V vocabulary, C rows of a chunk, B rows of a block
+of a chunk.
 
-Logits of all rows never exist together. As in Liger Kernel's fused linear cross-entropy (Hsu et al. 2024), the forward
-pass already takes the gradients, each chunk's while its logits are there; the backward pass only scales them.
-On CUDA one kernel (masked_ce_triton.py) makes a chunk's losses and puts the gradient in the place of the logits.
+The logits of all rows never exist at the same time. As in Liger Kernel's fused linear cross-entropy (Hsu et al. 2024),
+the forward pass already computes each chunk's gradients, while its logits exist; the backward pass only scales them.
+On CUDA one kernel (masked_ce_triton.py) computes a chunk's losses and overwrites its logits with their gradient.
 """
 
 from itertools import pairwise
@@ -15,17 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
-"""Rows, bytes, rows. Each chunk reads and writes the weight's gradient in fp32: at V = 250k with fewer than 4,000 rows
-that takes a GPU as long as the product. A block's fp32 probabilities should stay in a CPU's cache."""
+"""A chunk has up to ROWS rows, or on a GPU as many as fit into GPU_LOGITS bytes of logits, if this is more. A block has
+BLOCK rows, whose fp32 probabilities should stay in a CPU's cache. Each chunk reads and writes the weight's gradient in
+fp32: at V = 250k with fewer than 4,000 rows, this takes a GPU as long as the product."""
 
 FP16_SCALE = 4096.0
-"""Gradients of logits in fp16 are multiplied by this factor, and divided by it in fp32. So a gradient of 2e-11 is
-not 0, and one of 16 is finite."""
+"""Gradients of logits in fp16 are multiplied by this factor, and later divided by it in fp32. With it, a gradient of
+2e-11 does not become 0, and one of 16 is still finite."""
 
 
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
-    """The most rows of a chunk, on a type of device, for logits of `itemsize` bytes; none has less than half of it
-    where there are more rows."""
+    """Return the largest number of rows in a chunk, for a type of device and logits of `itemsize` bytes. If there are
+    more rows than that, each chunk has at least half of this number."""
     return max(ROWS, GPU_LOGITS // (vocabulary * itemsize)) if device == "cuda" else ROWS
 
 
@@ -39,14 +41,15 @@ def masked_cross_entropy(
     weights_M: Tensor | None = None,
     largest: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
-    label_smoothing=...) + z_loss * x.logsumexp(-1).square(); largest * (weights * losses).sum(), losses.detach(),
-    x.argmax(-1) == labels`.
+    """Return `largest * (weights * losses).sum(), losses.detach(), x.argmax(-1) == labels` for
+    `x = F.linear(features, weight, bias).float(); losses = F.cross_entropy(x, labels, reduction="none",
+    label_smoothing=...) + z_loss * x.logsumexp(-1).square()`.
 
-    Weights are constants from 0 to 1 (None: all 1): a row's own weight over the `largest`, which small halves could
-    not hold. A row of weight 0 adds exactly 0 to every gradient; its label is valid like any other.
-    The losses are fp32 whatever the inputs are (fp64 of fp64). So are the sums that make the gradients, which are cast
-    after they met the incoming gradient: what a loss scale makes too large becomes inf. M = 0 gives 0.
+    Weights are constants from 0 to 1 (None: all 1): each row's true weight divided by `largest`, since gradients of
+    logits in 16 bits could not hold small weights. A row of weight 0 adds exactly 0 to every gradient; its label must
+    be a valid id, too. For inputs of any type, the losses and the sums that become gradients are fp32 (fp64 for fp64).
+    Gradients are cast to the inputs' types only after the multiplication by the incoming gradient, so a gradient that a
+    loss scale makes too large becomes inf. M = 0 gives 0.
     """
     device, dtype = features_MH.device.type, features_MH.dtype
     if torch.is_autocast_enabled(device) and dtype != torch.float64:  # as F.linear
@@ -103,7 +106,8 @@ class _ChunkedLoss(torch.autograd.Function):
 def _losses_and_sums(
     inputs: list[Any], labels_M: Tensor, weights_M: Tensor, options: _Options, sums: list[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss, and whether its label is the best; `sums` become the gradients of features, weight and bias."""
+    """Return each row's loss, and whether its label has the highest logit. Write the gradients of features, weight and
+    bias to `sums`."""
     features_MH, weight_VH, bias_V = inputs
     M, V = len(features_MH), len(weight_VH)
     scale = FP16_SCALE if options.dtype == torch.float16 else 1.0
@@ -130,7 +134,8 @@ def _losses_and_sums(
 def _add_gradients(
     d_logits_CV: Tensor, features_CH: Tensor, weight_VH: Tensor, scale: float, sums: list[Tensor | None], start: int
 ) -> None:
-    """Adds `scale` times a chunk's gradients to `sums`. The chunk begins at row `start`; the first one overwrites."""
+    """Add `scale` times a chunk's gradients to `sums`. The chunk begins at row `start`; the first one overwrites
+    `sums`."""
     d_features_MH, d_weight_VH, d_bias_V = sums
     if d_features_MH is not None:
         _product(d_logits_CV, weight_VH, scale, out=d_features_MH[start : start + len(features_CH)])
@@ -142,26 +147,26 @@ def _add_gradients(
 
 
 def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False) -> None:
-    """out = scale * a @ b, or out += scale * a @ b, with `out` in fp32 where a and b are half precision."""
+    """Set out = scale * a @ b, or with `add` out += scale * a @ b. `out` is fp32 if a and b are half precision."""
     old = 1.0 if add else 0.0
     if a.is_cuda and a.dtype != out.dtype:
         torch.addmm(out, a, b, beta=old, alpha=scale, out_dtype=out.dtype, out=out)
     elif a.dtype == torch.bfloat16:  # on a CPU four times as fast as in fp32, for one more rounding of each chunk
-        torch.add(out if add else out.new_zeros(1, 1), a @ b, alpha=scale, out=out)  # of two matrices: in fp32
+        torch.add(out if add else out.new_zeros(1, 1), a @ b, alpha=scale, out=out)  # fp32, as both are matrices
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), beta=old, alpha=scale)
 
 
 def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns total * d_loss in `dtype`; on a CPU the total itself if the factor is 1. autograd copies what another
-    backward pass still needs."""
+    """Return total * d_loss in `dtype`, or on a CPU `total` itself if d_loss is 1. autograd copies a tensor that
+    another backward pass still needs."""
     if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
         return total
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
 
 
 def _kernel(features_MH: Tensor) -> Any:
-    """The module of the CUDA kernel, where it runs: Triton comes with CUDA builds of torch."""
+    """Return the module of the CUDA kernel, or None if it cannot run. Triton comes with CUDA builds of torch."""
     if not features_MH.is_cuda or features_MH.dtype == torch.float64:
         return None
     from xscale.ops import masked_ce_triton
@@ -172,7 +177,7 @@ def _kernel(features_MH: Tensor) -> Any:
 def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes what masked_ce_triton.losses_ does, a block of rows at a time. The logits include the bias."""
+    """Do what masked_ce_triton.losses_ does, one block of rows at a time. The logits already include the bias."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

@@ -1,4 +1,4 @@
-"""Losses of a chunk of logits, and their gradient: the GPU kernel. Imported where there is a GPU."""
+"""The GPU kernel for the losses of a chunk of logits and their gradient. It is imported only if there is a GPU."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor
 LAUNCH = {"BLOCK": 4096, "num_warps": 8}
 """The sizes of a launch: each thread takes 16 numbers at a time."""
 ALIGNED = 16
-"""Rows of logits begin at multiples of so many numbers, so that 16-byte loads and stores need no care at their ends."""
+"""Each row of logits begins at a multiple of this many numbers, so that 16-byte loads and stores fit at its ends."""
 
 
 def losses_(
@@ -20,10 +20,10 @@ def losses_(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """Returns, for each row of logits + bias, the loss in fp32 and whether the label is the (first) best.
+    """Return, for each row of logits + bias, the loss in fp32 and whether the label is the first of the best columns.
 
-    Puts factor * d loss / d logits in the place of the logits, unless the factors (fp32) are None. A row's stride is a
-    multiple of `ALIGNED`; what lies between rows may be anything, and is overwritten.
+    The logits are overwritten with factor * d loss / d logits, unless the factors (fp32) are None. A row's stride is a
+    multiple of `ALIGNED`; the padding between rows may hold any numbers, and is overwritten.
     """
     C, V = logits_CV.shape
     stride = logits_CV.stride(0)
@@ -57,8 +57,8 @@ def softmax_losses(
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes a row. In the first pass each lane keeps its own maximum and sum of exponentials (Milakov &
-    Gimelshein 2018); they meet once, at its end."""
+    """A program computes one row. In the first pass over it, each lane keeps its own maximum and sum of exponentials
+    (Milakov & Gimelshein 2018), which are combined once, at the end of the pass."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * stride
     label = tl.load(labels + row).to(tl.int32)
@@ -102,7 +102,7 @@ def softmax_losses(
 
 @triton.jit
 def _load(logits, bias, column, stride, V, BIAS: tl.constexpr):
-    """Loads a logit in fp32; columns beyond the vocabulary are -inf."""
+    """Load logits in fp32. Columns beyond the vocabulary are -inf."""
     x = tl.load(logits + column, mask=column < stride, other=0).to(tl.float32)
     if BIAS:
         x += tl.load(bias + column, mask=column < stride, other=0).to(tl.float32)

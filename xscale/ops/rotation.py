@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al. 2021) of the queries and keys of a row; values are not touched.
+"""Rotary position embeddings (Su et al. 2021) of the queries and keys of a packed row; values are not changed.
 
 Shape letters: N tokens of a row, A heads, D width of a head, X = 3 * A * D (queries, keys, values).
 """
@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 def rotate(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
-    """`x * cos + x.roll(D // 2, -1) * sin` of each head of queries and keys, computed in the type of cos and sin, fp32
-    at least: halves of a head's numbers are the pairs, and the first half of sin is negative.
+    """Return qkv with `x * cos + x.roll(D // 2, -1) * sin` for each head x of queries and keys, computed in the type of
+    cos and sin, which is at least fp32. Number i of a head's first half is rotated with number i of its second half;
+    the first half of sin is negative.
 
-    Takes qkv over: the product that made it does not need it again, and a GPU turns it where it is, by one kernel.
+    qkv may be overwritten: the product that made it does not need it again. A GPU rotates it in place by one kernel.
     """
-    if torch.compiler.is_compiling():  # which makes one kernel of it all
+    if torch.compiler.is_compiling():  # the compiler makes one kernel of all this
         turned = _turned(_queries_and_keys(qkv_NX, heads), cos_N11D, sin_N11D)
         return torch.cat([turned.to(qkv_NX.dtype).flatten(1), qkv_NX[:, 2 * qkv_NX.shape[1] // 3 :]], 1)
     return _Rotation.apply(qkv_NX, cos_N11D, sin_N11D, heads)
@@ -38,7 +39,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_NX: Tensor) -> tuple[Tensor, None, None, None]:
-        """Turns the gradient back, by the opposite angles."""
+        """Rotate the gradient back, by the opposite angles."""
         (cos_N11D, sin_N11D), heads = ctx.saved_tensors, ctx.heads
         if kernel := _kernel(grad_NX):
             grad_NX = grad_NX.contiguous()
@@ -56,7 +57,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _queries_and_keys(qkv_NX: Tensor, heads: int) -> Tensor:
-    """Returns a view of the queries and keys [N, 2, A, D]."""
+    """Return a view of the queries and keys [N, 2, A, D]."""
     return qkv_NX.unflatten(1, (3, heads, -1)).narrow(1, 0, 2)
 
 
@@ -66,7 +67,7 @@ def _turned(x: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, out: Tensor | None = 
 
 
 def _kernel(qkv_NX: Tensor) -> Any:
-    """The module of the CUDA kernel, where it runs: Triton comes with CUDA builds of torch."""
+    """Return the module of the CUDA kernel, or None if it cannot run. Triton comes with CUDA builds of torch."""
     if not qkv_NX.is_cuda:
         return None
     from xscale.ops import rotation_triton

@@ -1,7 +1,7 @@
-"""`--data_change append` lets a run that is started again take in new sources, or further shards of a source.
+"""With `--data_change append`, a restarted run takes in new sources, or further shards of a source.
 
-Sources that the run had go on in their order from where they were. New ones begin in epoch 0. Further shards of a
-source are a source of their own, behind the shards that the run had.
+A source that the run already had continues from its position in its order. A new source begins in epoch 0. Further
+shards of a source become a source of their own, which follows the source of the shards that the run had.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from xscale.run.run_spec import RunSpec
 
 
 def known_sources(args: argparse.Namespace) -> frozenset[str]:
-    """Return the fingerprints of the sources that the run had, or those of its parent for a fork that begins. Without
-    --data_change there is none to look for. args: train.py's."""
+    """Return the fingerprints of the sources that the run already had, or of its parent's sources for a new fork. The
+    set is empty without --data_change. args: the arguments of train.py."""
     if not args.data_change:
         return frozenset()
     saved = folder.read_identity(args.out)
@@ -31,7 +31,7 @@ def fingerprints(identity: dict[str, Any]) -> list[str]:
 
 
 def adapted(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
-    """Return the checkpoint with positions for the sources of the run, which has all that the checkpoint has and
+    """Return the checkpoint with a position for each source of the run, which has all sources of the checkpoint and
     perhaps more. Raises UserError."""
     before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
     if before == now:
@@ -49,21 +49,24 @@ def adapted(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
 
 
 def check(before: list[str], run_spec: RunSpec) -> None:
-    """Raises UserError if the recipe and the model do not allow more data."""
+    """Check that the recipe and the model allow more data. Raises UserError."""
     if run_spec.recipe.data.first:
-        raise UserError("--data_change append: data.first counts the records of the data; start a run without it")
+        raise UserError(
+            "--data_change append: a run with data.first cannot take in more data, as data.first limits the records of "
+            "a language in all data together; start a new run without data.first"
+        )
     had = {language for source in run_spec.sources if source.fingerprint in before for language in source.langs}
     new = [language for language in run_spec.languages if language not in had]
     if new and run_spec.any_stream("language_embeddings"):
         raise UserError(
-            f"--data_change append: the model has no language embedding for {', '.join(new)}, which the data had not "
-            f"before; leave this data out, or start a new run by model.init, which adds language embeddings"
+            f"--data_change append: the model has no language embedding for {', '.join(new)}, which is new in the "
+            f"data; leave this data out, or start a new run with model.init, which adds language embeddings"
         )
 
 
 def merged_calibration(checkpoint: Checkpoint, old: Calibration, fresh: Calibration, run_spec: RunSpec) -> Calibration:
-    """Return a calibration of all sources: the estimates of the old sources and of the streams stay, because the order
-    of running text and the rows follow from them."""
+    """Return a calibration of all sources. It keeps the estimates of the old sources and of the streams, because the
+    order of running text and the content of rows depend on them."""
     lines = dict(zip(fingerprints(checkpoint.identity), old.lines, strict=True))
     of_all = zip(run_spec.sources, fresh.lines, strict=True)
     return replace(old, lines=[lines.get(source.fingerprint, line) for source, line in of_all])

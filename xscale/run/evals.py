@@ -1,7 +1,7 @@
 """The tasks of the recipe's `eval` section measure a run while it trains. All ranks share the work.
 
-An evaluation has its own random numbers, the same every time. A run that is measured trains bit for bit like one that
-is not.
+An evaluation has its own random numbers, the same every time, so a run with evaluations trains bit for bit like one
+without.
 """
 
 import math
@@ -39,19 +39,21 @@ from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
-"""The numbers of a task, by row (such as a stream or a pair of languages) and by name."""
+"""The numbers of a task, by results row (such as a stream or a pair of languages) and by name."""
 TRIED = 8
-"""The number of records that a dry run measures to find the names of the numbers."""
+"""The number of records that a dry run measures to find out which numbers a task gives."""
 TOKENS = "tokens.npz"
-"""The file of a run with the distinct tokens of each language's text."""
+"""The file in a run's directory that holds the distinct tokens of each language's text."""
 
 
 def find_tasks(
     run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
-    """Return the recipe's tasks by name. All ranks call a task together, and the results on rank 0 are complete.
+    """Return the functions that measure the recipe's tasks, by the task's name. All ranks call a function together, and
+    the results are complete on rank 0.
 
-    alignment: measures the alignment scores. note: gets what a task is doing. Raises UserError.
+    alignment: the function that measures alignment scores. note: it is called with what a task is doing. Raises
+    UserError.
     """
     found: dict[str, Callable[[], Results]] = {}
     for task in run_spec.recipe.eval.tasks:
@@ -65,14 +67,14 @@ def find_tasks(
 
 
 def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
-    """Check that the tasks can be measured at this ZeRO stage, and that one measures checkpoint.best. Raises
-    UserError."""
+    """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number of
+    checkpoint.best. Raises UserError."""
     best = run_spec.recipe.checkpoint.best
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
-                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; measure by "
-                f"checkpoint.hook, or take a ds_config of stage 2 or lower"
+                f"eval.{task.name}: tasks need whole weights, which ZeRO stage 3 partitions; measure with a "
+                f"checkpoint.hook, or use a ds_config of stage 2 or lower"
             )
         try:
             rows = row_names(task, run_spec, host_group)
@@ -84,7 +86,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
 
 
 def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
-    """Return the names of the rows of a task's results. Raises UserError if it cannot be measured."""
+    """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
         return list(alignment_rows(run_spec))
     sources = find_task_sources(task, run_spec)
@@ -98,8 +100,8 @@ def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -
 
 
 def alignment_rows(run_spec: RunSpec) -> Results:
-    """Return a row for each dictionary, with NaN for each score that it has enough words for. Raises UserError without
-    a dictionary."""
+    """Return a results row for each dictionary, with NaN in place of each score for which the dictionary has enough
+    words. Raises UserError if the run has no dictionary."""
     lexicons = run_spec.lexicons + run_spec.measured
     if not lexicons:
         raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
@@ -112,7 +114,7 @@ def alignment_rows(run_spec: RunSpec) -> Results:
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
-    """Check that the first evaluation will find the number of checkpoint.best. It measures a few records. Raises
+    """Check that the first evaluation will give the number of checkpoint.best, by measuring a few records. Raises
     UserError."""
     best = run_spec.recipe.checkpoint.best
     task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
@@ -152,8 +154,8 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
 
 
 def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[StreamSpec]:
-    """Return the streams that can read held-out sources, each with these sources and with all their records in one
-    step. Raises UserError if there are none."""
+    """Return a spec for each stream that can read held-out sources, with these sources and all their records in one
+    step. Raises UserError if no stream can read them."""
     specs = []
     for spec in run_spec.specs:
         kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
@@ -171,7 +173,7 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[Strea
 
 
 class Heldout:
-    """A task that measures the run's losses on held-out records, for every stream and each of its languages."""
+    """A task that measures the run's losses on held-out records, for each stream and each of the stream's languages."""
 
     def __init__(
         self,
@@ -220,7 +222,8 @@ class Heldout:
         targets: dict[tuple[str, str], int],
         counts: dict[tuple[str, str, str], int],
     ) -> Results:
-        """Return a row for each stream and each of its languages. All arguments but `sums` are sums over ranks."""
+        """Return a results row for each stream and for each of its languages. All arguments but `sums` are sums over
+        ranks."""
         found = sums.shares(totals_K, self.run_spec.recipe, targets)
         results: Results = {}
         for name, number in (found | sums.by_language(totals_K, self.run_spec.recipe, counts)).items():
@@ -259,7 +262,7 @@ class ModelInTraining(Exported):
 
 
 def row_sources(task: EvalTask, sources: list[Source]) -> dict[str, Source]:
-    """Return the sources of pairs by the names of their rows. Raises UserError if there are none."""
+    """Return the sources that hold pairs, by the names of their results rows. Raises UserError if none holds pairs."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         raise UserError(f"{', '.join(task.data)} has no pairs; retrieval needs sources of pairs")
@@ -295,8 +298,8 @@ class Retrieval:
 
 
 def check_number(results: dict[str, Results], path: str) -> float | None:
-    """Return the number that `path`, TASK/ROW/NUMBER, names, or None if its task was not measured. Raises UserError if
-    the task has no such number."""
+    """Return the number at `path` (TASK/ROW/NUMBER), or None if its task was not measured. Raises UserError if the task
+    has no such number."""
     task, row, name = path.split("/", 2)
     if task in results and name not in results[task].get(row, {}):
         there = sorted(f"{task}/{row}/{name}" for row, of in results[task].items() for name in of)
@@ -308,29 +311,30 @@ def check_number(results: dict[str, Results], path: str) -> float | None:
 
 
 def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
-    """Return the words that alignment scores compare, by the names of the run's dictionaries. Rank 0 only."""
+    """Return the alignment probe (the words that an alignment score compares) of each of the run's dictionaries, by the
+    dictionary's name. Rank 0 only."""
     heldout, lexicons = run_spec.unseen, run_spec.lexicons + run_spec.measured
     if heldout < run_spec.recipe.data.lexicon_heldout:
         LOG.warning(
             f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
-            f"of the words; alignment/* measures those"
+            f"of the words; alignment/* measures only those"
         )
     tokens = tokens_of_text(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
-        LOG.info(f"{lexicon.summary()}; it serves only to measure")
+        LOG.info(f"{lexicon.summary()}; only alignment scores read it")
     for name, probe in found.items():
         words = len(probe.withheld.queries)
         if heldout and words < FEWEST:
             LOG.warning(
-                f"alignment/{name} is left out: only {words} withheld words have one token, {FEWEST} are needed; give "
-                f"a larger dictionary or data.lexicon_heldout"
+                f"alignment/{name} is left out: only {words} withheld words have one token, and {FEWEST} are needed; "
+                f"give a larger dictionary or a larger data.lexicon_heldout"
             )
     return found
 
 
 def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
-    """Return the distinct tokens of each language's text. The run's directory keeps them for a resume."""
+    """Return the distinct tokens of each language's text. They are kept in the run's directory for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():
         try:

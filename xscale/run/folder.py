@@ -1,10 +1,10 @@
-"""A run's directory tells which run owns it, from which checkpoint a start goes on, and how the run stands.
+"""A run's directory records which run owns it, the checkpoints from which a start continues, and the run's status.
 
-status.json serves those who cannot see the exit code, since launchers lose it:
+status.json also has the exit code, for those who cannot see it because the launcher returns another one:
 
     {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
 
-`status` is running, done, stopped or failed. A run was killed if the status is running while no process is.
+`status` is running, done, stopped or failed. If it is running, but the run has no process, the run was killed.
 """
 
 import errno
@@ -34,13 +34,14 @@ from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""The files by which runs of other trainers, shards, models and tokenizers are recognized."""
+"""The files by which a folder with another trainer's run, with shards, a model or a tokenizer is recognized."""
 
 # The run that owns a directory
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
-    """Check that `out` is free or belongs to this run. append: data may have been added. Raises UserError otherwise."""
+    """Check that the directory `out` is free or belongs to this run. append: data may have been added. Raises
+    UserError."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, saved = out / IDENTITY, read_identity(out)
@@ -51,8 +52,8 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
     if saved and (differences := changed(saved, identity, append)):
         more = "add --data_change append for further data, " * any(line.startswith("data:") for line in differences)
         raise UserError(
-            f"{out} belongs to another run. Start with its settings (fields that were None may be newer than it; "
-            f"{STARTS} names its version of xscale), {more}or choose another --out, where --set model.init={out} "
+            f"{out} belongs to another run. Start with its settings (a field that was None may be unknown to its "
+            f"version of xscale, which {STARTS} names), {more}or choose another --out, in which --set model.init={out} "
             f"starts from its weights:\n" + indented(differences)
         )
 
@@ -62,7 +63,7 @@ def indented(lines: list[str]) -> str:
 
 
 def read_identity(out: Path) -> dict[str, Any] | None:
-    """Return the identity of the run in a directory, from its file or else from its newest readable checkpoint."""
+    """Return the identity of the run in a directory, from identity.json or else from the newest readable checkpoint."""
     with suppress(OSError, ValueError):
         saved = json.loads((out / IDENTITY).read_text(encoding="utf-8"))
         if isinstance(saved, dict) and saved:
@@ -82,8 +83,8 @@ def write_lexicons(out: Path, lexicons: tuple[Lexicon, ...]) -> None:
 
 
 def is_idle(out: Path) -> bool:
-    """Whether the directory is new or its run is at rest, so that a start that failed before it had the lock may write
-    its status there."""
+    """Whether the directory is new, or is a run's directory that no process has locked. A start that failed before it
+    had the lock may then write its status there."""
     if not out.exists():
         return True
     if not out.is_dir() or not ((out / IDENTITY).exists() or (out / STATUS).exists() or not any(out.iterdir())):
@@ -123,15 +124,15 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference of two identities. Those of older versions lack special_tokens, which may then
-    be any. append: sources that only the second one has are no difference."""
+    """Return a line for each difference of two identities. If `saved` lacks special_tokens, as in older versions, they
+    are not compared. append: sources that only `identity` has are no difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
     return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
-    """Return a line `field: was X, is now Y` for every difference of two trees."""
+    """Return a line `field: was X, is now Y` for every difference of two nested dictionaries."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = [*saved, *(key for key in current if key not in saved)]
         return [
@@ -142,14 +143,14 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
     return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
 
 
-# The checkpoint that a start goes on from
+# The checkpoint from which a start continues
 
 
 def find_checkpoint(
     out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup, append: bool = False
 ) -> Checkpoint | None:
-    """Return the checkpoint to start from, or None. append: data may have been added. Raises UserError if it belongs to
-    another run, or all are damaged."""
+    """Return the checkpoint to start from, or None if there is none. append: data may have been added. Raises UserError
+    if the checkpoint belongs to another run, or if all checkpoints are damaged."""
     if resume == "never":
         return None
     folder = out / "checkpoints" if resume == "auto" else Path(resume)
@@ -165,12 +166,12 @@ def find_checkpoint(
         raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
     if found is None and checkpoints.complete_steps(folder):
         raise UserError(
-            f"no checkpoint in {folder} is usable; bring one back, or move {out} away to begin again at step 0"
+            f"no checkpoint in {folder} is usable; restore one, or move {out} away to begin again at step 0"
         )
     if found is None and has_steps(out / "metrics.jsonl"):
         raise UserError(
-            f"{out / 'metrics.jsonl'} tells of steps, but no checkpoint in {folder} has its {checkpoints.MANIFEST}: "
-            f"bring them back, or move {out} away to begin again at step 0"
+            f"{out / 'metrics.jsonl'} has lines of steps, but no checkpoint in {folder} has its "
+            f"{checkpoints.MANIFEST}: restore the checkpoints, or move {out} away to begin again at step 0"
         )
     if found and (differences := changed(found.identity, identity, append)):
         raise UserError(
@@ -181,7 +182,7 @@ def find_checkpoint(
 
 
 def has_steps(metrics: Path) -> bool:
-    """Whether the file of metrics has a line, so that a run has trained."""
+    """Whether the file of metrics has a line, which means that a run has trained."""
     with suppress(OSError):
         return metrics.read_bytes().count(b"\n") > 0
     return False
@@ -194,14 +195,14 @@ def dump(tree: dict[str, Any]) -> str:
 # The status of a run
 
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
-"""The exit codes. STOPPED: the run has saved and ended early, and another start goes on with it."""
+"""The exit codes. STOPPED: the run has saved a checkpoint and ended early, and another start continues it."""
 NAMES = {DONE: "done", STOPPED: "stopped"}
 """The status by exit code. All other codes are failures."""
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
 NO_MEMORY = ("can't allocate memory", "out of memory")
-"""Phrases in errors of torch, CUDA and NCCL about a lack of memory that have no class of their own."""
+"""Phrases in those errors of torch, CUDA and NCCL about a lack of memory that have no exception class of their own."""
 KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
-"""Phrases in errors of torch about a worker, and of data/loader.py about its planner, that was killed from outside."""
+"""Phrases in the errors of torch about a worker process that was killed, and of data/loader.py about its planner."""
 
 
 def code_of(error: Exception) -> int:
@@ -217,12 +218,13 @@ def code_of(error: Exception) -> int:
 
 
 def lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank ended. NCCL has a class for this error, and gloo a phrase."""
+    """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo its
+    text."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
 def killed(error: Exception) -> str:
-    """Return the error's first line if it tells of a killed process of the loader, otherwise an empty string."""
+    """Return the error's first line if the error says that a process of the loader was killed, otherwise ""."""
     said = (str(of) for of in (error, error.__cause__, error.__context__))
     return next((text.splitlines()[0] for text in said if any(sign in text for sign in KILLED)), "")
 
@@ -235,7 +237,7 @@ def out_of_memory(error: Exception) -> bool:
 
 def message_of(error: Exception) -> str:
     """Return the error's message in one line, with a remedy if a user or a machine has caused it."""
-    if isinstance(error, MachineError):  # the remedy is in it, or in another rank's message
+    if isinstance(error, MachineError):  # this message, or another rank's, already names the remedy
         return str(error)
     code = code_of(error)
     if out_of_memory(error):
@@ -253,9 +255,9 @@ def message_of(error: Exception) -> str:
         first = str(error).splitlines()[0]
         return f"another rank has ended; status.json or its log says why ({first}). Start again: the run goes on"
     if code == MACHINE and isinstance(error, OSError):
-        return f"{error.filename or 'a file'}: {error.strerror}; mend that and start again: the run goes on"
+        return f"{error.filename or 'a file'}: {error.strerror}; fix that and start again: the run goes on"
     if code == MACHINE:
-        advice = "where another run has the port, give --master_port N to the launcher, or set MASTER_PORT"
+        advice = "if another run uses the port, give --master_port N to the launcher, or set MASTER_PORT"
         return f"the ranks cannot meet: {str(error).splitlines()[0]}; {advice}"
     if code == FAULT:
         return "; ".join([*getattr(error, "__notes__", []), f"{type(error).__name__}: {error}"])
@@ -263,17 +265,18 @@ def message_of(error: Exception) -> str:
 
 
 class Status:
-    """The writer of status.json. Rank 0 writes how the run stands, and the first rank that fails writes why."""
+    """The writer of status.json. Rank 0 writes the run's status, and the first rank that fails writes the reason."""
 
     def __init__(self, out: Path, process: Process):
         self.out, self.process = out, process
         self.ours: bool | None = None
-        """True if this run has the directory's lock, False if it was refused, None before it has asked."""
+        """True if this run has the directory's lock, False if it does not have it although it has asked, None before it
+        asks."""
         self.step: int | None = None
         """The number of steps done."""
 
     def refused(self) -> None:
-        """Note that this run asks for the directory's lock, and does not have it until `running`."""
+        """Note that this run asks for the directory's lock, and does not have it before it calls `running`."""
         self.ours = False
 
     def running(self) -> None:
@@ -292,7 +295,7 @@ class Status:
             self._tell(code, why)
 
     def cut_off(self, code: int, why: str) -> None:
-        """Write a failure unless another rank has written its own first."""
+        """Write a failure, unless another rank has already written one."""
         if self._read() == "running":
             self._tell(code, why)
 
@@ -304,7 +307,7 @@ class Status:
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
-        """Write the exception that the block raises, and raise it again."""
+        """If the `with` block raises an exception, write it to status.json and raise it again."""
         try:
             yield
         except Exception as error:

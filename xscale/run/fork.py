@@ -1,7 +1,7 @@
 """A fork is a run that begins at a checkpoint of another run: `train.py --fork RUN@STEP --out NEW`.
 
-It takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ in the
-fields that are read anew in each step and leave the order of every source as it is.
+It takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ only in
+fields that are read anew in each step and do not change the order of any source.
 """
 
 import argparse
@@ -20,20 +20,21 @@ from xscale.ranks import HostGroup
 from xscale.run import folder
 
 ANCESTRY = "ancestry.json"
-"""The file of a fork with its ancestors, nearest first: each one's directory, the step, and what the recipe changed."""
+"""The file of a fork with its ancestors, nearest first: the directory of each, the step at which the next run began,
+and the settings that this run changed."""
 MAY_CHANGE = {
     "model": {"dropout"},
     "data": {"alpha"},
     "train": {"lr", "warmup", "schedule", "decay", "max_grad_norm", "label_smoothing", "z_loss"},
 }
-"""The fields that a fork may change, beside those that every resume may."""
+"""The fields that a fork may change, besides those that every resume may change."""
 OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}
-"""The fields of each stream that a fork may change, beside the objective's factors and probabilities."""
+"""The fields of each stream that a fork may change, besides the objective's factors and probabilities."""
 
 
 def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
-    """Return the checkpoint to start from: the run's own, or that of --fork for a run that has none yet, or None.
-    args: train.py's. Raises UserError."""
+    """Return the checkpoint to start from: the run's own, or that of --fork if the run has none yet, or None. args: the
+    arguments of train.py. Raises UserError."""
     append = args.data_change == "append"
     found = folder.find_checkpoint(args.out, args.resume, identity, host_group, append)
     if found is not None and args.fork and not descends(args.out, args.fork):
@@ -47,14 +48,14 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             raise UserError(f"checkpoint {found.path} is not usable ({problem}); choose another for --fork")
         if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
             raise UserError(
-                f"--fork {args.fork} cannot change these. Give the run's own values, or start from its weights alone: "
-                f"--set model.init={found.path} in the place of --fork:\n" + folder.indented(differences)
+                f"--fork {args.fork} cannot change these fields. Give the run's own values, or start from its weights "
+                f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
             )
     return found
 
 
 def descends(out: Path, fork: str) -> bool:
-    """Whether the run in `out` began where --fork says."""
+    """Whether the run in `out` began at the checkpoint that --fork names."""
     with suppress(OSError, ValueError, LookupError):
         nearest = json.loads((out / ANCESTRY).read_text(encoding="utf-8"))[0]
         run, _, step = fork.rpartition("@")
@@ -88,8 +89,8 @@ def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str
 
 
 def _is_factor(value: Any) -> bool:
-    """Whether a field is a factor or a probability. A term with a factor of 0 may have no heads, so 0 is another
-    thing."""
+    """Whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to 0,
+    since a term whose factor is 0 may have no heads."""
     return type(value) is float and value != 0
 
 
@@ -98,7 +99,7 @@ def is_own(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
-    """Write the ancestors of a run that begins at the checkpoint of another. Rank 0 only."""
+    """Write the ancestors of a run that begins at another run's checkpoint. Rank 0 only."""
     run = parent.path.resolve().parent.parent
     entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
     before: list[Any] = []

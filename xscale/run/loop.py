@@ -38,15 +38,16 @@ from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
 NOT_FINITE = "not_finite.jsonl"
-"""The file of a run with the records of every step that was not finite, a line for each rank."""
+"""The file of a run with the records of every step whose loss or gradient was not finite, one line for each rank."""
 MOST_SKIPPED = 100
-"""The number of steps in a row that fp16 may skip while it looks for a loss scale: 32 lead from 2^32 to 1."""
+"""The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
+scale: 32 halvings lead from 2^32 to 1."""
 FEW_SAMPLES = 1000
-"""The least number of samples that the share of dropped pairs is taken of, since it says little of fewer."""
+"""The least number of samples by which dropped pairs are divided, since a share of fewer samples says little."""
 
 
 class TrainerContext(NamedTuple):
-    """The parts that a trainer works with. The trainer after a rollback gets the same."""
+    """The parts that a trainer works with. After a rollback, the new trainer gets the same ones."""
 
     config: EngineConfig
     engine: Any
@@ -57,7 +58,7 @@ class TrainerContext(NamedTuple):
     stop: StopRequest
     watch: Watch
     locks: list[Lock]
-    """The lock on `out`, on rank 0 alone."""
+    """The lock on `out` on rank 0; empty on the other ranks."""
 
 
 class UnreportedStep(NamedTuple):
@@ -82,8 +83,8 @@ class Trainer:
         """Prepare to go on from `state`.
 
         state: the positions of the streams in their data. checkpoint: the one that the engine was loaded from, or None.
-        excluded_steps: the 1-based steps that read their records and change nothing, since they were not finite.
-        trace: the keys of each step's records are written to trace/rankN.jsonl.
+        excluded_steps: the 1-based steps that read their records and change nothing, since their loss or gradient was
+        not finite. trace: write the keys of each step's records to trace/rankN.jsonl.
         """
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
@@ -91,8 +92,8 @@ class Trainer:
         self.step: int = state["step"]
         """The number of steps done."""
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
-        """The step that this trainer began with, and since then the number of pairs over data.max_length by stream, and
-        the skipped steps."""
+        """The step at which this trainer began; since then, the number of pairs longer than data.max_length, by stream;
+        and the counter of skipped steps."""
         self.warned = set(run_spec.dropped())
         self.unreported: list[UnreportedStep] = []
         self.pace, self.alike = Pace(context.watch.names), Alike()
@@ -118,7 +119,7 @@ class Trainer:
         traced = self.out / "trace" / f"rank{self.process.rank}.jsonl" if trace else None
         self.trace = JsonLines(traced, self.step)
         self.probes: dict[str, AlignmentProbe] = {}
-        """The words that alignment scores compare, by dictionary, on rank 0."""
+        """The words that alignment scores compare, by dictionary. Only rank 0 has them."""
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
@@ -160,7 +161,7 @@ class Trainer:
         return 0
 
     def exclude_step(self, counts: GlobalCounts) -> None:
-        """Make a step that has read its records and changes nothing."""
+        """Make a step that changes nothing, although its records were read."""
         self.flush()
         leave_out_step(self.engine)
         if self.reporter:
@@ -174,7 +175,7 @@ class Trainer:
         self.count_dropped(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
-        """Read the metrics, evaluate and save after a step, as far as each is due."""
+        """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
         last, due = self.step == self.recipe.train.steps, self.step % self.recipe.checkpoint.every == 0
         measured = self.validation.due(self.step)
         if flush or last or due or measured:
@@ -188,8 +189,9 @@ class Trainer:
             self.save(must=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
-        """End all ranks after one could not read its records. That rank raises its error, the others its message. The
-        metrics and the checkpoint under way are written first, unless another run has the directory."""
+        """End all ranks after one could not read its records. That rank raises its error, and the others an error with
+        its message. The metrics and the checkpoint under way are written first, unless another run has taken the
+        directory."""
         told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
@@ -203,8 +205,8 @@ class Trainer:
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
 
     def count_dropped(self, too_long: Counter[str]) -> None:
-        """Warn once of each stream that drops more than a few per cent of its pairs. too_long: the last step's pairs
-        over data.max_length."""
+        """Warn once about each stream that drops more than a few per cent of its pairs. too_long: the number of pairs
+        of the last step that are longer than data.max_length, by stream."""
         self.too_long.update(too_long)
         steps = self.step - self.first
         shares = {
@@ -218,7 +220,7 @@ class Trainer:
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train
         skipped = engine.skipped_steps
-        # The first step measures too, so that its need of memory shows at once.
+        # The first step measures too, so that a lack of memory for it shows at once.
         measure = bool(train.measure_every) and (self.step == 0 or (self.step + 1) % train.measure_every == 0)
         for stream, auxiliary_state in self.gathering.items():
             auxiliary_state.expect(counts.auxiliary[stream])
@@ -257,7 +259,8 @@ class Trainer:
         )
 
     def alignment_scores(self) -> Results:
-        """Return the alignment scores by dictionary on rank 0, which has the words. All ranks call it together."""
+        """Return the alignment scores by dictionary. Only rank 0, which has the words, returns any. All ranks call it
+        together."""
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
@@ -308,8 +311,8 @@ class Trainer:
             self.check_finite(entry, unreported)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
-        """Check that a step was finite, or else raise NotFinite on all ranks before the step is saved. fp16 may skip
-        steps."""
+        """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
+        is saved. fp16 may skip fewer than MOST_SKIPPED consecutive steps."""
         fp16 = self.engine.fp16_enabled()
         warning = self.skips.count(bool(entry["skipped"]), entry.get("loss_scale"))
         if warning and fp16 and self.process.is_main:
@@ -327,8 +330,8 @@ class Trainer:
         self.not_finite(entry["step"], what, unreported.batch, bool(unreported.record.sums.values_K.isfinite().all()))
 
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
-        """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: this rank's own losses
-        are finite."""
+        """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
+        losses are finite."""
         self.checkpoint_manager.settle()
         path, newest = self.out / NOT_FINITE, self.checkpoint_manager.good
         ranks = self.host_group.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
@@ -338,9 +341,9 @@ class Trainer:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
-            f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. Go "
-            f"on from that checkpoint into another --out (--fork DIR) with a lower train.lr or weight, or let the "
-            f"run go back by itself (train.rollbacks)",
+            f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. "
+            f"Continue from that checkpoint in another --out (--fork DIR) with a lower train.lr or stream weight, or "
+            f"let the run go back by itself (train.rollbacks)",
             # Steps that fp16 skipped have changed nothing, so the update before them is the bad one.
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
             newest,
@@ -359,8 +362,7 @@ class Trainer:
         return STOPPED
 
     def save(self, must: bool) -> None:
-        """Save a checkpoint of the steps done. must: the call waits until it is written, and raises OSError if that
-        fails."""
+        """Save a checkpoint of the steps done. must: wait until it is written, and raise OSError if that fails."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)

@@ -1,6 +1,6 @@
-"""A run writes its metrics and logs here: metrics.jsonl, TensorBoard, the trace, the console and run.log.
+"""This module writes a run's metrics and logs: metrics.jsonl, TensorBoard, the trace, the console and run.log.
 
-Each file has every step once, since a resume first removes the lines of steps past its checkpoint. The classes at the
+Each file has every step once, since a resume first removes the lines of steps after its checkpoint. The classes at the
 end find trends over many steps that deserve a warning.
 """
 
@@ -32,18 +32,20 @@ from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""The least time between progress lines, unless the console is a terminal."""
+"""The least time between progress lines. The first and the last step and each evaluation have a line in any case."""
 BUFFER = 1 << 16
-"""The number of waiting bytes from which on lines are written at once."""
+"""Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 26
 """The most bytes that wait in memory while a file cannot be written."""
 SLOW, SLOW_FLUSHES = 1.5, 10
-"""A rank is slow if it takes SLOW times the ranks' median at SLOW_FLUSHES readings of the metrics in a row."""
+"""A rank is slow if it takes at least SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of the
+metrics."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""A run warns if fp16 skips more than MOST_SKIPS of SKIPS_OF steps (one or two are normal), or at a loss scale of
-LOW_SCALE."""
+"""A run warns if fp16 skips more than MOST_SKIPS of the last SKIPS_OF steps (one or two are normal), or if its loss
+scale falls to LOW_SCALE."""
 ALIKE, ALIKE_STEPS = 0.99, 20
-"""A contrast learns nothing if different sentences' vectors have a mean cosine over ALIKE in ALIKE_STEPS steps."""
+"""A run warns if the vectors of different sentences have a mean cosine over ALIKE in ALIKE_STEPS steps, since a
+contrastive loss then learns next to nothing."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -69,7 +71,7 @@ def start_logging(out: Path, rank: int) -> Path:
 
 
 def log_to_files(line: str) -> None:
-    """Log a line to the files alone, since the console shows its content in another way."""
+    """Log a line to the files only, since the console shows its content in the progress bar."""
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
@@ -83,7 +85,7 @@ class _Printable(logging.Formatter):
 
 
 class _FileHandler(logging.FileHandler):
-    """A handler that silently drops the lines that a full disk does not take, since they are on the console."""
+    """A handler that silently drops lines that cannot be written, as on a full disk. The console still shows them."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -101,9 +103,9 @@ class _TqdmHandler(logging.Handler):
 
 
 class JsonLines:
-    """An append-only file of objects with a "step" field, or nothing where `path` is None.
+    """An append-only file of JSON objects with a "step" field, or no file if `path` is None.
 
-    Training goes on while lines cannot be written, as on a full disk. They wait in memory, and are written when that is
+    Training goes on while lines cannot be written, as on a full disk. They wait in memory and are written once that is
     possible again.
     """
 
@@ -125,8 +127,8 @@ class JsonLines:
         """True while lines cannot be written."""
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Add a line, which waits for `flush` or until BUFFER bytes wait. Numbers that are not finite become null,
-        since JSON has none."""
+        """Add a line, which waits for `flush` or until more than BUFFER bytes wait. Numbers that are not finite become
+        null, since JSON cannot express them."""
         if self.file:
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
@@ -137,9 +139,7 @@ class JsonLines:
         if self.file and self.lines:
             problem = self._append(b"".join(self.lines))
             if problem and not self.failing:
-                LOG.error(
-                    f"{self.path}: {problem}; training goes on, and new lines wait in memory until this is mended"
-                )
+                LOG.error(f"{self.path}: {problem}; training goes on, and new lines wait in memory until this is fixed")
             elif self.failing and not problem:
                 LOG.warning(f"{self.path}: works again; the lines that waited are written")
             self.failing = bool(problem)
@@ -158,7 +158,7 @@ class JsonLines:
         assert self.file
         try:
             if os.fstat(self.file.fileno()).st_size > self.end:
-                self.file.truncate(self.end)  # a failed write has left this and could not cut it off
+                self.file.truncate(self.end)  # a failed write has left a part of a line, and could not remove it
             rest = memoryview(data)
             while rest:
                 rest = rest[self.file.write(rest) :]
@@ -238,7 +238,7 @@ class StepRecord:
 
 
 class MetricSink:
-    """A second place for metrics beside metrics.jsonl. The run stops using it after its first error."""
+    """A place for metrics besides metrics.jsonl. The run stops using it after its first error."""
 
     def __init__(self, name: str):
         self.name, self.failed = name, False
@@ -305,7 +305,7 @@ class Tracker(MetricSink):
 
 
 def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the tree's values by names such as data.alpha."""
+    """Return the values of a nested dictionary by dotted names, such as data.alpha."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
@@ -332,7 +332,7 @@ class Reporter:
             self.bar.update()
             self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
-        # The line of an evaluation follows that of the training loss.
+        # A line with the training loss precedes that of an evaluation.
         measured = self.measured_every and step % self.measured_every == 0
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
@@ -377,13 +377,14 @@ class Reporter:
 
 
 class Pace:
-    """The pace compares the ranks' own times, spent on reading and on passes until gradients are reduced."""
+    """Compares the ranks' own times: the time for which each waits for records and makes passes, without the reduction
+    of gradients, in which ranks wait for each other."""
 
     def __init__(self, names: list[str]):
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the metrics of the slowest rank. own_R: each rank's own seconds a step."""
+        """Return the metrics of the slowest rank. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
         slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
@@ -409,7 +410,8 @@ class Skips:
         self.warned = self.low = False
 
     def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning when its cause begins. scale: fp16's loss scale."""
+        """Count one step. Returns a warning if there is cause for one that there was not before. scale: fp16's loss
+        scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
         was_low, self.low = self.low, scale is not None and scale <= LOW_SCALE

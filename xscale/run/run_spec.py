@@ -52,19 +52,20 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""The default of train.max_tokens by device. With it a GPU works longer than its host, and a CPU's caches hold a
-row."""
+"""The default of train.max_tokens by device. It is large enough that a GPU works longer on a packed row than its host
+does, and small enough for a CPU's caches."""
 SWEPT = 0.25
-"""The share of a step from which on a node that reads it asks the operating system for whole shards ahead."""
+"""A node that reads at least this share of each step asks the operating system to read whole shards ahead."""
 DROPPED = 0.03
-"""The share of a stream's pairs over data.max_length above which a run warns."""
+"""A run warns if more than this share of a stream's pairs is longer than data.max_length."""
 LINKED_SAMPLE = 16
-"""The number of records of a source that are searched for word links."""
+"""The number of records of a source that are checked for word links."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "*.model")
-"""The files of which a directory with a tokenizer has one or more."""
+"""A directory with a tokenizer has at least one of these files."""
 
 Fitted = tuple[int, RowShape] | None
-"""The number of rows of a step and their shape, from RunSpec.fit, if rows are filled up to one shape."""
+"""The number of a rank's packed rows in a step and their shape, from RunSpec.fit; None if rows are not filled up to one
+shape."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,18 @@ class RunSpec:
     segments: bool
     """True if the two sentences of a pair have different token types."""
     unseen: float
-    """The share of the dictionaries' entries that neither this run nor the one of model.init trains."""
+    """The share of the dictionaries' entries that neither this run nor the run of model.init trains."""
     left_out: tuple[str, ...] = ()
     """Warnings about dictionaries that cannot be read for alignment scores."""
     smaller_tokenizer: Tokenizer | None = None
-    """The tokenizer of model.init, if the run's tokenizer is a larger form of it, to which the model grows."""
+    """The tokenizer of model.init, if the run's tokenizer extends it and the model grows to the larger vocabulary."""
     calibration: Calibration | None = None
-    """The estimates of the data. `calibrated` adds them, and no record can be drawn before."""
+    """The estimates of the data. `calibrated` adds them, and no record can be sampled before."""
     phases: tuple["RunSpec", ...] = ()
-    """The run spec of each of the recipe's phases. Its recipe, specs, dictionaries and calibration are the phase's."""
+    """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """Return the run spec with a calibration, which gives streams with `tokens` their samples.
+        """Return the run spec with a calibration. It sets the samples per step of each stream that sets `tokens`.
 
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
@@ -108,7 +109,7 @@ class RunSpec:
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
     def with_samples(self, found: Calibration) -> "RunSpec":
-        """Return the run spec with a calibration and the samples of each stream. Raises UserError."""
+        """Return the run spec with a calibration and the samples per step of each stream. Raises UserError."""
         specs = []
         for spec in self.specs:
             stream, samples = self.recipe.streams[spec.name], spec.samples
@@ -123,7 +124,8 @@ class RunSpec:
     def measured_calibration(
         self, host_group: HostGroup | None, lines: list[tuple[float, float]] | None = None
     ) -> Calibration:
-        """Return the calibration of these specs, which all ranks of `host_group` measure together."""
+        """Return the calibration of this run spec's streams, which all ranks of `host_group` measure together. lines:
+        the estimates of the sources, if they are already measured."""
         return calibrate(
             self.specs,
             self.sources,
@@ -192,13 +194,13 @@ class RunSpec:
         train, counted = self.recipe.train, counts_epochs(self.specs)
         if train.epochs and counted:
             lines.append(
-                f"train.epochs {train.epochs:g}: {train.steps:,} steps, by the {counted.samples:,} of "
-                f"{self.records(counted):,} pairs that stream {counted.name} draws in each"
+                f"train.epochs {train.epochs:g}: {train.steps:,} steps, since stream {counted.name} reads "
+                f"{counted.samples:,} of its {self.records(counted):,} pairs in each"
             )
         return lines
 
     def copy_of_stream(self, stream: str, name: str) -> "RunSpec":
-        """Return a run spec with one stream, which reads the data of `stream` in a different order."""
+        """Return a run spec with one stream `name`, which reads the data of `stream` in a different order."""
         assert self.calibration is not None
         return replace(
             self,
@@ -214,7 +216,7 @@ class RunSpec:
 
     def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
         """Return warnings about streams that drop more than a few per cent of their pairs, by stream. too_long: the
-        share of each stream's pairs that is over data.max_length; None: the calibration's."""
+        share of each stream's pairs that is longer than data.max_length; None: the share that the calibration found."""
         data = self.recipe.data
         if too_long is None:
             assert self.calibration is not None
@@ -231,18 +233,18 @@ class RunSpec:
         }
 
     def shortfalls(self) -> list[str]:
-        """Return warnings about records that streams need and the data lacks, as the calibration found."""
+        """Return warnings about streams for which the data lacks what they need, as the calibration has found."""
         assert self.calibration is not None
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
             for name, stream in self.recipe.streams.items()
-            if (counts := self.calibration.estimate_for(name).counts)  # a checkpoint of an earlier version has none
+            if (counts := self.calibration.estimate_for(name).counts)  # checkpoints of earlier versions have none
         }
         return [f"warning: streams.{name}.{line}" for name, lines in found.items() for line in lines]
 
     def module(self) -> StepModule:
-        """Build the module with the weights of step 0. Streams get the heads of model.init that have their
-        objective."""
+        """Build the module with the weights of step 0. A stream takes over heads of model.init if they were trained by
+        the same objective."""
         kept: dict[str, KeptHeads] = {}
         return StepModule(self.encoder(kept), self.recipe, kept)
 
@@ -281,8 +283,8 @@ class RunSpec:
         return [phase.end for phase in self.recipe.phases]
 
     def parts(self) -> list[tuple[str, int, "RunSpec"]]:
-        """Return the phases that have steps, and the rest of the run: the title, the number of steps and the run spec
-        of each."""
+        """Return the parts of the run, which are the phases that have steps and the rest: the title, the number of
+        steps and the run spec of each."""
         ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
         spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
         return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
@@ -310,7 +312,7 @@ class RunSpec:
         )
 
     def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
-        """Return the number of rows of a step on a rank, and a shape that nearly all of them fit."""
+        """Return the number of packed rows that a rank has in a step, and a shape that nearly all of them fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return fit_row_shape(mixture, self.recipe.data.max_length)
 
@@ -339,10 +341,10 @@ class RunSpec:
         fitted: Fitted = None,
         host_group: HostGroup | None = None,
     ) -> Plans:
-        """Return the plans of steps, for `batches`. If there are workers, a process draws the plans ahead. With
-        `host_group`, for which all ranks call this together, each node has only one such process."""
+        """Return the plans of the next steps, for `batches`. If there are workers, a process makes the plans ahead of
+        time. With `host_group`, each node has only one such process, and all ranks call this together."""
         for source in self.sources:
-            source.close()  # reading opens the files again
+            source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
         mixtures = [
             spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)
@@ -364,8 +366,8 @@ class RunSpec:
     ) -> Iterator[StepBatch]:
         """Return an iterator of this rank's part of each step.
 
-        state: the positions of the streams in their data. fitted: from `fit`, if rows are filled up to one shape.
-        plans: from `plans`, if they were begun before.
+        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are filled up to one
+        shape. plans: the result of `plans`, if it was called before.
         """
         plans = plans or self.plans(process, device, state, steps, fitted)
         datasets = [spec.dataset(spec.specs, fitted[1] if fitted else None) for spec in (*self.phases, self)]
@@ -426,8 +428,8 @@ def resolve_run(
 
 
 def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]:
-    """Return the streams of the recipe, and those of each phase. A stream has the same sources in all of them, and
-    where it does not draw from one the source is idle."""
+    """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all of them;
+    sources that it does not read in a phase are idle there."""
     drawn = [stream_specs(of, sources) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
     every: dict[str, set[int]] = {}
     for spec in chain(*drawn):
@@ -442,7 +444,7 @@ def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]
 
 
 def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
-    """Return each stream with its sources and samples. A stream with `tokens` has 0 samples until it is calibrated."""
+    """Return the spec of each stream. A stream that sets `tokens` has 0 samples until the run spec is calibrated."""
     specs = []
     check_languages(recipe.data.languages, sources)
     for name, stream in recipe.streams.items():
@@ -453,22 +455,22 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Check that no two names of languages differ only in case, or in - against _. Raises UserError."""
+    """Check that no two names of languages differ only in case, or in "-" and "_". Raises UserError."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:
             other, directory = found.setdefault(name.lower().replace("_", "-"), (name, source.directory))
             if other != name:
                 raise UserError(
-                    f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would be two "
-                    f"languages; write the shards of one of them again under the other's name (--lang, --langs)"
+                    f"--data has text in {other} ({directory}) and in {name} ({source.directory}), which would count "
+                    f"as two languages; write the shards of one of them again with the other's name (--lang, --langs)"
                 )
 
 
 def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> None:
-    """Check the size of every file of the sources, each by one rank. Raises UserError."""
+    """Check the size of every file of the sources. Each file is checked by one rank. Raises UserError."""
     size = host_group.size if host_group else 1
-    # There is no list of pairs, since the garbage collector would search up to 10^5 of them.
+    # Two lists replace a list of pairs, of which the garbage collector would have to visit up to 10^5.
     owners = [source for source in sources for _ in source.shards]
     shards = [shard for source in sources for shard in source.shards]
 
@@ -479,18 +481,18 @@ def check_file_sizes(sources: list[Source], host_group: HostGroup | None) -> Non
 
 
 def check_cache(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
-    """Check that the cache holds the remote shards that are read at once. Raises UserError."""
+    """Check that the cache is large enough for the remote shards that the shuffle reads at once. Raises UserError."""
     at_once = remote_window_bytes(specs, sources)
     if at_once > recipe.data.cache_gb * 1e9:
         needed = math.ceil(at_once / 1e6) / 1e3
         raise UserError(
-            f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle draws from {needed:g} GB of remote shards at "
+            f"data.cache_gb: {recipe.data.cache_gb:g}, but the shuffle reads from {needed:g} GB of remote shards at "
             f"once, which would be fetched again and again; set data.cache_gb={needed:g} or more"
         )
 
 
 def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> Recipe:
-    """Return the recipe with train.steps in the place of train.epochs. Raises UserError."""
+    """Return the recipe with train.epochs converted to train.steps. Raises UserError."""
     if recipe.train.epochs is None:
         return recipe
     spec = counts_epochs(specs)
@@ -507,7 +509,7 @@ def counts_epochs(specs: list[StreamSpec]) -> StreamSpec | None:
 
 
 def records_of(spec: StreamSpec, sources: list[Source]) -> int:
-    """Return the number of records that a stream draws from."""
+    """Return the number of records in the sources that a stream reads."""
     return sum(sources[source].records for source in spec.sources if source not in spec.idle)
 
 
@@ -517,7 +519,8 @@ def any_stream(recipe: Recipe, option: str) -> bool:
 
 
 def shows_neutral(recipe: Recipe) -> bool:
-    """Whether any sequence has token type 0: one whose stream has no language embeddings, or hides languages."""
+    """Whether any sequence has the neutral token type 0, because its stream has no language embeddings or hides some
+    sequences' languages (language_dropout)."""
     options = [stream.options for stream in recipe.streams.values()]
     return any(not getattr(o, "language_embeddings", False) or getattr(o, "language_dropout", 0) > 0 for o in options)
 
@@ -538,8 +541,9 @@ def initial_directory(recipe: Recipe) -> str | Path | None:
 def load_lexicons(
     recipe: Recipe, tokenizer: Tokenizer, sources: list[Source], data: Path | None, host_group: HostGroup | None = None
 ) -> tuple[tuple[Lexicon, ...], tuple[str, ...]]:
-    """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. Raises
-    UserError if one that an objective reads, or the recipe names, is missing, malformed or has its columns reversed."""
+    """Load the dictionaries in the order of their names. Also returns warnings about those that are left out. A missing
+    or malformed dictionary or one with swapped columns is left out, or raises UserError if the recipe names
+    dictionaries or an objective needs them."""
     paths = [Path(path) for path in recipe.data.lexicons] or (find_lexicons(sources, data) if data else [])
     must = bool(recipe.data.lexicons) or any(
         OBJECTIVES[s.objective].needs == "lexicon" for s in recipe.streams.values()
@@ -566,9 +570,9 @@ def load_lexicons(
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
     """Return the dictionaries of each stream whose objective reads them, without the withheld words. Raises UserError
-    if a stream has no word."""
+    if these have no word for a stream."""
     found: dict[str, tuple[Lexicon, ...]] = {}
-    kept: dict[Lexicon, Lexicon] = {}  # one object for each, so that a process makes its tables once
+    kept: dict[Lexicon, Lexicon] = {}  # one object for all streams, so that a process builds its tables once
     for name, stream in recipe.streams.items():
         if OBJECTIVES[stream.objective].needs != "lexicon":
             continue
@@ -587,8 +591,8 @@ def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, 
 
 
 def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
-    """Whether a stream with these languages reads the dictionary: it names both, or its only language is one of
-    them."""
+    """Whether a stream with these languages reads the dictionary: the stream names both of the dictionary's languages,
+    or its only language is one of them."""
     if languages is None:
         return True
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
@@ -618,8 +622,8 @@ def check_links_of_records(stream: str, source: Source) -> None:
 
 
 def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
-    """Return the tokenizer of model.tokenizer, or of model.init, or beside the shards. data: the first directory of
-    --data. Raises UserError if none exists."""
+    """Return the tokenizer of model.tokenizer, or of model.init, or the one beside the shards. data: the first
+    directory of --data. Raises UserError if there is no tokenizer."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -631,7 +635,7 @@ def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
             raise UserError(f"model.init {init} does not exist; give a run, or a Hugging Face directory or name")
         return init  # a hub name
     if data is None:
-        raise UserError("all of --data is remote, and the tokenizer is not fetched; set model.tokenizer=DIR")
+        raise UserError("all of --data is remote, from where no tokenizer is fetched; set model.tokenizer=DIR")
     for folder in (data, data.resolve().parent):
         if (folder / "tokenizer").is_dir():
             return str(folder / "tokenizer")
@@ -648,14 +652,14 @@ def check_tracker(name: str | None) -> None:
 
 
 def own_tokenizer(init: str) -> Path | None:
-    """Return the tokenizer's directory of a local `model.init`, or None."""
+    """Return the directory with the tokenizer of a local `model.init`, or None."""
     path = checkpoints.find(Path(init)) / checkpoints.HF if checkpoints.is_run(Path(init)) else Path(init)
     return path if any(next(path.glob(name), None) for name in TOKENIZERS) else None
 
 
 def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
-    """Check that pre-trained weights meet their own tokenizer, or a larger form of it. Returns their own in the latter
-    case, otherwise None. Raises UserError."""
+    """Check that the run's tokenizer is that of the pre-trained weights, or extends it. Returns the weights' tokenizer
+    if the run's tokenizer extends it, otherwise None. Raises UserError."""
     init = recipe.model.init
     own = own_tokenizer(init) if init else None
     if not own:
@@ -665,7 +669,7 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
         return None
     if problem := problem_of(its, tokenizer):
         raise UserError(
-            f"model.init {init} was trained with the tokenizer {own}, not this one, which is no larger form of it: "
-            f"{problem}; set model.tokenizer={own}, or extend that one"
+            f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer does not extend it: "
+            f"{problem}; set model.tokenizer={own}, or a tokenizer that extends it"
         )
     return its

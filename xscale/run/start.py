@@ -36,7 +36,7 @@ from xscale.step.step import to_device
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the process group, which has been started. args: train.py's. Returns the exit code."""
+    """Train one run in the process group, which already exists. args: those of train.py. Returns the exit code."""
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
@@ -50,7 +50,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     status.running()
     if not args.out.is_dir():
         raise UserError(
-            f"--out {args.out} is not there on {os.uname().nodename}, where rank {process.rank} runs; choose a "
+            f"--out {args.out} does not exist on {os.uname().nodename}, where rank {process.rank} runs; choose a "
             f"folder that all hosts share"
         )
     watch = Watch(process, names_of_ranks(host_group), start_logging(args.out, process.rank), status.cut_off, stop)
@@ -65,7 +65,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
         if checkpoint and first >= train.steps and not fork.is_own(checkpoint, args.out):
-            raise UserError(f"--fork {args.fork} is of step {first}, and train.steps is {train.steps}; set more steps")
+            raise UserError(f"--fork {args.fork} is at step {first}, and train.steps is {train.steps}; set more steps")
         if first >= train.steps:
             LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
             status.ended(DONE, f"{first} of {train.steps} steps")
@@ -77,12 +77,12 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             if checkpoint and not fork.is_own(checkpoint, args.out):
                 fork.write_ancestry(args.out, checkpoint, run_spec.identity())
             for line in [of for phase in run_spec.phases for of in phase.dropped().values()]:
-                LOG.warning(f"in a phase: {line}")
+                LOG.warning(f"in a phase of the run: {line}")
             for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         fitted: Fitted = None
-        if train.compile:  # one rank fits it, as the last bit of a sum may differ between processors
+        if train.compile:  # one rank fits the shape, as the last bit of a sum may differ between processors
             fitted = host_group.from_main(partial(run_spec.fit, process, hardware.device))
         state, left = checkpoint.state if checkpoint else initial_state(run_spec.specs), train.steps - first
         plans = run_spec.plans(process, hardware.device, state, left, fitted=fitted, host_group=host_group)
@@ -114,8 +114,8 @@ def train_on(
     plans: Plans | None,
     trace: bool,
 ) -> int:
-    """Run the loop from the checkpoint that the engine was loaded from, and again from another after each rollback.
-    plans: the plans of the first loop. Returns the exit code."""
+    """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier
+    one. plans: the plans of the first loop. Returns the exit code."""
     excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
     process, device = context.process, context.engine.device.type
     while True:
@@ -173,13 +173,13 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
     for rank, (host, lines) in enumerate(host_group.gather((os.uname().nodename, found[:3]))):
         if lines:
             raise UserError(
-                f"rank {rank} on {host} was started otherwise than rank 0. Start all ranks by the same command with "
+                f"rank {rank} on {host} was started differently from rank 0. Start all ranks with the same command and "
                 f"the same files:\n" + indented(lines)
             )
 
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
-    """Check that DeepSpeed can load the checkpoint into such an engine. Raises UserError."""
+    """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
     saved = checkpoint and checkpoint.engine
     if checkpoint is None or not saved:
         return
@@ -192,25 +192,25 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     kept = {key: saved[key] for key in ("optimizer", "fp16", "scheduler") if key in saved}
     if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
         raise UserError(
-            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would use further. "
+            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
             f"Give the ds_config of the run's first start:\n" + indented(changed)
         )
 
 
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
-    """Claim, make and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.refused()  # until `running`
+    """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
+    status.refused()  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be made ({error.strerror}); choose another") from None
+        raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     return files.Lock(out)
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration, or one that the ranks measure, each a part of the data."""
+    """Return the checkpoint's calibration. All ranks measure it together if there is none, or for added data."""
     saved = None
     if checkpoint and checkpoint.calibration:
         try:
@@ -254,8 +254,8 @@ def make_engine(
 
 
 def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
-    """Fill the queues with the initial weights before step 1, on all ranks together. The samples come in a different
-    order and use up none of the stream."""
+    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. It reads the
+    streams' data in a different order and does not change their positions."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue

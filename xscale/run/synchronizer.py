@@ -1,8 +1,9 @@
-"""The ranks agree on each step by one small message of each rank, which is summed while earlier steps are made.
+"""The ranks agree on each step: each sends one small message, and the messages are summed while earlier steps run.
 
-With many ranks a message may take longer than a step, so it is sent enough steps ahead to arrive before its step
-begins. Rank 0 measures how many steps messages take, and each message says how far ahead the ranks send from its step
-on. The content of a step does not depend on that, but a request to stop takes effect as many steps later.
+With many ranks a sum may take longer than a step, so each message is sent enough steps ahead for its sum to arrive
+before its step begins. Rank 0 measures how many steps a message takes, and each message says how many steps ahead the
+ranks send from its step on. The content of a step does not depend on this number, but a request to stop takes effect
+that many steps later.
 """
 
 import time
@@ -25,9 +26,10 @@ from xscale.run.watch import StopRequest, Watch
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
 FEWEST, MOST = 2, 16
-"""The bounds of the number of steps ahead that a message is sent, which is one more than it takes."""
+"""The least and the greatest number of steps ahead that a message is sent. The number is one more than the number of
+steps that a message takes."""
 SEEN = 7
-"""The number of messages whose median says how many steps a message takes."""
+"""The number of last messages over which the median of the steps that a message takes is computed."""
 
 
 class GlobalCounts(NamedTuple):
@@ -36,7 +38,7 @@ class GlobalCounts(NamedTuple):
     targets: dict[tuple[str, str], int]
     work: RowCost
     too_long: Counter[str]
-    """The number of pairs over data.max_length, by stream."""
+    """The number of pairs longer than data.max_length, by stream."""
     samples: int
     flush: int
     """1 if rank 0 asks to read metrics after this step, otherwise 0."""
@@ -45,11 +47,11 @@ class GlobalCounts(NamedTuple):
     ahead: int = FEWEST
     """The number of steps that the ranks announce before they make this one."""
     auxiliary: Mapping[str, list[int]] = {}
-    """The number of states that the auxiliary state of each gathering stream reads, by rank."""
+    """The number of states that the auxiliary state of each gathering stream reads on each rank."""
 
 
 class PendingStep(NamedTuple):
-    """A step that is announced, and whose sums may be on their way."""
+    """An announced step, whose sums over ranks may not have arrived yet."""
 
     batch: Any
     """The StepBatch, or None if this rank has an error."""
@@ -76,7 +78,7 @@ class PendingStep(NamedTuple):
 
 
 class StepSynchronizer:
-    """The synchronizer of a rank reads the records of steps and announces them to the other ranks."""
+    """Reads the records of this rank's part of each step, and announces the steps to the other ranks."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class StepSynchronizer:
         checkpoint_manager: CheckpointManager,
         locks: list[Lock],
     ):
-        """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state gathers.
-        locks: the locks on the run's directory, on rank 0."""
+        """Begin after `done` steps. steps: the run's last step. gathering: the streams whose auxiliary state exchanges
+        its vectors between all ranks once a step. locks: the locks on the run's directory, on rank 0."""
         self.announced, self.steps, self.gathering, self.locks = done, steps, gathering, locks
         self.process, self.host_group, self.stop, self.watch = process, host_group, stop, watch
         self.checkpoint_manager = checkpoint_manager
@@ -100,19 +102,19 @@ class StepSynchronizer:
         self.last_flush = time.monotonic()
         """The time when metrics were last read, or when rank 0 asked for that."""
         self.length = 0
-        """The length of a message."""
+        """The length of a message; 0 before the first one."""
         self.pending: deque[PendingStep] = deque()
         """The steps that are announced and have not begun."""
         self.flying: deque[PendingStep] = deque()
         """The announced steps whose sums had not arrived when a step last began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
-        """The number of steps begun, and the least number of them that each of the last messages took."""
+        """The number of steps begun, and for each of the last messages, how many steps began until it had arrived."""
         self.error: Exception | None = None
         """The error after which this rank reads no more records."""
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
-        """Return the step that begins now, or None after the last. The caller keeps the iterator, since in a reference
-        cycle a garbage collection would wait for its workers."""
+        """Return the step that begins now, or None after the last one. The iterator is an argument and no attribute,
+        since in a reference cycle a garbage collection would wait for its worker processes."""
         self.begun += 1
         while self.flying and self.flying[0].arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
@@ -124,7 +126,7 @@ class StepSynchronizer:
         return pending
 
     def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
-        """Announce steps until `ahead` of them wait. If a rank cannot read a step, all ranks end there."""
+        """Announce steps until `ahead` of them are pending. If a rank cannot read a step, all ranks end there."""
         while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
@@ -138,7 +140,7 @@ class StepSynchronizer:
             for lock in self.locks:
                 lock.check()
         except Exception as error:
-            if not self.length:  # at the first step, the error alone ends the other ranks
+            if not self.length:  # at the first step there is no message yet: the others end because this rank does
                 raise
             return self._failed(error)
         assert batch.step == self.announced - 1, (batch.step, self.announced)

@@ -1,7 +1,7 @@
 """Validation measures a run, finds its best checkpoint, and starts the user's command for each checkpoint.
 
 evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "seconds"}. A resume removes
-the lines of steps past its checkpoint.
+the lines of steps after its checkpoint.
 """
 
 import json
@@ -27,7 +27,7 @@ from xscale.run.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
 MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
-"""The numbers of which a row's first is printed, and the most rows that are printed."""
+"""The numbers of a results row of which the first that it has is printed, and the most rows that are printed."""
 CODE = Path(__file__).resolve().parents[2]
 """The folder that holds the running package."""
 
@@ -44,8 +44,8 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """Prepare to measure. tasks: from evals.find_tasks. step: the last step whose evaluation stays, or -1 for
-        none."""
+        """Prepare to measure. tasks: the result of evals.find_tasks. step: the last step whose evaluation stays in
+        evals.jsonl, or -1 if none stays."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter
         self.last = run_spec.recipe.train.steps
@@ -115,8 +115,8 @@ class Validation:
         LOG.info("\n".join([f"step {step}, measured in {seconds:.1f} s", *self.lines_of(step, results)]))
 
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
-        """Return a line for each of the first rows: its main number, and the best step's. ✓ marks that this step is
-        the best so far."""
+        """Return a line for each of the first results rows: its main number, and the best one so far with its step. ✓
+        means that this step is the best so far."""
         found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
         for task, row, of in numbers:
             of = {name: number for name, number in of.items() if number is not None}
@@ -136,7 +136,7 @@ class Validation:
         """Note a new checkpoint and start the hook. Returns the step of the best checkpoint, which must stay. Rank 0
         only."""
         if self.candidate and self.candidate[0] == step:
-            with suppress(OSError):  # `best` keeps naming the one before
+            with suppress(OSError):  # the file `best` then still names the checkpoint before
                 files.write_text(path.parent / checkpoints.BEST, path.name + "\n")
                 self.best = self.candidate
         self.hook.start(step, path)
@@ -189,13 +189,14 @@ class Hook:
 
 
 def hook_words(command: str, values: dict[str, str]) -> list[str]:
-    """Return the words of the command. It is split before values are put in, so that their characters do not matter."""
+    """Return the words of the command. It is split before values are inserted, so that a space or a quotation mark in a
+    value does not split it."""
     fields = "|".join(HOOK_FIELDS)
     return [re.sub(rf"\{{({fields})\}}", lambda found: values[found[1]], word) for word in shlex.split(command)]
 
 
 def hook_environment() -> dict[str, str]:
-    """Return the environment of a process that is no rank, in which `python -m xscale...` runs the code of this
+    """Return the environment for a process that is not a rank. In it, `python -m xscale...` runs the same code as this
     process."""
     env = ranks.without_launcher(dict(os.environ))
     for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):

@@ -1,9 +1,10 @@
 """A run ends early if it is asked to stop (`StopRequest`), or if a rank hangs (`Watch`).
 
-A thread of every rank tells the others what its rank is doing, through the store by which the ranks met. A rank that
-makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, says for whom it waits, and
-ends with exit code 5. It notices processes that are stopped or gone, and hangs in a file system, a collective or a
-lock. A rank that was asked to stop and does not end a step for `train.stop_limit` minutes ends with exit code 75.
+A thread of every rank tells the others what its rank is doing, through the store by which the ranks found each other. A
+rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, logs which ranks it
+waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and hangs in a file
+system, a collective or a lock. A rank that was asked to stop and does not end a step for `train.stop_limit` minutes
+ends with exit code 75.
 """
 
 import faulthandler
@@ -34,19 +35,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
 PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 LOOK_SECONDS = 5.0
-"""The longest time between two looks of the watch."""
+"""The longest time between two checks by the watch."""
 FIRST_WARNING_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
-"""The longest wait for the store. It runs in rank 0, which may be stopped, and its own timeouts do not notice that."""
+"""The longest wait for an answer of the store. The store runs in rank 0, which may be suspended, and its own timeouts
+do not notice that."""
 END_SECONDS = 8.0
-"""The longest delay between the report of a stall and the exit, for every rank to report, even if its log hangs."""
+"""The time between the report of a stall and the exit, so that every rank can report. The exit follows even if writing
+the report hangs."""
 LISTENERS = (0, 1)
 """The ranks that ask which rank is missing. All would be too many at once, and a single one may be missing itself."""
 
 
 class StopRequest:
-    """A request that this rank save and end, after a signal, at the time limit or without its launcher. It is true if
-    this has happened."""
+    """The request that this rank save and end, because of a signal, the time limit or the loss of its launcher. It is
+    true once this rank is to stop."""
 
     def __init__(self, minutes: float | None):
         """Begin to listen to signals. minutes: train.time_limit."""
@@ -55,8 +58,8 @@ class StopRequest:
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """The launchers of this rank. Some leave their ranks running when they are killed."""
         self.moved = False
-        """True once this start has made a step. Without this, a time limit shorter than a start would allow no
-        progress."""
+        """True once this start has made a step. The time limit has no effect before, since a limit that is shorter than
+        the startup would allow no progress."""
         self.terminals = [number for number in range(3) if os.isatty(number)]
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -115,36 +118,36 @@ def _is_launcher(process: psutil.Process) -> bool:
 
 
 class Beat(NamedTuple):
-    """A message of a rank's thread to the others."""
+    """A message from a rank's watch thread to the other ranks."""
 
     number: int
-    """The number of the thread's look. It stands still if the process is stopped."""
+    """The number of the thread's check. It does not grow while the process is suspended."""
     marks: int
-    """The number of the rank's notes, which shows its progress."""
+    """The number of calls of `note` so far, which shows the rank's progress."""
     doing: str
 
 
 class Watch:
-    """The watch of a rank notes what the rank is doing, and ends it if it hangs."""
+    """Records what this rank is doing, and ends the rank if it hangs."""
 
     def __init__(
         self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
     ):
-        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file for the stacks. ended: gets
-        the exit code and the reason before the process ends."""
+        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file for the stacks. ended: it is
+        called with the exit code and the reason before the process ends."""
         self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """True once the run has ended its last step and saves."""
+        """True once the run has ended its last step and only saves."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
         self.asking: threading.Thread | None = None
 
     def note(self, doing: str) -> None:
-        """Note that the rank makes progress, and what it does next. Its main thread calls this many times a step."""
+        """Note that the rank makes progress, and what it does next. The main thread calls this many times a step."""
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
     def note_end(self) -> None:
@@ -221,7 +224,7 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """Return the store's answer, or None if it does not answer this question or an earlier one in time."""
+        """Return the store's answer to `ask`, or None if it does not answer this or an earlier question in time."""
         answers: list[Any] = []
 
         def run() -> None:
@@ -239,7 +242,7 @@ class Watch:
         return f"xscale/beat/{rank}"
 
     def _listen(self, store: dist.Store | None) -> str:
-        """Return for whom this rank waits, as far as it knows."""
+        """Return which ranks this rank waits for, as far as it knows."""
         if self.process.world == 1:
             return "it is the only rank"
         if self.process.rank not in LISTENERS:

@@ -1,4 +1,4 @@
-"""DeepSpeed's own Adam is compiled here, once on each machine."""
+"""This module compiles DeepSpeed's own Adam, once on each machine."""
 
 import fcntl
 import functools
@@ -28,9 +28,9 @@ def operators_directory() -> Path:
 def load_adam(builder: str) -> None:
     """Load DeepSpeed's own Adam, which the first call on a machine compiles. Raises UserError.
 
-    torch guards a build with a file. A killed process leaves the file behind, and later builds wait for it for ever.
-    Therefore the build takes place in a directory that only xscale uses, under a lock that ends with its process, and
-    such files are removed first.
+    torch guards a build with a lock file. A killed process leaves this file behind, and later builds wait for ever for
+    its removal. Therefore the build takes place in a directory that only xscale uses, under a lock that ends with its
+    process, and such files are removed first.
     """
     directory = operators_directory()
     try:

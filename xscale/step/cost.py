@@ -81,10 +81,10 @@ def offloads(ds_config: dict[str, Any]) -> bool:
 
 
 def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> tuple[float, float]:
-    """Return the size of a checkpoint, and that of the part that rank 0 writes, which is the largest."""
+    """Return the size of a checkpoint, and the size of the part that rank 0 writes, which is the largest part."""
     n, stage = parameter_count(module), stage_of(ds_config)
     weights = WIDTH[precision] * n
-    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0 the fp32 weights are the model's own
+    optimizer = 8 * n if stage == 0 else 12 * n  # at stage 0, there is no fp32 copy of the weights
     shared = optimizer + (weights if stage >= 3 else 0)
     alone = module.auxiliary_bytes() + (0 if stage >= 3 else weights)
     return alone + shared, alone + shared / (world if stage >= 1 else 1)
@@ -96,9 +96,9 @@ def communication(
     """Return the large collectives of a step by purpose: (operation, bytes of the whole tensors).
 
     Each gradient is reduced once a step, however many rows it has (step/zero.py). Stages 1 and 2 reduce whole buckets
-    by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights for each row, where
-    the forward and backward pass share them up to stage3_max_live_parameters (10^9), and small ones once a step.
-    samples: the samples of each stream in a step.
+    by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights once for each
+    packed row, since the forward and the backward pass share them up to stage3_max_live_parameters (10^9), and small
+    weights once a step. samples: the samples of each stream in a step.
     """
     n, stage, width = parameter_count(module), stage_of(ds_config), WIDTH[precision]
     reduced = WIDTH.get(ds_config.get("communication_data_type") or precision, width)
@@ -123,17 +123,19 @@ def communication(
 
 
 def bytes_sent(collective: str, size: float, world: int) -> float:
-    """Return the bytes that a rank sends in a ring (Patarasuk and Yuan 2009), where an all-reduce is a reduce-scatter
-    and an all-gather."""
+    """Return the bytes that a rank sends in a ring algorithm (Patarasuk and Yuan 2009), in which an all-reduce is a
+    reduce-scatter and an all-gather."""
     return (2 if collective == "all_reduce" else 1) * size * (world - 1) / world
 
 
 def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, tokens: int) -> float:
-    """Return the bytes that a row's forward pass keeps for its backward pass, if sequences have data.max_length tokens.
+    """Return the bytes that a packed row's forward pass keeps for its backward pass, if all its sequences have
+    data.max_length tokens.
 
-    A layer keeps 9 H + 2 F numbers of each token, where F is the width of the feed-forward (4 F if it has a gate), and
-    dropout masks of H each, or F. That is some 34 H bytes at 16 bits (Korthikanti et al. 2022, without attention's
-    probabilities). On a CPU, masks are numbers, and attention keeps its probabilities twice.
+    For each token, a layer keeps 9 H + 2 F numbers, where F is the width of the feed-forward layer (4 F if it has a
+    gate), and two dropout masks of H elements (with a gate: H and F). That is about 34 H bytes at 16 bits (Korthikanti
+    et al. 2022, without attention's probabilities). On a CPU, an element of a mask takes as much as a number, and
+    attention keeps its probabilities twice.
     """
     c = encoder.lm.config
     gated = c.model_type == "modernbert"
@@ -189,14 +191,14 @@ class StepFlops:
         }
 
     def attention(self, tokens: int, squares: int) -> float:
-        """Return the FLOPs of attention. Local layers count as if every sequence had the average length of a token's
-        sequence."""
+        """Return the FLOPs of attention. For local layers, every sequence counts as if it were as long as a token's
+        sequence is on average over tokens."""
         w, length = self.window, squares / max(tokens, 1)
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)
 
     def metrics(self, work: RowCost, seconds: float, world: int) -> dict[str, float]:
-        """Return the metrics mfu and mem_gb of a step, or none without a GPU. work: the sum over all ranks."""
+        """Return the metrics mfu and mem_gb of a step, if there is a GPU. work: the sum over all ranks."""
         if not torch.cuda.is_available():
             return {}
         found = {"mem_gb": torch.cuda.max_memory_allocated() / 1e9}

@@ -70,7 +70,7 @@ def check_names(config: dict[str, Any]) -> list[str]:
     problems += _check_params(config.get("optimizer", {}).get("params", {}))
     rise = config.get("scheduler", {}).get("params", {}).get("warmup_type", "log")
     if rise not in ("log", "linear"):
-        problems.append(f"scheduler.params.warmup_type: {rise!r} would be log; write log or linear")
+        problems.append(f"scheduler.params.warmup_type: {rise!r} would count as log; write log or linear")
     problems += [
         f"{key}: the package {package} is not installed; pip install {package}, or leave {key} out"
         for key, package in MONITORS.items()
@@ -97,9 +97,9 @@ def _check_key(key: str, value: Any) -> str:
 
 
 def _check_zero(zero: dict[str, Any]) -> list[str]:
-    """Check for what DeepSpeed replaces or ignores in silence below stage 3."""
+    """Return a line for each setting that DeepSpeed silently replaces or ignores below stage 3."""
     problems = [
-        f"zero_optimization.{key}.device = nvme: xscale was not tested with it, and below stage 3 it is cpu; write cpu"
+        f"zero_optimization.{key}.device = nvme: untested with xscale, and below stage 3 it works as cpu; write cpu"
         for key in ("offload_optimizer", "offload_param")
         if isinstance(zero.get(key), dict) and zero[key].get("device") == "nvme"
     ]
@@ -111,7 +111,7 @@ def _check_zero(zero: dict[str, Any]) -> list[str]:
 
 
 def _check_params(params: dict[str, Any]) -> list[str]:
-    """Check the optimizer's parameters that no optimizer would refuse."""
+    """Return a line for each wrong parameter of the optimizer that no optimizer would refuse."""
     problems = ["optimizer.params.maximize would make the loss larger; leave it out"] if params.get("maximize") else []
     return problems + [
         f"optimizer.params.{name}: {params[name]!r} is not true or false"
@@ -155,8 +155,8 @@ def _is_class(module: Any, name: str, base: type) -> bool:
 
 
 def validate_by_building(resolved: dict[str, Any]) -> list[str]:
-    """Return the error of DeepSpeed, the optimizer or the scheduler for the resolved config, in three steps of a single
-    weight. Without this check, a start or a later step would end with a traceback."""
+    """Build DeepSpeed's configuration, the optimizer and the scheduler for a single weight, take a few steps and return
+    the error, if any. Without this check, a start or a later step would end with a traceback."""
     DeepSpeedConfig, _, DtypeEnum = private.config_classes()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     kind, params = resolved["optimizer"]["type"], resolved["optimizer"].get("params", {})

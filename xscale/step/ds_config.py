@@ -112,7 +112,8 @@ def parse_finite(text: str) -> float:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object. Raises ValueError for a key that occurs twice, of which json would take the last one."""
+    """Build the dictionary of a JSON object. Raises ValueError for a key that occurs twice, of which json would keep
+    the last value only."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -123,7 +124,8 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def resolve_ds_config(
     config: dict[str, Any], path: Path, recipe: Recipe, world: int, hardware: Hardware
 ) -> EngineConfig:
-    """Return DeepSpeed's config with every "auto" filled. Raises UserError that names every contradiction."""
+    """Return DeepSpeed's config with every "auto" replaced by a value. Raises a UserError that names every
+    contradiction."""
     resolved = json.loads(json.dumps(config))
     problems: list[str] = []
     _fill_sizes(resolved, world, problems)
@@ -132,7 +134,7 @@ def resolve_ds_config(
     _fill_scheduler(resolved, recipe, problems)
     zero = resolved.get("zero_optimization", {})
     if zero.get("overlap_comm") == AUTO:
-        zero["overlap_comm"] = world > 1  # DeepSpeed then waits for the device after every backward pass
+        zero["overlap_comm"] = world > 1  # if it is on, DeepSpeed waits for the device after every backward pass
 
     precision, notes = _resolve_precision(resolved, recipe.train.precision, hardware, problems)
     if problems:
@@ -168,7 +170,7 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
 
 
 def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """Write the batch sizes that make DeepSpeed count a step as one pass on each rank, whatever its rows are."""
+    """Write the batch sizes with which DeepSpeed counts a step as one pass on each rank, however many rows it has."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
         if (given := resolved.get(key, AUTO)) != AUTO:
@@ -184,7 +186,7 @@ def _fill_optimizer(resolved: dict[str, Any], recipe: Recipe, hardware: Hardware
     _set_owned(problems, params, "optimizer.params.", "weight_decay", recipe.train.weight_decay, "train.weight_decay")
     for key, default in (("betas", [0.9, 0.999]), ("eps", 1e-8)):
         if params.get(key, AUTO) == AUTO:
-            params.pop(key, None)  # the optimizer has a default
+            params.pop(key, None)  # the optimizer then takes its own default
             if kind in ADAM:
                 params[key] = default
     if params.get("torch_adam") and "foreach" not in params:
@@ -202,7 +204,7 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
-        params["warmup_min_lr"] = 0.0  # the decay ends there too
+        params["warmup_min_lr"] = 0.0  # the decay ends at 0, too
     owned = {
         "total_num_steps": (train.steps, "train.steps"),
         "warmup_num_steps": (max(train.whole_steps(train.warmup), 2), "train.warmup, in steps"),

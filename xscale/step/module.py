@@ -75,7 +75,7 @@ class StepModule(nn.Module):
             encoder.checkpoint_activations()
         if recipe.train.compile:
             encoder.compile_forward()
-        self.train()  # from_pretrained leaves a model without dropout
+        self.train()  # from_pretrained returns a model in evaluation mode, without dropout
 
     def follow(self, recipe: Recipe) -> None:
         """Take the options of the streams from the recipe of a phase, or of an evaluation."""
@@ -127,7 +127,7 @@ class StepModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Return the row's loss, and the numbers that `reported` names, without gradient [K].
 
-        inputs: row.inputs on the device. more: states from elsewhere, such as those of auxiliary states. weights_M: the
+        inputs: row.inputs on the device. more: further states, such as those that auxiliary states give. weights_M: the
         weight of each prediction, divided by `largest`.
         """
         states = self.read(row, inputs)
@@ -164,8 +164,8 @@ class StepModule(nn.Module):
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
-        """Call the vocabulary head once for all predictions of the row. It is called for zero of them too, since all
-        ranks use its weights. Returns the loss, sums by key, and the sums of losses of each of row.names."""
+        """Call the vocabulary head once for all predictions of the row. It is called even if these have no token, since
+        all ranks must use its weights. Returns the loss, sums by key, and the sum of losses for each of row.names."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])

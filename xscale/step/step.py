@@ -78,8 +78,8 @@ class RowPass:
     """A row on the device. Each forward pass draws the same dropout masks."""
 
     def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
-        """Copy the row to the device and compute its auxiliary states. seed: the seed of everything random about the
-        row."""
+        """Copy the row to the device and compute the states of its auxiliary inputs. seed: the seed of everything
+        random about the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
         torch.manual_seed(rng.torch_seed("beside", *seed))  # this string is part of the seed and must stay
@@ -154,7 +154,8 @@ def measure_rows(
 ) -> StepSums:
     """Return this rank's sums over evaluation rows, without dropout and smoothing. The training state does not change.
 
-    recipe: a recipe with the streams of the rows. All ranks must have equally many rows. note: called before each row.
+    recipe: a recipe with the streams of the rows. All ranks must have the same number of rows. note: it is called
+    before each row.
     """
     module, encoder = engine.module, engine.module.encoder
     module.follow(recipe)
@@ -204,8 +205,8 @@ class Stopwatch:
 
 
 def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
-    """Give each row the vectors of all rows and ranks, for objectives that compare the samples of a whole step.
-    Auxiliary states gather, too.
+    """Give each row the vectors of all rows and ranks, for objectives that compare the samples of a whole step. Also
+    let the auxiliary states gather their vectors from all ranks.
 
     These vectors have no gradient. In a row's forward pass, its own vectors are computed again with gradient
     (module.py). The sum of the rows' gradients is then the gradient of the whole step (as in GradCache, Gao et al.
@@ -227,7 +228,7 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
 
 
 def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks in the order of ranks, and the index of this rank's first row."""
+    """Return the matrix rows of all ranks in the order of ranks, and the index of this rank's first one."""
     if not dist.is_initialized():
         return mine_ND, 0
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
@@ -242,7 +243,7 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 
 def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """Return the count that divides a term."""
+    """Return the count of the whole step by which a term's sum is divided."""
     objective = recipe.streams[stream].objective
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:
@@ -269,8 +270,8 @@ def set_learning_rate(engine: Any, recipe: Recipe, step: int) -> float:
 
 
 def gradient_norms(engine: Any, passes: list[RowPass], weights: Weights) -> dict[str, Tensor]:
-    """Return the L2 norm of each stream's part of the gradient, before clipping, from passes with all other weights
-    0."""
+    """Return the L2 norm of each stream's part of the gradient, before clipping, from passes in which the other
+    streams' weights are 0."""
     parameters = [p for p in engine.module.parameters() if p.requires_grad]
     scale = float(engine.optimizer.loss_scale) if engine.fp16_enabled() else 1.0
     norms = {}

@@ -1,7 +1,7 @@
-"""ZeRO's stages need rules for settings that they refuse, for whole weights, and for the one reduction of a step.
+"""The differences between ZeRO's stages: settings that they refuse, whole weights, and the one reduction of a step.
 
-A step has R rows. R is the same on all ranks and may change from step to step, so `gradient_accumulation_steps` is 1,
-and DeepSpeed divides gradients by the number of ranks only:
+A step has R packed rows. R is the same on all ranks and may change from step to step. Therefore
+`gradient_accumulation_steps` is 1, and DeepSpeed divides gradients by the number of ranks only:
 
     with one_reduction(engine):
         for row in rows:
@@ -56,7 +56,7 @@ def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
 
 
 def keeps_whole_weights(engine: Any) -> bool:
-    """Whether each rank has all weights; stage 3 partitions them."""
+    """Whether each rank has all weights whole. Stage 3 partitions them."""
     return engine.zero_optimization_stage() < 3
 
 
@@ -70,11 +70,12 @@ def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
 
 
 def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
-    """Register weights that a pass reads without calling the module that owns them, at stage 3, before the first pass.
+    """At stage 3, register weights that a pass reads without calling the module that owns them. It must precede the
+    first pass.
 
     DeepSpeed finds such weights by itself only if they are partitioned before a pass. Small weights are partitioned
-    only after a skipped step. A weight found then is missing from the order in which DeepSpeed fetches weights, and
-    DeepSpeed stops with "tracing error".
+    only after a skipped step. A weight that is found only then is missing from the order in which DeepSpeed fetches
+    weights, and DeepSpeed stops with "tracing error".
     """
     if engine.zero_optimization_stage() < 3:
         return
@@ -89,7 +90,8 @@ def gather_for_every_pass(engine: Any, weights: Iterable[nn.Parameter]) -> None:
 
 @contextmanager
 def one_reduction(engine: Any) -> Iterator[None]:
-    """Keep the gradients of backward passes within on this rank, and reduce their sums at the end, each bucket once.
+    """Keep the gradients of the backward passes in this context on this rank, and reduce their sums at its end, each
+    bucket once.
 
     Stages 1 to 3 use DeepSpeed's `coalesce_grad_reduction`; without it, stages 2 and 3 reduce after every pass. Stage 0
     and BF16_Optimizer do not support it, and reduce on request.
@@ -101,7 +103,7 @@ def one_reduction(engine: Any) -> Iterator[None]:
             zeros_for_missing(engine)
         except BaseException:
             # coalesce_grad_reduction reduces after an exception, too. Without gradients there is nothing to reduce, so
-            # that no collective waits for ranks that are elsewhere, and the exception gets out.
+            # that no collective waits for ranks that are elsewhere, and the exception reaches the caller.
             private.drop_gradients(engine.module)
             raise
     if on_request:
@@ -141,9 +143,9 @@ def reduces_on_request(engine: Any) -> bool:
 def zeros_for_missing(engine: Any) -> None:
     """Give a gradient of zeros to every trainable weight that no pass of this rank has used.
 
-    Without it, a weight that only some ranks use shifts the ranks' buckets against each other; a weight that no rank
-    uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer neither counts nor clips
-    gradients of weights that this rank has not used.
+    Without these zeros, a weight that only some ranks use shifts the ranks' buckets against each other; a weight that
+    no rank uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer leaves out the
+    gradients of weights that this rank has not used when it computes the norm and clips.
     """
     if missing := private.without_gradient(engine):
         with private.gradients_by_hand(engine):
@@ -152,7 +154,8 @@ def zeros_for_missing(engine: Any) -> None:
 
 
 def set_zeros(weight: nn.Parameter) -> None:
-    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor, whose shape autograd would compare."""
+    """Set weight.grad to zeros. At stage 3 the weight is an empty tensor. It gets its whole shape for a moment, since
+    autograd accepts only a gradient of the weight's shape."""
     data = weight.data
     weight.data = torch.zeros(private.whole_shape(weight), dtype=data.dtype, device=data.device)
     weight.grad = torch.zeros_like(weight.data)
