@@ -295,6 +295,14 @@ def test_phases_are_in_order_and_of_steps(demo: Path, tmp_path: Path) -> None:
             resolve_run(write(tmp_path, phases), sets, [demo])
 
 
+def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
+    phases = [{"until": 4}, {"until": 4}, {"until": 9}, {"until": 12}]
+    notes = resolve_run(write(tmp_path, phases), ["train.steps=6"], [demo]).notes()
+    found = [line.partition(", changes")[0] for line in notes if line.startswith("phase ")]
+    none = "no step of this run"
+    assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
+
+
 def listed(demo: Path, folder: Path, outs: list[str], *sets: str) -> list[str]:
     """A runs' list for many_runs.py, of FOLDER/OUT for each."""
     folder.mkdir(exist_ok=True)

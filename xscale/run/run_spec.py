@@ -188,9 +188,13 @@ class RunSpec:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
             lines += [f"streams.{spec.name}.{line}" for line in advice]
+        begin = 0
         for number, phase in enumerate(self.recipe.phases, start=1):
             fields = ", ".join(f"{name} {value}" for name, value in phase.fields.items()) or "no field"
-            lines.append(f"phase {number}, until step {phase.end:,}, changes {fields}")
+            last = min(phase.end, self.recipe.train.steps)
+            steps = f"steps {begin + 1:,} to {last:,}" if begin < last else "no step of this run"
+            lines.append(f"phase {number}, {steps}, changes {fields}")
+            begin = phase.end
         train, counted = self.recipe.train, counts_epochs(self.specs)
         if train.epochs and counted:
             lines.append(
