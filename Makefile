@@ -1,4 +1,4 @@
-# make demo: everything at once, on generated data.  make test: the tests.  Both start from a bare machine.
+# `make demo` trains and evaluates on generated data. `make test` runs the fast tests. Both first create .venv.
 SUITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do $$p -c "$(SUITS)" 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -36,8 +36,8 @@ demo: $(VENV)/installed data/demo
 test: $(VENV)/installed
 	OMP_NUM_THREADS=1 python -m pytest -n auto --dist loadfile -m "not slow"
 
-# The aligner is compiled as it is installed, so only the tests that run it ask for it; so with mteb, which is large,
-# and with SLURM and a browser, which are Debian's.
+# Only the slow tests install the aligner, which must be compiled, mteb, which is large, and Debian's packages of SLURM
+# and a browser.
 test-slow: $(VENV)/installed
 	@for program in slurmctld slurmd munged chromium; do command -v $$program > /dev/null || missing=yes; done; \
 	test -z "$$missing" || { apt-get update -qq && \

@@ -1,7 +1,8 @@
-"""Whole optimizer steps of this checkout and of another, taken in turns: `step.py --before DIR`.
+"""Compare whole optimizer steps of this checkout with those of another checkout: `step.py --before DIR`.
 
-Either side is a process that trains the recipe by its own xscale/train.py, data included; before each step it waits for
-a line that says "go". Waiting counts neither as time nor towards the second after which metrics are written.
+Each side is a process that trains the recipe with its own xscale/train.py, including the data. The two take turns:
+before each step, a process waits for a line that says "go". The waiting time is not measured, and it does not count
+towards the second after which metrics are written.
 """
 
 import json

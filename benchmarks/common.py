@@ -1,4 +1,4 @@
-"""What the benchmarks share: corpora made on the fly, tables, the allocator's settings."""
+"""Functions that the benchmarks share: they generate corpora, print tables and set the allocator."""
 
 import os
 import sys

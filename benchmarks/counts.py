@@ -1,14 +1,15 @@
-"""What an optimizer step asks of the host and of the network, counted: operators, host time, collectives.
+"""Count the operators and the collectives of an optimizer step, and measure its host time.
 
     python benchmarks/counts.py [--before DIR] [--data DIR ...] [--parts operators collectives]
 
-  operators    of a whole step, forward and backward, that compute something (no views, no allocations), by torch's
-               dispatch mode: 12 layers of tiny widths, one rank, rows of 16,384 tokens, attention as one operator. And
-               host ms of a step with as many passes, but of few and short sequences, so that there is hardly any
-               arithmetic: processor time of its one thread, without data, median of 20. With DeepSpeed and without
-  collectives  of a step of `mixed` in several rows on 2 ranks, buckets of 100,000 numbers: reductions of gradients, how
-               often a number of the gradient is reduced, and all others
---before: of another checkout too. Exit code 1 where a goal is missed.
+  operators    the operators of a whole step, forward and backward, that compute something (no views, no allocations),
+               counted by torch's dispatch mode: 12 layers of tiny widths, one rank, packed rows of 16,384 tokens,
+               attention as one operator. Also the host ms of a step with as many passes over few and short sequences,
+               which need hardly any arithmetic: CPU time of one thread, without data, median of 20. All of this with
+               DeepSpeed and without it
+  collectives  the collectives of a step of `mixed` with several packed rows on 2 ranks, buckets of 100,000 numbers:
+               reductions of gradients, how often a number of the gradient is reduced, and all others
+--before: also measure another checkout. The exit code is 1 if a goal is missed.
 """
 
 import argparse

@@ -1,16 +1,17 @@
-"""The alignment gather against what PyTorch offers for it, forward and backward.
+"""Compare the alignment gather with what PyTorch offers for the same task, forward and backward.
 
     python benchmarks/gather.py [--device cuda|cpu] [--rounds N] [--tune] [--allocator steady|default]
 
 Case 1 is 128 sequences of 128 tokens, 768 wide; case 2 is 32 of 512, 1024 wide. 30 % of the tokens are masked, with 1.3
-links each to the other half of their sequence. Every contestant is checked against fp64 first; rounds are interleaved.
-  one head   rows of A^T H at the masked tokens
-  two heads  these and the masked tokens' own rows, by ours in one gather; the gradients come apart, as from two heads
-On a GPU each figure is of a CUDA graph (*: no graph, as an operator waits for the host) that works on as many
-different buffers in turn as hold 256 MB, so that L2 is cold, or on one buffer (warm). Bytes are a row for each link and
-each sum (forward), each sum and each token (backward); `of copy` is their rate over that of a device copy of 1 GB.
---tune: the GPU kernel with other tiles.
---allocator steady, the default, sets glibc's malloc to keep freed memory; page faults hide the rest without it.
+links each to the other half of their sequence. All implementations are first checked against fp64, then timed in turns.
+  one head   the sums of linked states, A^T H, at the masked tokens
+  two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
+             separately, as from two heads
+On a GPU each figure is of a CUDA graph (*: no graph, because an operator waits for the host). It works in turn on as
+many buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). Bytes are a vector for each link and each sum
+(forward), each sum and each token (backward); `of copy` is their rate relative to a device copy of 1 GB.
+--tune: also time the GPU kernel with other tile sizes.
+--allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
 """
 
 import argparse

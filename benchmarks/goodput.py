@@ -1,9 +1,9 @@
-"""Goodput of a run that is killed now and then: `python benchmarks/goodput.py [--kills 2] [--between 500]`.
+"""Measure the goodput of a run that is often killed: `python benchmarks/goodput.py [--kills 2] [--between 500]`.
 
-Two ranks train in steps of --step_s seconds (a rank sleeps so long, as a GPU would work) and save every 20. Every
---between steps kill -9 of all. Prints how many steps an undisturbed run does in the same time, and what took the rest.
-Counted apart, as the same for any trainer: that the launcher notices the end, and a start's imports and engine (as long
-as the first start took).
+Two ranks train in steps of --step_s seconds (each rank sleeps for this time, as if a GPU worked) and save every 20
+steps. After every --between steps, kill -9 ends all processes. The script prints the number of steps relative to those
+of an uninterrupted run in the same time, and what took the other time. It counts separately what any trainer needs: the
+time until the launcher notices the end, and a start's imports and engine (as long as in the first start).
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Kernels, encoder and rows against wider types, on the GPU where there is one: `pytest benchmarks/gpu_check.py`.
+"""Compare kernels, encoder and packed rows with wider types, on a GPU if possible: `pytest benchmarks/gpu_check.py`.
 
-Errors are ||out - reference|| / ||reference||, the reference in fp64 on the CPU from the same (rounded) inputs, where
-nothing else is said.
+Unless a test says otherwise, errors are ||out - reference|| / ||reference||; the reference is computed in fp64 on the
+CPU from the same (rounded) inputs.
 """
 
 import os

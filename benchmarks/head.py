@@ -1,18 +1,18 @@
-"""The masked head and its loss, forward and backward, against what PyTorch and others offer.
+"""Compare the vocabulary head and its loss, forward and backward, with what PyTorch and other packages offer.
 
     python benchmarks/head.py [--device cuda|cpu] [--rounds N] [--tokens N] [--allocator steady|default]
 
-768 wide, 30 % of the tokens predicted, labels skewed to low ids as words are. Prints for each vocabulary and precision
-  1. which rows: logits at all tokens, at all tokens and then selected, at the predicted ones alone
-  2. how, for the predicted rows: plain PyTorch, chunked (ours; in one call, or in one for each of 5 streams),
-     F.linear_cross_entropy where this torch has it, Liger Kernel and cut-cross-entropy where they are installed
-ms are medians over interleaved rounds, until the device is done; on a GPU also until the host has launched everything.
-What takes more than five times as long as ours is timed once. Errors are against fp64 on the same inputs: of the loss,
-and of the gradient of the weight's first 1,000 rows (RMS, of their own RMS). MB are the peak beyond inputs and
-gradients, once with gradients as they are returned, once with them in fp32, in which ours sums up 16-bit gradients: on
-a GPU by torch.cuda.max_memory_allocated, on a CPU by adding up what torch.profiler saw the allocator give and take
-(scratch of oneDNN and MKL is not in it).
---allocator steady, the default, sets glibc's malloc to keep freed memory; page faults hide the rest without it.
+Width 768, 30 % of tokens predicted, most labels are low ids, as with words. Prints for each vocabulary and precision
+  1. which rows (tokens) get logits: all; all, of which the predicted are then selected; only the predicted
+  2. how the predicted rows are computed: plain PyTorch, in chunks (xscale's head; in one call, or in one for each of 5
+     streams), F.linear_cross_entropy if this torch has it, Liger Kernel and cut-cross-entropy if they are installed
+ms are medians over rounds in turns, until the device is done; on a GPU also until the host has launched everything.
+What takes more than five times as long as xscale's head is timed once. Errors are relative to fp64 on the same inputs:
+of the loss, and of the gradient of the weight's first 1,000 rows (RMS of the error over RMS of the gradient). MB are
+the peak in addition to inputs and gradients: once with gradients as they are returned, once with fp32 gradients, in
+which xscale sums 16-bit gradients. On a GPU this is torch.cuda.max_memory_allocated; on a CPU it is the sum of what
+torch.profiler saw the allocator give and take (without the scratch memory of oneDNN and MKL).
+--allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
 """
 
 import argparse

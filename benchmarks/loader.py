@@ -1,16 +1,16 @@
-"""The data path: speed of a worker, time to resume, memory of the order, opens of shard files.
+"""Measure the loading of data: speed of a worker, time to resume, memory of the order, opens of shard files.
 
     python benchmarks/loader.py [--text SRC TGT] [--records 1000000] [--steps 60] [--max_tokens 4096]
 
-writes a corpus of pairs of 15 words a side and a 16k tokenizer into a temporary directory (from two parallel files,
-plain, .gz or .xz, or else from the demo world), and prints
-  1. pairs, tokens and rows a second of TLM, and of AlignLM where there are links (the demo world): read from shards,
-     tokenised, masked, laid out in rows of --max_tokens (512 pairs a step), by the process itself and through
-     DataLoader with 1 and 2 workers; then where a pair's time goes
-  2. seconds from opening the source to the first step, at record 0 (a new run, which measures how many tokens bytes
-     promise) and at 90 % of it (a resume, which knows), files cached and not
-  3. memory of the order of 10^5, 10^7 and 10^9 records, and the time of drawing one step
-  4. how often a shard is opened in an epoch, and how far apart its first and last read lie
+The script writes a corpus of pairs with 15 words on each side and a 16k tokenizer into a temporary directory (from two
+parallel files, plain, .gz or .xz, or else from the demo world), and prints
+  1. pairs, tokens and packed rows per second of TLM, and of AlignLM if there are links (the demo world): read from
+     shards, tokenised, masked, packed into rows of --max_tokens (512 pairs per step), by the process itself and by
+     DataLoader with 1 and 2 workers; then the parts of a pair's time
+  2. seconds from opening the source to the first step, at record 0 (a new run, which measures the tokens per byte) and
+     at 90 % of the source (a resume, which knows them), with files cached and not cached
+  3. memory of the order of 10^5, 10^7 and 10^9 records, and the time to select the records of one step
+  4. how often a shard is opened in an epoch, and the distance between its first and its last read
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""What a step waits for the small message by which ranks agree on it: nothing, since it travels during steps before.
+"""Show that a step does not wait for the small message by which ranks agree on it, because it is sent some steps ahead.
 
     python benchmarks/messages.py [--delay 0.05] [--steps 40]
 
-Two ranks train `mixed` on the demo corpus, with messages as they are and with messages that take longer, in turn, three
-times each. It prints the median step of each run; in a loop that waited, they would differ by the delay.
+Two ranks train `mixed` on the demo corpus, three times with normal messages and, in turn, three times with delayed
+messages. The script prints the median time of a step of each run; if the loop waited, they would differ by the delay.
 """
 
 import argparse

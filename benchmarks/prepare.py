@@ -1,10 +1,10 @@
-"""Preparation of pairs end to end, beside a single-pass loop over `datasets` and `webdataset` that does the same.
+"""Compare the whole preparation of pairs with a single-pass loop over `datasets` and `webdataset` that does the same.
 
     python benchmarks/prepare.py [--text en.xz de.xz] [--pairs 200000] [--workers 2]
 
-Both normalise, bound lengths in characters and remove exact duplicates. The last rows add word pieces, near duplicates
-and language identification. With --workers 1 the CPU time is known too, which tells more than wall time on a machine
-that others use. The loop writes one sample a pair, no index and no report, and cannot be restarted.
+Both normalise, limit characters and remove exact duplicates. The last rows of the table add word pieces, near
+duplicates and language identification. With --workers 1 the table also has the CPU time, which is more reliable than
+wall time on a busy machine. The loop writes one sample for each pair, no index and no report, and cannot be restarted.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""Rows of several sizes: tokens/s and MFU of whole steps, launches, host time, and how busy the GPU is.
+"""Measure packed rows of several sizes: tokens/s and MFU of whole steps, launches, host time, and how busy the GPU is.
 
     python benchmarks/rows.py [--preset xlmr-base --vocab_size 250002] [--rows 4096 8192 16384 32768] [--seconds 150]
     python benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 --goal 216000
 
 One process, bf16 and ZeRO-2 on a GPU, dropout as shipped, on text of the demo world in documents as long as web pages.
-A step has --rows_per_step rows; batches are made beforehand (loader.py measures the loader). Prints
-  1. of --recipe, for rows of each size, compiled and eager: real tokens/s, MFU by cost.StepFlops, ms of a step; and of
-     one step under torch's profiler the kernels that were launched, ms that the host worked (without its waits for the
-     GPU) and the share of time that the GPU was busy. On a CPU the operators that compute instead of launches
-  2. `mixed` in rows of --mixed_rows tokens: as shipped, and with as many samples as fill its rows, against the sum of
-     its streams alone and against --recipe
-Rows of --first come first. Sizes for which --seconds leave no time are named. Lines that begin with GOAL say which
-goals are met; none makes the run fail.
+A step has --rows_per_step packed rows; batches are made beforehand (loader.py measures the loader). Prints
+  1. for --recipe and packed rows of each size, compiled and eager: real tokens/s, MFU by cost.StepFlops, ms of a step;
+     and for one step under torch's profiler: the number of kernels launched (on a CPU, of operators that compute), the
+     ms that the host worked (without waits for the GPU), and the share of the time that the GPU was busy
+  2. for `mixed` in packed rows of --mixed_rows tokens: the same as shipped, and with as many samples as fill its rows,
+     compared with the sum of its streams alone and with --recipe
+Sizes in --first are measured first. The script names sizes for which --seconds leaves no time. Lines that begin with
+GOAL say which goals are met; a missed goal does not make the script fail.
 """
 
 import argparse

@@ -1,17 +1,17 @@
-"""A thousand ranks, without them: what a step costs beside the GPUs where the corpus and the job are large.
+"""Measure what a step of a thousand ranks on a large corpus costs besides GPU work, without a thousand ranks.
 
     python benchmarks/scale.py [--records 1000000000] [--shards 100000] [--ranks 1024] [--steps 24]
                                [--sources 1 100] [--planning]
 
-Sources are there in memory alone (their .idx, not their text), dealt out evenly over 1 and 100 of them. It prints
-  1. planning, by the code of a run, for the ranks of a node: CPU time of making the first step (the order of an epoch
-     with it), of a step after it, also as the share of one rank, and the longest of them; memory that is kept, and the
-     peak. Steps are of 8k samples, and of as many as fill a row of 16k tokens on each rank
-  2. how long the main process waits for what a step plans: in steps of 100 ms, by the loader of a run with two workers
-     that read nothing; the first plan (which a run waits for while it builds its engine), the median, the longest
-  3. bytes of a step's collectives, as a dry run foretells them and as runs on 2 and 4 ranks gave them, by ZeRO stage,
-     of rows that hold all of a step and of several; then what each of --ranks would send, by a ring
-What a start costs there, by real files: start.py.
+The records are divided evenly among 1 and 100 sources, which exist in memory only (.idx data without text). Prints
+  1. planning with a run's own code, for the ranks of a node: CPU time of the first step (which includes the order of an
+     epoch) and of a later step, also as the share of one rank, and the longest one; the memory that is kept, and its
+     peak. Steps have 8k samples, or as many as fill a packed row of 16k tokens on each rank
+  2. how long the main process waits for a step's plan, with steps of 100 ms and a run's loader with two workers that
+     read nothing: for the first plan (a run builds its engine meanwhile), the median, the longest
+  3. bytes of a step's collectives, as a dry run predicts them and as measured on 2 and 4 ranks, by ZeRO stage, with one
+     and with several packed rows per step; then what each of --ranks would send in a ring
+start.py measures what a start costs on a large corpus, with real files.
 """
 
 import argparse

@@ -2,15 +2,14 @@
 
     python benchmarks/shuffle.py [--seeds 5] [--text DIR]
 
-Takes corpora whose records lie in the worst order, sorted by a scalar (say, length) or topic by topic, in shards of
-8,192, and prints the variance of batch means over an epoch as a ratio to a full shuffle's: 1.00 is as good, and
-without any shuffle the ratio is about the batch size. Rows: corpora and windows; the default window is marked *.
+The corpora have their records in the worst order, sorted by a number (say, length) or by topic, in shards of 8,192. The
+script prints the variance of batch means over an epoch, relative to a full shuffle: 1.00 is as good, and without any
+shuffle the ratio is about the batch size. The table has a row for each corpus and window; * marks the default window.
 
-Then the same of running text, whose documents lie topic by topic and whose sentences are like their document: the
-variance of batches of samples over that of batches whose pieces of documents (data/order.py) are permuted all together,
-and over that of batches whose documents are permuted whole. And of all sentences that follow one another in a document,
-how many follow one another in a sequence. In a stream of many sources a window is permuted in parts. Corpora:
-generated ones, and the documents of --text.
+Then it does the same for running text, whose documents are sorted by topic and whose sentences resemble their document:
+the variance of batches of samples, relative to a full shuffle of pieces of documents (data/order.py) and to one of
+whole documents; and the share of neighbouring sentences of a document that are neighbours in a sequence. If a stream
+has many sources, a window is permuted in parts. The corpora are generated ones, and the documents of --text.
 """
 
 import argparse

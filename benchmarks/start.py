@@ -1,16 +1,16 @@
-"""What a start and a resume cost beside imports where the corpus is large, by real files and real ranks.
+"""Measure what a start and a resume cost besides imports on a large corpus, with real files and real ranks.
 
     python benchmarks/start.py [--records 1000000000] [--shards 100000] [--kinds pair mono] [--sources 1 100]
                                [--far MS]
 
-A corpus of 10^9 records is one written shard of each source and hard links to it; its index names each as a shard of
-its own. Beside it one of two shards shows what a start costs in any case. Each is trained for 8 steps on 1 and on 2
-ranks, anew and again from its checkpoint of step 1. It prints, of rank 0, seconds from the end of the imports to the
-first step: all, and those of reading indices and looking at files (`prepare`), of finding and checking a checkpoint, of
-measuring the data (`calibrate`), of building the engine, of saving step 0, and of waiting for the first step's records;
-then how often all processes of all ranks together asked the file system for a size (stat) or opened a file of the
-corpus, and how much memory rank 0 has. --far: each stat and open of a file of the corpus takes so long, as on a file
-system across a network.
+The corpus of 10^9 records has one written shard for each source and hard links to it; its index lists each link as a
+shard. A second corpus, of two shards, shows what any start costs. Each corpus is trained on for 8 steps on 1 and on 2
+ranks, from the start and again from the checkpoint of step 1. The script prints rank 0's seconds from the end of the
+imports to the first step: in all, and for reading indices and file sizes (`prepare`), for finding and checking a
+checkpoint, measuring the data (`calibrate`), building the engine, saving step 0 and waiting for the first step's
+records; then how often all processes of all ranks asked for the size of a file of the corpus (stat) or opened one, and
+the memory of rank 0. --far: each stat and open of a file of the corpus takes this many ms, as on a network's file
+system.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Optimizer steps of xscale against the stock loop: Hugging Face models on DeepSpeed ZeRO-2, objective by objective.
+"""Compare optimizer steps of xscale with a stock loop, Hugging Face models on DeepSpeed ZeRO-2, for each objective.
 
     python benchmarks/step.py [--recipes tlm alignlm ...] [--data DIR ...] [--rounds 4] [--max_tokens 4096 8192]
     python benchmarks/step.py --memory [--recipes ...]      peak memory of each loop, in a process of its own
@@ -9,20 +9,21 @@
 
 Both loops train the same model (preset mini, vocabulary 32,768) from the same weights on the same samples in each
 optimizer step, with the same ds_config, and take turns in one process. The stock loop (stock.py) is what an ordinary
-user writes: micro-batches in random order, padded to their longest, logits at all positions; tokenised, masked and
-collated beforehand, never compiled. xscale does all that as it goes (with --workers partly while the stock loop has its
-turn; loader.py measures the loader alone). Prints for each recipe
+user writes: micro-batches in random order, padded to their longest sequence, logits at all positions. Its data are
+tokenised, masked and collated beforehand, and it is never compiled. xscale does this work in its steps (with --workers,
+partly during the stock loop's turn; loader.py measures the loader alone). Prints for each recipe
   1. samples/s, the ratio to the stock loop (medians, and the range over rounds), the ratio that FLOPs allow; on a GPU
-     also MFU, peak memory, and steps that fp16 overflow skipped
-  2. where a step's time goes, in ms, of either loop. The stock loop's ZeRO-2 reduces gradients in each backward pass,
-     xscale once a step; xscale's head takes its gradients in the forward pass, and companions (key encoder, frozen
-     copy) read before it. On a GPU measured in steps of their own, since the watch waits for the device
-FLOPs that an objective needs are cost.StepFlops'. MFU = these / (seconds x peak), for either loop. FLOPs that the stock
-loop computes are counted by torch (FlopCounterMode) in one step. FLOPs allow = computed by the stock loop / needed.
+     also MFU, peak memory, and the number of steps that fp16 overflow skipped
+  2. the parts of each loop's step in ms. The stock loop's ZeRO-2 reduces gradients in each backward pass, xscale once
+     per step; xscale's head computes its gradients in the forward pass, and auxiliary states (key encoder, frozen copy)
+     read before it. On a GPU these parts are measured in separate steps, since each measurement waits for the device
+The FLOPs that an objective needs are those of cost.StepFlops, and MFU = needed FLOPs / (seconds x peak) for both loops.
+The FLOPs that the stock loop computes are counted by torch (FlopCounterMode) in one step. The ratio that FLOPs allow is
+computed by the stock loop / needed.
 --data: directories of shards with tokenizer/ and lexicon/ beside them (default: made from the demo world, with word
-links; --words N joins its sentences until a pair has N words a side). --allocator default: glibc's malloc, and huge
-pages for large tensors as in every run of xscale (ranks.start), here for both loops; steady: malloc keeps freed
-memory, from which the stock loop with its large logits gains most.
+links; --words N joins its sentences until each side of a pair has N words). --allocator default: glibc's malloc, with
+huge pages for large tensors as in every run of xscale (ranks.start), for both loops; steady: malloc keeps freed memory,
+from which the stock loop with its large logits gains most.
 """
 
 import argparse

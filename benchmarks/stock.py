@@ -1,8 +1,8 @@
-"""Each objective as an ordinary user of Hugging Face and DeepSpeed writes it: sequences padded to the longest of a
+"""The objectives as an ordinary user of Hugging Face and DeepSpeed writes them: sequences padded to the longest of a
 random micro-batch, logits at all positions, A as a dense matrix.
 
-Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. Draws are
-torch's and random's own; `mask` and `swap` are attributes, so that a check can put xscale's draws there.
+Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. Random numbers
+come from torch and random; `mask` and `swap` are attributes, so that a check can replace them by xscale's choices.
 
 Shape letters: B sequences, L tokens of the longest, H hidden width, V vocabulary, D width of z, N new keys, K keys of
 the queue.

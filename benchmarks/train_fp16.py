@@ -1,15 +1,15 @@
-"""Does every recipe train in fp16 on a GPU, and does an overflow heal? xscale/train.py itself, on the demo corpus.
+"""Check that every recipe trains in fp16 on a GPU and recovers from overflow, with xscale/train.py on the demo corpus.
 
     python benchmarks/train_fp16.py [--ds_config ds_configs/zero2_fp16.json] [--recipes NAME ...] [--steps 40]
         [--max_tokens 1024] [--small]
 
-First `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its first steps
-must overflow and be skipped, then the scale and after it the loss must fall. Then `mixed` on deterministic algorithms
-with several rows a step (--max_tokens), every recipe with rows of the default size, and `mixed` with activation
-checkpointing and with torch.compile, in this process. Each must reach its last step with finite losses, of which the
-last five are lower than the first five, and log its loss scale. A resume of the deterministic run from its middle must
-repeat the second half's losses bit for bit. Prints a line a run; exit code 1 if one failed.
---small: few samples a step. Where there is no fp16 (CPUs), the same in fp32, without overflow.
+The first run is `deepspeed --num_gpus 1 xscale/train.py --recipe mixed` with a loss scale that begins at 2^32: its
+first steps must overflow and be skipped, then the scale must fall, and then the loss. The other runs are in this
+process: `mixed` with deterministic algorithms and several packed rows per step (--max_tokens), every recipe with rows
+of the default size, and `mixed` with activation checkpointing and with torch.compile. Each must reach its last step
+with finite losses, the last five lower than the first five, and log its loss scale. A resume of the deterministic run
+from its middle must repeat the losses of the second half bit for bit. The script prints a line for each run; its exit
+code is 1 if one failed. --small: few samples per step. Without fp16 (CPUs), all runs are in fp32, without overflow.
 """
 
 import argparse

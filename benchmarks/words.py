@@ -1,10 +1,11 @@
-"""Word alignment of words, against hand-made links and against white space.
+"""Measure how the definition of a word changes word alignment, by links that were made by hand.
 
     python benchmarks/words.py --gold enfr.src-tgt enfr.gold --text en-fr.en en-fr.fr [--runs 3] [--pairs 100000]
 
-Aligns the gold's sentences with `--pairs` others around them, once by the words of each kind (the gold's own tokens as
-words; data/words.py; white space of the text with its punctuation glued on), carries the links to the gold's tokens by
-characters, and prints the alignment error rate (Och & Ney 2003) or F1, as a mean of runs: eflomal draws at random.
+The script aligns the gold sentences together with `--pairs` other pairs, once for each kind of words: the gold's own
+tokens, those of data/words.py, and white-space words of the text with their punctuation. It converts the links to links
+of the gold's tokens by characters, and prints the alignment error rate (Och & Ney 2003) or F1, as a mean of runs,
+because eflomal is random.
 Gold: `src ||| tgt` and lines of `i-j` (sure) and `ipj` (possible), from 1; or one .tsv of XL-WA (src, tgt, links).
 """
 
