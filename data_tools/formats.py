@@ -1,4 +1,4 @@
-"""Text files that hold another format than plain text are refused, with a command that converts them."""
+"""Refuses files that are not plain text, with a command that converts them."""
 
 import json
 from collections import Counter
@@ -9,18 +9,18 @@ from typing import Any
 from xscale.errors import UserError
 
 HEAD_LINES = 500
-"""The number of first lines that are looked at on each side of pairs."""
+"""The number of first lines that are checked on each side of pairs."""
 SHARE = 0.8
-"""A file has another format where so many of its first lines have it; of real text at most 6 % were seen."""
+"""A file is refused if at least this share of its first lines has another format; in real text it was at most 6 %."""
 SAME_SHARE, FEWEST = 0.9, 20
-"""Two sides are one text where so many of their first lines, of at least so many pairs, are equal."""
+"""Two sides are the same text if at least this share of their first pairs has equal sides, of at least this many."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:
-    """Raises UserError where a file's first lines are of a table, XML or JSON. side, lang: of the text that is sought.
-    json_lines: JSON is read, or the user says that these lines are text."""
+    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: those of the text that is wanted.
+    json_lines: accept JSON, because it is read as JSON or the user says that these lines are text."""
     lines = [line.strip(" \r\n") for line in head if line and not line.isspace()]
     if not lines:
         return
@@ -58,7 +58,7 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
 
 
 def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
-    """Raises UserError where the target is the source."""
+    """Raise UserError if the target is the source file, or looks like a copy of it."""
     pairs = [(a.strip(), b.strip()) for a, b in zip(*heads, strict=False) if a.strip() and b.strip()]
     same = sum(a == b for a, b in pairs)
     if src.resolve() == tgt.resolve() and not src.is_fifo():
@@ -91,9 +91,9 @@ def _is_tag(line: str) -> bool:
 
 
 def object_of(line: str) -> dict[str, Any] | None:
-    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
+    """The JSON object of a line, whose "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document; else None."""
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):  # more than 4,300 digits are a ValueError
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits raises ValueError
         return None
     return fields if isinstance(fields, dict) else None
