@@ -62,7 +62,7 @@ class Ranks:
             dist.destroy_process_group()
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Run `work` on every rank. Returns all results on every rank. Any rank's UserError or OSError is raised on all."""
+        """Run `work` on every rank. Returns all results on every rank. Any UserError or OSError is raised on all."""
         error: Exception | None = None
         result = None
         try:
