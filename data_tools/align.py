@@ -129,7 +129,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     def pairs() -> Iterator[tuple[str, str]]:
         for number, (src, tgt) in enumerate(zip_longest(_lines(args.src), _lines(args.tgt)), start=1):
             if src is None or tgt is None:
-                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number}; both need as many")
+                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number} of the other file")
             yield src, tgt
 
     def work() -> str:

@@ -34,7 +34,7 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
         )
     if lines[0].lower().startswith(_XML_HEADS) or sum(map(_is_tag, lines)) >= SHARE * len(lines):
         if not any("<tmx" in line or "<tuv" in line for line in lines):
-            raise UserError(f"{path} looks like XML or HTML; take its text out, a sentence a line")
+            raise UserError(f"{path} looks like XML or HTML; take its text out, one sentence per line")
         of_language = f"any(k[-4:] == 'lang' and x.lower().startswith('{lang.lower()}') for k, x in v.items())"
         raise UserError(
             f'{path} looks like a TMX; take each language out: `{cat} | python -c "import sys, xml.etree.ElementTree '
@@ -45,14 +45,14 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
         return
     if lines[0] in ("[", "{") or lines[0].startswith("[{"):
         raise UserError(
-            f"{path} looks like JSON of several lines; write an object a line, as `jq -c` does"
+            f"{path} looks like JSON of several lines; write one object per line, as `jq -c` does"
             + ("" if lang else ", or name the form of the files by --documents")
         )
     objects = [fields for fields in map(object_of, lines) if fields is not None]
     if len(objects) >= SHARE * len(lines):
         program = quote(_place(objects[0], side, lang) + ' | gsub("\\n"; " ")')
         raise UserError(
-            f"{path} looks like JSON, an object a line; take out the text that you need: `{cat} | jq -r {program} "
+            f"{path} looks like JSON, one object per line; take out the text that you need: `{cat} | jq -r {program} "
             f"> {out}`"
         )
 

@@ -33,7 +33,7 @@ def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
     if order == langs:
         return read_entries(path)
     if order[::-1] != langs:
-        raise UserError(f"{path} is of {' and '.join(order)}, --out is of {' and '.join(langs)}; name one pair")
+        raise UserError(f"{path} is of {' and '.join(order)}, --out is of {' and '.join(langs)}; use one pair")
     return [(b, a) for a, b in read_entries(path)]
 
 

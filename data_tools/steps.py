@@ -97,7 +97,7 @@ def cut(folder: Path, number: int) -> None:
         lines.append(to_line(unit))
         size, total = size + len(lines[-1]), total + 1
     if not total:
-        raise UserError(f"{', '.join(source.paths)}: there is nothing in it; give another source")
+        raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
     write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "units": total})
 

@@ -334,7 +334,7 @@ def links_of(args: argparse.Namespace) -> Links | None:
         return Links(args.links) if args.links else None
     if not args.links or None in tokenised:
         raise UserError(
-            "--links_src and --links_tgt are both texts whose words --links counts; give all three or --links alone"
+            "--links numbers the words of --links_src and --links_tgt; give all three of them, or only --links"
         )
     return Links(args.links, tokenised)
 
@@ -352,11 +352,11 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
             raise UserError(
-                f"language {language!r}: its name has letters, digits and _ alone, and - between them, such as en or "
-                f"zh-Hant"
+                f"language {language!r}: its name must have only letters, digits and _, with - between, such as en "
+                f"or zh-Hant"
             )
     if args.name is not None and not NAME.fullmatch(args.name):
-        raise UserError(f"--name {args.name!r}: letters, digits, _, - and . alone, and a letter or digit first")
+        raise UserError(f"--name {args.name!r}: needs only letters, digits, _, - and ., and no - or . at its start")
     if args.shard_lines < 1:
         raise UserError(f"--shard_lines {args.shard_lines} must be positive")
     made_by = {

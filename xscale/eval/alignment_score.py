@@ -67,7 +67,7 @@ class AlignmentProbe:
     trained: ProbeWords
 
     def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
-        """The scores of withheld and of trained words; None where there are too few words."""
+        """The scores of withheld and of trained words; None if there are too few words."""
         withheld, trained = (
             pairs.score(table_VH) if len(pairs.queries) >= FEWEST else None for pairs in (self.withheld, self.trained)
         )

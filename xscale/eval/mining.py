@@ -173,7 +173,10 @@ def languages_of(prefix: Path) -> tuple[str, str]:
     sides = ["-".join(side) for i in range(1, len(parts)) for side in (parts[:i], parts[i:])]
     names = cut_pair("-".join(parts), [side for side in sides if find_file(prefix, side).exists()])
     if names is None or names[0] == names[1]:
-        raise UserError(f"--mining {prefix}: its name must start with two languages, as de-en.training.de does")
+        raise UserError(
+            f"--mining {prefix}: the name must start with the languages of two files, as de-en.training does for "
+            f"de-en.training.de and .en"
+        )
     return names
 
 

@@ -84,7 +84,7 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
         )
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids, its embeddings are of {rows:,}; save the "
+            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids for {rows:,} embeddings; save the "
             f"tokenizer there that the model was trained with"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Nearest neighbours by cosine, computed a tile at a time; for retrieval, mining and induction.
+"""Nearest neighbours by cosine, computed tile by tile; for retrieval, mining and induction.
 
 Only one tile of the N x M cosines is in memory at a time; only its rows with a new better neighbour are sorted.
 

@@ -102,7 +102,7 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: no parallel text; needs files such as eng_Latn.devtest and "
-            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines say the same"
+            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines n are translations"
         )
     return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 

@@ -100,7 +100,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
         if task.classes and example.gold != original.gold:
             raise UserError(
                 f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
-                f"there it is {original.gold}"
+                f"but {original.gold} there"
             )
         first = original._replace(
             langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
