@@ -33,8 +33,8 @@ NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 
 
 
 def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
-    """The links by Koehn et al. (2003): the intersection; then those neighbouring links of the union that have a word
-    without a link so far; then those links of either direction whose words both have none so far."""
+    """Symmetrised links (Koehn et al. 2003): the intersection; then those neighbouring links of the union that have a
+    word without a link so far; then those links of either direction whose words both have none so far."""
     union, links = forward | reverse, forward & reverse
     linked: tuple[set[int], set[int]] = {i for i, _ in links}, {j for _, j in links}
 

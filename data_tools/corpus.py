@@ -58,7 +58,7 @@ class Rules(Strict):
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool = False
-    """A pair or a document is dropped if py3langid is sure that a side is in another language."""
+    """A pair or a document is dropped if py3langid finds a side very probably in another language."""
     exclude: list[str] = []
     """Files of evaluation text, one sentence per line. A sentence with the letters and digits of one is dropped."""
     dedup: Literal["exact", "near"] | None = None

@@ -71,7 +71,7 @@ def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
 
 
 def _place(fields: Any, side: int, lang: str) -> str:
-    """The path, in jq's notation, of an object's text in this language, or else of this side."""
+    """The path, in jq's notation, to the text of a JSON object in this language or, if it names none, on this side."""
     place = ""
     while isinstance(fields, dict) and fields:
         texts = [name for name, value in fields.items() if isinstance(value, str)] or [*fields]

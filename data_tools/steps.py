@@ -45,7 +45,7 @@ CHUNK_UNITS, CHUNK_BYTES = 8192, 4 << 20
 KEPT, REPEATED, NEAR, HELD = range(4)
 """The states of a unit: kept, an exact duplicate, a near duplicate, held out."""
 HELD_SHARE = 10
-"""At most about one in this number of kept sentences or pairs is held out."""
+"""At most about one in this many kept sentences or pairs is held out."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""

@@ -136,7 +136,7 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
 
 @contextmanager
 def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
-    """Yield the normalised texts, one per line, and the count of each character in each language without spaces."""
+    """Yield the normalised texts, one per line, and each language's counts of its characters except spaces."""
     seen: dict[str, Counter[str]] = defaultdict(Counter)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         for language, text in texts:

@@ -144,7 +144,7 @@ def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> I
 
 
 def check_free(out: Path) -> None:
-    """Raises UserError unless `out` can become a directory."""
+    """Raise UserError unless `out` is absent or an empty directory."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()):

@@ -37,7 +37,7 @@ from xscale.step.step import to_device
 
 BATCH = 32
 THRESHOLD = 1e-3
-"""The least probability of a softmax link, awesome-align's."""
+"""The least probability of a softmax link, as in awesome-align."""
 Links = set[tuple[int, int]]
 """Pairs (number of a word of the first sentence, number of a word of the second sentence), from 0."""
 _LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")

@@ -79,13 +79,13 @@ def mean(scores: Sequence[float]) -> Score:
 
 
 def p_value(difference: Score) -> float:
-    """The two-sided p of no difference: twice the share of resampled texts in which it has the other sign."""
+    """The two-sided p value of no difference: twice the share of resampled texts in which it has the other sign."""
     values = difference.resampled()
     return float(np.clip(2 * min((values <= 0).mean(), (values >= 0).mean()), 1 / REPLICATES, 1))
 
 
 def intervals(results: Any) -> Any:
-    """The bounds of every score in nested mappings, without what has none."""
+    """The interval of every score in nested mappings, without numbers that have no interval."""
     if isinstance(results, Mapping):
         found = {name: intervals(of) for name, of in results.items()}
         return {name: bounds for name, bounds in found.items() if bounds}

@@ -27,12 +27,12 @@ from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, na
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
-"""The k of P@k."""
+"""The values of k in P@k."""
 
 
 @dataclass(frozen=True)
 class TestDictionary:
-    """The entries of two languages."""
+    """The dictionary of two languages by which words are tested."""
 
     langs: tuple[str, str]
     """The languages in alphabetical order."""
@@ -40,7 +40,7 @@ class TestDictionary:
     words: list[list[Word]]
     """The words of either language, each once [N], [M]."""
     numbers: list[Tensor]
-    """The words' numbers among those of both languages [N], [M]."""
+    """The number of each word; a word of both languages has the same number in both [N], [M]."""
     identical: int
     """The number of entries with the same tokens on both sides, which are left out."""
 

@@ -59,7 +59,7 @@ class Exported:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the model takes."""
+        """The number of tokens of the longest sequence that the model takes."""
         return positions(self.encoder.lm.config)
 
     @property

@@ -45,7 +45,7 @@ class MtebEncoder:
 
     @property
     def mteb_model_meta(self) -> Any:
-        """The name (the folder's) and revision (a hash of the weights) under which mteb keeps results."""
+        """The name (of the folder) and revision (weights, pooling, layer) under which mteb keeps results."""
         from mteb.models import ModelMeta
 
         weights = [files.sha256_file(path) for path in sorted(self.model.path.glob("*.safetensors"))]

@@ -1,6 +1,6 @@
 """Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
 
-Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowers hubs, near to many sentences:
+Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowers the scores of hubs:
 
     csls(x, y) = 2 cos(x, y) - r(x) - r(y)
 
@@ -35,7 +35,7 @@ from xscale.step.step import to_device
 
 BATCH = 64
 NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
-"""The k of csls, and of xSIM."""
+"""The number k of nearest neighbours in csls, and in xSIM."""
 POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
 Vectors = dict[tuple[str, int], Tensor]
 """Unit vectors by pooling and layer."""
@@ -118,8 +118,8 @@ def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str
 def xsim_plus(
     x_NH: Tensor, y_MH: Tensor, translations: list[str], wrong: WrongTranslations, direction: str
 ) -> dict[str, float]:
-    """The error rate with the translations [N] and the wrong ones as candidates, y in this order, and the share of each
-    type of error. `misaligned` means another sentence, or a wrong translation of another sentence."""
+    """The error rate with the translations [N] and then the wrong ones as candidates (the rows of y), and the share of
+    each type of error. `misaligned` means another sentence, or a wrong translation of another sentence."""
     candidates = [*translations, *wrong]
     kinds = ["misaligned", *dict.fromkeys(kind for _, kind in wrong.values())]
     counts = np.zeros((len(x_NH), 1 + len(kinds)))

@@ -77,7 +77,7 @@ def anchor(name: str) -> str:
 
 
 def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
-    """The sections of runs. Only the summary, the losses and the languages are not folded."""
+    """The sections of runs. All but the summary, the losses and the languages are folded."""
     sections = [summary(runs, pictures)]
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
     for title, of_section in (charts | curves.metric_sections(runs)).items():

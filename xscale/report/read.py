@@ -27,7 +27,7 @@ EvalKey = tuple[str, str, str]
 @dataclass(frozen=True)
 class Run:
     name: str
-    """The last parts of the run's path, as many as tell the runs apart."""
+    """The last parts of the run's path, as many as the runs need to have different names."""
     label: str
     """The name in charts, or the run's number if a name is long."""
     metrics: dict[str, pd.Series]
@@ -200,7 +200,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them apart."""
+    """The last parts of each path, as many as the paths need to have different names."""
     for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

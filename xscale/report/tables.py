@@ -124,8 +124,8 @@ def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
 
 
 def headline_table(runs: list[Run]) -> Table:
-    """The table of the headlines: of one run its last, mean and best numbers, of several their means of the last tenth
-    side by side."""
+    """The table of the headlines: the last, mean and best numbers of one run, or the means of the last tenth of several
+    runs side by side."""
     found = headlines(runs)
     if len(runs) == 1:
         return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])

@@ -18,7 +18,7 @@ FEWEST = 3
 
 
 class Transfer(NamedTuple):
-    """A model's scores on a task in a language: fine-tuned in it (SUP), in another one (ZS), and what is lost."""
+    """A model's scores on a task in a language: fine-tuned in it (SUP), in another one (ZS), and the difference Δ."""
 
     model: str
     language: str
@@ -65,7 +65,7 @@ def percent(value: float | None, deviation: float | None = None) -> str | None:
 
 def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tuple[dict[str, list[Transfer]], str]:
     """Task -> transfers that have both an alignment score and Δ; and the kind of words that the alignment scores use:
-    the kind with more scores, or with as many, withheld words."""
+    the kind that has more scores; withheld words on a tie."""
     wanted = [transfer for transfer in found if math.isfinite(transfer.numbers.get("delta", math.nan))]
     kinds = {
         kind: [t._replace(alignment=alignment(t.model, t.language, scores, runs, kind)) for t in wanted]

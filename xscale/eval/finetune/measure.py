@@ -1,4 +1,4 @@
-"""The fine-tuning runs of a task, from flags to tables and files."""
+"""Does the fine-tuning runs of a task: reads flags and files, and writes tables and files."""
 
 import argparse
 from dataclasses import asdict

@@ -169,7 +169,7 @@ def predict(
 
 
 def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int, int]:
-    """The greatest first[i] + last[j] with i <= j < i + longest, then i and j."""
+    """The greatest first[i] + last[j] with i <= j < i + longest, and its i and j."""
     first, last = logits_L2[:, 0], logits_L2[:, 1]
     sums = np.full((min(longest, len(first)), len(first)), -np.inf)
     for by in range(len(sums)):

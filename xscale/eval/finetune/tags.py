@@ -227,7 +227,7 @@ def score_pos(examples: list[LabelledExample], predictions: list[list[str]], lan
 
 
 def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """F1, precision and recall of whole entities by seqeval's rules, which are conlleval's."""
+    """F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
     return entity_scores(entity_counts(examples, predictions))
 
 

@@ -98,7 +98,7 @@ class Task:
     xtreme: str
     """The task's folder in XTREME's predictions."""
     write: Callable[[list[LabelledExample], list[Any]], str]
-    """Writes predictions as XTREME's files have them."""
+    """Makes the text of predictions in the format of XTREME's files."""
     suffix: str = ".tsv"
     max_length: int = 128
     epochs: int = 10

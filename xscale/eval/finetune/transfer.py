@@ -31,7 +31,7 @@ class TrainingText(NamedTuple):
     groups: list[list[LabelledExample]]
     """Each group has examples that must be in one batch."""
     tests: dict[str, str]
-    """Language -> setting."""
+    """Language of a test -> its setting, such as ZERO_SHOT."""
 
 
 def plan_training(
