@@ -1,1 +1,1 @@
-"""Command-line tools that turn text into shards, and shards into something one can trust."""
+"""Command-line tools that make shards of text, describe shards and check them."""

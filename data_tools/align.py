@@ -1,12 +1,12 @@
-"""Word links of sentence pairs, by eflomal in both directions, then symmetrised.
+"""Align the words of sentence pairs: run eflomal in both directions, then symmetrise its links.
 
     python -m data_tools.align --src F --tgt F --out links.txt [--symmetrize intersection]
 
-`write_shards pairs --align` does this on its way. links.txt counts the words of links.src.txt and links.tgt.txt, which
-are written too. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a program:
-`pip install 'xscale[align]'`. It draws its own random numbers, so links of two runs differ a little; for the same
-shards at every run, align once with this tool and give its files to `write_shards pairs --links links.txt --links_src
-links.src.txt --links_tgt links.tgt.txt`.
+`write_shards pairs --align` does the same while it writes shards. The numbers in links.txt refer to the words of
+links.src.txt and links.tgt.txt, which this tool writes too. eflomal (Östling & Tiedemann 2016, GPL-3) is called as a
+program: `pip install 'xscale[align]'`. It is not deterministic, so the links of two runs differ a little. To get the
+same shards in every run, align once with this tool and give its files to `write_shards pairs --links links.txt
+--links_src links.src.txt --links_tgt links.tgt.txt`.
 """
 
 import argparse
@@ -26,15 +26,15 @@ from xscale.errors import UserError
 from .ranks import Ranks, run
 
 Links = set[tuple[int, int]]
-"""(word of the first text, word of the second)."""
+"""Pairs (number of a word of the first text, number of a word of the second text), from 0."""
 
 PROGRAM = "eflomal-align"
 NEIGHBOURS = ((-1, 0), (0, -1), (1, 0), (0, 1), (-1, -1), (-1, 1), (1, -1), (1, 1))
 
 
 def grow_diag_final_and(forward: Links, reverse: Links) -> Links:
-    """Koehn et al. 2003: the intersection, grown by neighbours in the union of which a word has no link yet, then by
-    links of either direction of which both words have none."""
+    """Symmetrised links (Koehn et al. 2003): the intersection; then those neighbouring links of the union that have a
+    word without a link so far; then those links of either direction whose words both have none so far."""
     union, links = forward | reverse, forward & reverse
     linked: tuple[set[int], set[int]] = {i for i, _ in links}, {j for _, j in links}
 
@@ -70,7 +70,8 @@ def parse_links(text: str) -> Links:
 
 
 def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
-    """Write a line of links between words (data/words.py) of each pair to `out`. Returns a report. Raises UserError."""
+    """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. Returns a report.
+    Raises UserError."""
     return align_words(((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs), out, symmetrize)
 
 
@@ -86,7 +87,7 @@ def find_program() -> str:
 
 
 def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
-    """Does the same for texts whose words stand between spaces. The aligner sees them in lower case."""
+    """Do the same as `align` for texts whose words are separated by spaces. The aligner gets lower-case words."""
     program = find_program()
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
         paths = {name: Path(folder) / name for name in ("src", "tgt", "forward", "reverse")}
@@ -100,7 +101,7 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> s
         command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not paths["reverse"].exists():
-            raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
+            raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'no message'}")
         with out.open("w", encoding="utf-8") as file:
             for both in zip(_lines(paths["forward"]), _lines(paths["reverse"]), strict=True):
                 links = sorted(SYMMETRIZE[symmetrize](*map(parse_links, both)))
@@ -108,7 +109,7 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> s
                 aligned, unlinked, total = aligned + 1, unlinked + (not links), total + len(links)
     if aligned != given:
         raise UserError(
-            f"{PROGRAM} gave links of {aligned:,} of {given:,} pairs; give another program's links to --links"
+            f"{PROGRAM} gave links for {aligned:,} of {given:,} pairs; give another program's links to --links"
         )
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
 
@@ -128,11 +129,11 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     def pairs() -> Iterator[tuple[str, str]]:
         for number, (src, tgt) in enumerate(zip_longest(_lines(args.src), _lines(args.tgt)), start=1):
             if src is None or tgt is None:
-                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number}, the other goes on")
+                raise UserError(f"{args.tgt if tgt is None else args.src} ends before line {number} of the other file")
             yield src, tgt
 
     def work() -> str:
-        """Aligning is one process's work; the other ranks of mpirun wait."""
+        """Align on rank 0 while the other ranks wait."""
         if not ranks.is_main:
             return ""
         sides = [args.out.with_name(f"{args.out.stem}.{side}.txt") for side in ("src", "tgt")]

@@ -1,4 +1,4 @@
-"""The rules that a corpus's text passes. What each removes is counted, with examples."""
+"""The cleaning rules of a corpus. The texts that each rule removes are counted, with a few examples."""
 
 import re
 import unicodedata
@@ -19,15 +19,15 @@ from .readers import Unit
 from .sentences import split_sentences
 
 EXAMPLES, EXAMPLE_LENGTH = 3, 200
-"""The number of examples of a rule, and the characters of a text in them."""
+"""The number of examples that are kept for a rule, and of characters that are kept of each of their texts."""
 LID_PROBABILITY, LID_LETTERS = 0.9, 20
-"""Another language is believed from this probability on, for a text with this number of letters."""
+"""A text is taken to be in another language from this probability on, if it has at least this number of letters."""
 PERMUTATIONS, BANDS, SHINGLE = 108, 9, 5
-"""MinHash of runs of 5 characters, in 9 bands of 12 permutations. Two texts share a band with a probability of 2 % if
-60 % of their runs are common, 25 % if 75 % are, 95 % if 90 % are. (14 bands of 8 removed one in six pairs of
-Tatoeba, most of them below 75 %.)"""
+"""MinHash of character 5-grams, in 9 bands of 12 permutations. Two texts share a band with a probability of 2 % if
+60 % of their 5-grams are common, of 25 % for 75 %, and of 95 % for 90 %. (14 bands of 8 permutations removed one in
+six pairs of Tatoeba; most of these had less than 75 % in common with another pair.)"""
 SAME_WORDS = 4
-"""A pair with the same text on both sides is no translation if it has this number of words."""
+"""A pair with the same text on both sides is removed if the text has at least this number of words."""
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
 _NO_LETTERS = re.compile(r"[\W_]+")
 
@@ -39,7 +39,7 @@ NORMALISE: dict[str, Callable[[str], str]] = {
 
 
 class Removed:
-    """The numbers of units, or of documents' sentences, that each rule removed, with examples."""
+    """The number of units, or of sentences of documents, that each rule removed, with examples."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Removed:
             examples.append([text[:EXAMPLE_LENGTH] for text in texts])
 
     def join(self, other: dict[str, Any]) -> None:
-        """Add what `to_json` returned for others."""
+        """Add the counts and examples that another instance's `to_json` returned."""
         self.counts.update(other["counts"])
         for rule, examples in other["examples"].items():
             known = self.examples.setdefault(rule, [])
@@ -71,7 +71,7 @@ class Cleaner:
         self.excluded = excluded_letters(tuple(rules.exclude))
 
     def clean(self, unit: Unit) -> list[str]:
-        """Both sides of a pair, or a document's sentences, or nothing if a rule removes the unit."""
+        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit."""
         texts = [self.normalised(text) for text in unit.texts]
         self.changed += texts != [text.strip() for text in unit.texts]
         if len(self.langs) == 2:
@@ -98,7 +98,7 @@ class Cleaner:
         return text.strip()
 
     def sentence_reason(self, texts: list[str]) -> str:
-        """The rule that removes a pair or a sentence, or ""."""
+        """The name of the rule that removes a pair or a single sentence, or "" if none does."""
         sizes = [len(text) for text in texts]
         bounds = self.rules.length.characters
         if bounds and not (bounds[0] <= min(sizes) and max(sizes) <= bounds[1]):
@@ -110,7 +110,7 @@ class Cleaner:
         return ""
 
     def unit_reason(self, texts: list[str]) -> str:
-        """The rule that removes a pair or a document, or ""."""
+        """The name of the rule that removes a whole pair or document, or "" if none does."""
         if len(self.langs) == 2 and texts[0] == texts[1] and len(texts[0].split()) >= SAME_WORDS:
             return "identical sides"
         if not self.rules.lid:
@@ -125,7 +125,7 @@ class Cleaner:
 
 
 def letters_hash(text: str) -> bytes:
-    """A hash of the letters and digits, whatever their case; nothing for a text without any."""
+    """A hash of the letters and digits of a text, ignoring their case; b"" for a text without any."""
     folded = _NO_LETTERS.sub("", unicodedata.normalize("NFKC", text).casefold())
     return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
 
@@ -138,7 +138,7 @@ def excluded_letters(names: tuple[str, ...]) -> frozenset[bytes]:
 
 @cache
 def identifier() -> Any:
-    """py3langid's identifier, which gives probabilities."""
+    """The language identifier of py3langid, which is set to return probabilities."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -150,7 +150,7 @@ def lid_code(language: str) -> str:
 
 
 def text_hashes(units: list[list[str]], near: bool) -> np.ndarray:
-    """uint64 hashes [n_units, 1 or 1 + BANDS]: of a unit's whole text, and of the bands that similar texts share."""
+    """uint64 hashes [n_units, 1 or 1 + BANDS]: of each unit's whole text and, if `near`, of its MinHash bands."""
     whole = b"".join(blake2b("\n".join(texts).encode(), digest_size=8).digest() for texts in units)
     exact = np.frombuffer(whole, dtype="<u8").reshape(-1, 1)
     if not near or not units:

@@ -16,7 +16,7 @@ Row = list[str]
 
 
 def blocks(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
-    """The lines between blank ones, and the number of the first of each."""
+    """The blocks of lines between blank lines, each with the number of its first line."""
     first, block = 0, list[str]()
     for number, line in lines:
         if line.strip():
@@ -34,12 +34,12 @@ class Sentence:
     comments: list[str]
     words: list[Row]
     ranges: dict[int, tuple[Row, int]]
-    """The first word of each multiword token -> its line, and its number of words."""
+    """The number of the first word of each multiword token -> (the token's columns, its number of words)."""
     empty: dict[int, list[Row]]
-    """A word -> the empty nodes behind it; -1 for those before the first."""
+    """The number of a word -> the empty nodes after it; -1 -> those before the first word."""
 
     def units(self) -> list[tuple[str, range]]:
-        """The words and multiword tokens, each of which moves as a whole: the written form and its words' numbers."""
+        """The words and multiword tokens, each of which moves as a whole: (written form, numbers of its words)."""
         found, number = [], 0
         while number < len(self.words):
             row, size = self.ranges.get(number, (self.words[number], 1))
@@ -51,7 +51,7 @@ class Sentence:
         return [Parsed(row[_FORM], row[_UPOS], int(row[_HEAD]) - 1, row[_DEPREL]) for row in self.words]
 
     def reordered(self, order: list[int], change: Callable[[list[str]], list[str]]) -> str:
-        """The sentence's lines in an order of its units. change: what becomes of words."""
+        """The sentence's lines with its units in another order. change: maps the forms of words to new forms."""
         units = self.units()
         words = [number for unit in order for number in units[unit][1]]
         number_of = {"0": "0"} | {str(old + 1): str(new) for new, old in enumerate(words, start=1)}
@@ -81,7 +81,7 @@ class Sentence:
 
 
 def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
-    """Every sentence of a file, and where it stands. Raises UserError."""
+    """(place, sentence) for every sentence of a file; the place is "FILE: line N". Raises UserError."""
     for first, block in blocks(read_lines(path)):
         comments = [line for line in block if line.startswith("#")]
         words: list[Row] = []
@@ -101,15 +101,15 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
             elif row[_ID] == str(len(words) + 1):
                 words.append(row)
             else:
-                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence; number them so")
+                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence; count from 1")
         if any(start + size > len(words) for start, (_, size) in ranges.items()):
-            raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; mend it")
+            raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
         if words:
             yield f"{path}: line {first}", Sentence(comments, words, ranges, empty)
 
 
 def check_heads(sentence: Sentence, where: str) -> None:
-    """Raises UserError where a sentence has no parse."""
+    """Raise UserError unless every word of a sentence has a head."""
     for row in sentence.words:
         if not row[_HEAD].isdigit() or int(row[_HEAD]) > len(sentence.words):
             raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; syn needs a parse of all words")

@@ -52,46 +52,47 @@ class Rules(Strict):
     """Text passes the rules in this order. A rule of a source replaces the whole rule of the corpus."""
 
     normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
-    """nfc is Unicode's composed form; controls makes spaces of control characters; spaces makes one space of each run
-    of white space."""
+    """nfc changes text to Unicode's composed form; controls replaces each control character by a space; spaces replaces
+    each run of white space by one space."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool = False
-    """A pair or a document is dropped if py3langid is sure that a side is in another language."""
+    """A pair or a document is dropped if py3langid finds a side very probably in another language."""
     exclude: list[str] = []
-    """Files of evaluation text with a sentence a line. A sentence with the same letters and digits is dropped."""
+    """Files of evaluation text, one sentence per line. A sentence with the letters and digits of one is dropped."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
 
 class SourceSpec(Strict):
-    """A source has languages, by `pairs` or `mono`, and one of FORMATS."""
+    """A source of text. `pairs` or `mono` gives its languages, and one key of FORMATS its files."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None
     text: str | list[str] | None = None
-    """Two files whose lines n are translations of each other; or files and folders of running text."""
+    """For pairs, two files whose lines n are translations of each other; for `mono`, files and folders of text."""
     zst: tuple[str, str] | None = Field(default=None, strict=False)
-    """Two files of a pair as Mozilla's pipeline writes them, with `links` beside them."""
+    """Two files of pairs as Mozilla's pipeline writes them; `links` may name a file of their word links."""
     tsv: str | None = None
     tmx: str | None = None
     opus: str | None = None
-    """A zip of OPUS in Moses form."""
+    """A zip file of OPUS in Moses format."""
     jsonl: str | None = None
     parquet: str | None = None
     datasets: str | None = None
     """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
     conllu: str | None = None
-    """A treebank, of which the sentences' `# text =` are read."""
+    """A CoNLL-U treebank, of which only the comment `# text =` of each sentence is read."""
     shards: str | None = None
-    """A folder of shards, which says its languages itself."""
+    """A folder of shards. Its index gives the languages, so `pairs` and `mono` are left out."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
-    """The numbers, from 1, of both texts in a TSV; or their names in parquet and datasets (default: the languages)."""
+    """The columns of both texts: numbers from 1 in a TSV, names in parquet and datasets (default: the languages)."""
     field: str = "text"
     """The field that holds a document's text in JSON lines, parquet and datasets."""
     links: int | str | None = None
-    """Word links in Pharaoh form that count white-space words: a file with a line a pair, or a column of the TSV."""
+    """Word links in Pharaoh format, which number the words between white space: a file with one line per pair, or the
+    number of a column of the TSV."""
     name: str | None = None
     """The name of its shards. The default is made of its file's name and its languages."""
     first: int | None = Field(default=None, gt=0)
@@ -105,7 +106,7 @@ class SourceSpec(Strict):
 
     @property
     def paths(self) -> list[str]:
-        """Its files and folders, as corpus.yaml names them; a file of links is the last."""
+        """Its files and folders, as corpus.yaml names them; a file of links comes last."""
         given = getattr(self, self.format)
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
@@ -159,7 +160,7 @@ class TokenizerSpec(Strict):
 
 
 class HeldoutSpec(Strict):
-    """So many pairs of each pair of languages, and sentences of each language, are kept apart, but at most a tenth."""
+    """How many pairs of each language pair, and sentences of each language, are held out; at most a tenth of them."""
 
     pairs: int = Field(default=0, ge=0)
     mono: int = Field(default=0, ge=0)
@@ -205,7 +206,7 @@ class Corpus(Strict):
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
-        """The languages, and the pairs of languages in either order. Duplicates are sought within a group."""
+        """The groups in which duplicates are searched: each language, and each language pair in either order."""
         return sorted({group_of(source) for source in self.sources})
 
 

@@ -22,12 +22,12 @@ from .ranks import Ranks, run
 
 HELDOUT = 1000
 OF_YY = 1_000_000
-"""Number of the first pair in yy: no sentence of en-yy is one of en-xx."""
+"""The number of the first en-yy pair. It is so high that en-yy and en-xx have different sentences."""
 VOCAB_SIZE = 4000
 
 
 def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ranks: Ranks | None = None) -> None:
-    """Everything, or nothing: the directory appears when it is complete."""
+    """Write the whole corpus. The directory `out` appears only when it is complete."""
     ranks = ranks or Ranks()
     world = World(seed)
     partial = files.beside(out)

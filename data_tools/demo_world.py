@@ -2,12 +2,12 @@
 
 "xx" is an invented verb-final language with postpositions, adjectives after the noun, suffixes for case,
 number, tense and person, no articles, and dropped first and second person subjects. A small grammar builds
-each sentence in both languages at once: every rule draws its parts and puts them in the order of either
-language. A token carries the concepts that it voices; tokens of the two sides that share one are linked.
+each sentence in both languages at once: every rule samples its parts and puts them in the order of each
+language. A token has the concepts that it expresses; tokens of the two sides that share a concept are linked.
 
-Text is written as people write it: punctuation stands at its word, a sentence begins with a capital, xx has a clitic
-behind an apostrophe, names are the same in both languages but for a suffix. "yy" is xx in another script, one without
-spaces, whose characters stand for syllables of many words. A document's sentences come back to its words.
+Text looks like natural text: punctuation is attached to its word, a sentence begins with a capital, xx has a clitic
+after an apostrophe, and names are the same in both languages except for suffixes. "yy" is xx in another script, one
+without spaces, in which many words share a character. The sentences of a document reuse its words.
 """
 
 import re
@@ -101,15 +101,15 @@ SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerat
 PARTICLE_CHARACTERS = "的了吗吧"
 OF_YY = {".": "。", ",": "，", "?": "？"}
 GLUED = re.compile(r" (?=[.,?])| ?’ ?")
-"""Spaces that are not written, beside punctuation."""
+"""The spaces beside punctuation, which are not written."""
 RETURN = 0.35
-"""The probability that a document repeats its last word of a kind."""
+"""The probability that a document reuses the word that it sampled last from a pool."""
 
 TENSES_DRAWN = ("past",) * 3 + ("pres",) * 3 + ("fut",) * 2
 SIMPLE_VERBS = ("transitive",) * 10 + ("intransitive",) * 3 + ("motion", "be") * 2 + ("giving",)
 ALL_VERBS = (*SIMPLE_VERBS, "giving", "saying", "wanting")
 
-Token = tuple[str, tuple[int, ...]]  # surface form and the concepts that it voices
+Token = tuple[str, tuple[int, ...]]  # surface form and the concepts that it expresses
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ class Word:
 
 
 class Part(NamedTuple):
-    """A stretch of a sentence in both languages, with what the grammar needs to know of its head."""
+    """A part of a sentence in both languages, with those properties of its head that the grammar needs."""
 
     en: Sequence[Token] = ()
     xx: Sequence[Token] = ()
@@ -141,7 +141,7 @@ NOTHING = Part()
 
 
 class Pool:
-    """Words to draw from, Zipf-distributed by rank; `rng` blurs the ranks into a pool's own preferences."""
+    """Words to sample from, Zipf-distributed by rank. `rng` perturbs the ranks, so that each pool differs."""
 
     def __init__(self, words: list[Word], rng: Random | None):
         self.words = sorted(words, key=lambda word: (word.rank + 4) * rng.random() if rng else word.rank)
@@ -157,12 +157,12 @@ def choose(rng: Random, options: Sequence[str]) -> str:
 
 
 def order(en: Sequence[Part], xx: Sequence[Part]) -> Part:
-    """Parts put together in the order of either language."""
+    """One part that joins others, in the English order `en` and in the order of `xx`."""
     return Part([token for part in en for token in part.en], [token for part in xx for token in part.xx])
 
 
 def text(tokens: Sequence[Token]) -> str:
-    """The written text. Each token is a word or a symbol of it (xscale/data/words.py)."""
+    """The written text of tokens, each of which is one word or symbol by xscale/data/words.py."""
     spaced = re.sub(r"\ba (?=[aeiou])", "an ", " ".join(word for word, _ in tokens))
     written = GLUED.sub(lambda match: match[0].strip(), spaced)
     return written[0].upper() + written[1:]
@@ -218,7 +218,7 @@ def english_lexicon() -> list[Word]:
 
 
 def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """The forms of a new xx word, none of them taken; takes them."""
+    """The forms of a new xx word. None of them is in `taken`, to which they are added."""
     short = pos not in (*CONTENT, "copula")
     while True:
         syllables = 1 if short else 2 if rng.random() < 0.7 else 3
@@ -232,7 +232,7 @@ def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> di
 
 
 def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """xx forms -> yy; their stem has not been taken, and is now."""
+    """xx form -> yy form. Their stem is not in `taken`, to which it is added."""
     while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken:
         pass
     taken.add(stem)
@@ -240,7 +240,7 @@ def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], 
 
 
 class World:
-    """The two languages of a seed. Sentences depend on nothing but the seed and the arguments."""
+    """The languages of a seed. Sentences depend only on the seed and the arguments."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -272,7 +272,7 @@ class World:
         self.pools = {key: Pool(words, rng if isinstance(key[0], Word) else None) for key, words in groups}
 
     def _groups(self) -> dict[tuple[Word | str, str], list[Word]]:
-        """The words of each pool; the pools of a word have their own preferences."""
+        """Key of a pool -> its words. If the key has a Word, the pool holds words that can go with that word."""
         of: dict[str, list[Word]] = {}
         groups: dict[tuple[Word | str, str], list[Word]] = {}
         for word in self.words:
@@ -331,11 +331,11 @@ class World:
 
 
 Topic = dict[tuple[Word | str, str], Word]
-"""The word that a document drew last from each pool of the world, by the pool's key."""
+"""Key of each pool of the world -> the word that a document sampled last from the pool."""
 
 
 class Composer:
-    """The grammar. Each rule draws a part of a sentence in both languages."""
+    """The grammar. Each rule is a method that samples a part of a sentence in both languages."""
 
     def __init__(self, world: World, rng: Random, topic: Topic | None = None):
         self.world, self.rng, self.topic = world, rng, topic
@@ -345,12 +345,12 @@ class Composer:
         return self.rng.random() < probability
 
     def voice(self, word: Word, key: str = "") -> Part:
-        """A new concept, voiced in both languages by a form of a word."""
+        """A new concept, which a form of a word expresses in both languages."""
         c = next(self.concepts)
         return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
     def draw(self, owner: Word | str, group: str) -> Word:
-        """A word of a pool of the world; with a topic, often the word that the document last drew from that pool."""
+        """A word sampled from a pool of the world; in a document, often the one that was sampled last from it."""
         if self.topic is None:
             return self.world.pools[owner, group].draw(self.rng)
         known = self.topic.get((owner, group))
@@ -359,7 +359,7 @@ class Composer:
         return known
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
-        """An invariable word from a pool, or nothing: the word has this probability."""
+        """An invariable word from a pool with this probability, otherwise NOTHING."""
         return self.voice(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
     def mark(self, sign: str) -> Part:
@@ -457,8 +457,8 @@ class Composer:
         return order((thing, goal, place, manner), (place, goal, thing, manner))
 
     def clause(self, tense: str, depth: int, subject: Part = NOTHING, gap: str = "", ask: bool = False) -> Part:
-        """A clause. subject: instead of a drawn one; it may have no tokens. gap: the class of the object that is left
-        out, which a relative clause describes."""
+        """A clause. subject: its subject, which may have no tokens; NOTHING: one is sampled. gap: the class of the
+        object that is left out, because the clause is a relative clause about it."""
         kind = choose(self.rng, SIMPLE_VERBS if depth else ALL_VERBS)
         if gap:
             verb = self.draw("taking", gap)
@@ -489,7 +489,7 @@ class Composer:
             main = [*main, (verb.particle, (action,))]
 
         verbless = verb.kind == "be" and tense == "pres"
-        dropped = subject.person[0] in "12" and not verbless  # the suffix of the verb is all there is of it
+        dropped = subject.person[0] in "12" and not verbless  # only the verb's suffix expresses it
         suffixed = (action, subject.concept) if dropped else (action,)
         predicate = Part(main, [] if verbless else [(verb.xx[key], suffixed)])
         topic = self.particle("topic") if not (depth or dropped) and self.chance(0.3) else NOTHING

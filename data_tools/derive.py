@@ -4,19 +4,22 @@
     python -m data_tools.derive {text | conllu | ner | pairs} --how trans.inv --tokenizer T [--tokenizer_out T2] \\
         [--dictionary_out F] --in F ... --out F ...
 
-text: lines; conllu: UD's sentences with their tags and parses; ner: `token<TAB>BIO`; pairs: `a<TAB>b<TAB>label`, with
-or without a header, both sentences. The languages are those of Tang et al. (2022) and compose: trans.inv inverts first.
+text: plain lines; conllu: UD's sentences with their tags and parses; ner: lines `token<TAB>BIO tag`; pairs: lines
+`a<TAB>b<TAB>label` with or without a header, of which both sentences change. The languages are those of Tang et al.
+(2022) and can be combined: trans.inv inverts first.
 
-inv: each sentence's words in the opposite order; what ends it, . ! or ?, stays last. In lines, a word that ends with
-one of these ends a sentence; in tagged text, a word that is one and belongs to no entity. Twice is the identity.
-trans: each id of the tokenizer T, a WordPiece's without its special tokens, becomes id + V: the text is written in
-letters that T does not have, and T2 has the tokens of both languages. The dictionary has a line `id<TAB>id` of each
-token that has a copy. --overlap leaves a share of the ids as they are.
-syn: a parse's words in an order drawn from a French treebank's (word_order.py). Files other than CoNLL-U need the parse
-of their sentences, in their order: --conllu; lines take its words. Sentences whose arcs cross stay as they are.
+inv: the words of each sentence in reverse order, except that a final . ! or ? stays last. In plain lines, a word that
+ends with one of these ends a sentence; in tagged text, a word that consists of them and belongs to no entity does.
+Inverting twice restores the text.
+trans: each id of the WordPiece tokenizer T, except special tokens, becomes id + V, where T has V ids: the text is
+written in letters that T does not have, and T2 has the tokens of both languages. The dictionary has a line
+`id<TAB>id + V` for each token that has a copy. --overlap leaves a share of the ids as they are.
+syn: the words of each parsed sentence in an order sampled by the counts of a French treebank (word_order.py). For files
+other than CoNLL-U, --conllu gives the parses of their sentences in the same order; the new lines are made of the words
+of the parses. Sentences whose arcs cross stay as they are.
 
-Tags stay with their words; an entity that is torn apart becomes several. A draw depends on --seed and the sentence
-alone, so that text, tags and pairs of one sentence have one order.
+Tags stay with their words; an entity whose words are separated becomes several entities. A sampled order depends only
+on --seed and the sentence, so that text, tags and pairs of one sentence have the same order.
 """
 
 import argparse
@@ -40,7 +43,7 @@ _SENTENCES = ("sentence1", "premise", "sentence2", "hypothesis", "hypo")
 
 
 class Derivation:
-    """The derivation applies the changes of --how to one sentence after the other."""
+    """Applies the changes of --how to one sentence after the other."""
 
     def __init__(self, args: argparse.Namespace):
         self.order: str = args.how.removeprefix("trans").strip(".")
@@ -49,7 +52,7 @@ class Derivation:
         self.parses = read_sentences(args.conllu) if args.conllu else None
         self.sentences = 0
         self.crossing = 0
-        """The sentences whose arcs cross."""
+        """The number of sentences whose arcs cross."""
 
     def write(self, texts: list[str]) -> list[str]:
         """Lines in the language's script."""
@@ -59,7 +62,7 @@ class Derivation:
         return self.script.map_words(words) if self.script else words
 
     def text(self, line: str, where: str) -> str:
-        """A line of text in the new order of words."""
+        """A line of text with its words in the new order."""
         if self.order == "inv":
             return invert_text(line)
         if self.order == "syn":
@@ -68,7 +71,7 @@ class Derivation:
         return line
 
     def french(self, sentence: Sentence, where: str) -> list[int]:
-        """The order of a parse's words and multiword tokens; one of these stands where its first word would."""
+        """The French order of a parse's words and multiword tokens, which go where their first words would go."""
         check_heads(sentence, where)
         order = as_french(sentence.tree(), self.seed)
         self.sentences += 1
@@ -77,7 +80,7 @@ class Derivation:
         return [*dict.fromkeys(unit_of[number] for number in order or range(len(sentence.words)))]
 
     def parses_of(self, text: str, where: str) -> list[tuple[str, Sentence]]:
-        """The next parses of --conllu, which have the text's characters."""
+        """The next parses of --conllu, which together have the characters of the text. Raises UserError."""
         assert self.parses is not None
         left, found = "".join(text.split()), []
         while left:
@@ -93,7 +96,7 @@ class Derivation:
         return found
 
     def words_order(self, words: list[str], where: str) -> list[int]:
-        """The order of words that --conllu may cut otherwise: a word stands where its first character does."""
+        """The new order of words, which --conllu may split differently: a word goes where its first character goes."""
         word_of = [number for number, word in enumerate(words) for _ in "".join(word.split())]
         order: dict[int, None] = {}
         at = 0
@@ -152,7 +155,8 @@ def derive_ner(path: Path, derivation: Derivation) -> Iterator[str]:
 
 
 def spans_of(tags: list[str]) -> list[int]:
-    """The first word of each word's entity; -1 outside. An I- that continues nothing begins one."""
+    """For each word the number of its entity's first word, or -1 outside entities. An I- tag that continues no entity
+    begins one."""
     spans: list[int] = []
     for number, tag in enumerate(tags):
         goes_on = tag.startswith("I-") and number > 0 and tags[number - 1][1:] == tag[1:]
@@ -197,9 +201,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Checks that the options fit each other and the outputs can be written. Raises UserError."""
+    """Check that the options fit each other and the outputs can be written. Raises UserError."""
     if len(args.sources) != len(args.out):
-        raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; each needs the other")
+        raise UserError(f"--in has {len(args.sources)} files and --out {len(args.out)}; give one --out for each --in")
     trans, syn = args.how.startswith("trans"), args.how.endswith("syn")
     if trans and not args.tokenizer:
         raise UserError(f"--how {args.how} shifts the ids of a tokenizer; give it by --tokenizer DIR")
@@ -223,7 +227,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def work(args: argparse.Namespace) -> str:
-    """Writes everything and says how much."""
+    """Write all outputs. Returns a report."""
     check(args)
     derivation = Derivation(args)
     report = []
@@ -233,7 +237,7 @@ def work(args: argparse.Namespace) -> str:
                 file.write(line)
         report.append(f"{out}: {args.how} of {source}")
     if derivation.parses and (rest := next(derivation.parses, None)):
-        raise UserError(f"--conllu has more sentences than --in, from {rest[0]}; give the parse of these files alone")
+        raise UserError(f"--conllu has more sentences than --in, from {rest[0]}; give only the parses of these files")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
         report.append(f"{crossing} have crossing arcs and stay as they are")

@@ -1,4 +1,4 @@
-"""The documents of monolingual text files: where each starts, found while the file is read as a stream."""
+"""Finds the lines at which the documents of monolingual text files start, while the files are read as streams."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
@@ -12,15 +12,15 @@ from .formats import check_text, object_of
 HEAD_LINES = 1000
 """The number of a file's first lines that decide which form it has."""
 BLOCK_LINES = 50
-"""Blank lines are taken for borders where at most so many lines, on average, stand between two."""
+"""Blank lines are taken for borders of documents if there are at most this many lines, on average, between two."""
 
 Passage = tuple[int, bool, list[str]]
-"""(number of the line in its file, whether it starts a document, its paragraphs; none where it is blank or markup)."""
+"""A line: (its number in the file, whether it starts a document, its paragraphs; [] if it is blank or markup)."""
 
 
 def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
-    """The form of a file, and every line of it. form: of FORMS, or "auto": by its name or first lines. Raises
-    UserError."""
+    """The form of a file, and a passage for each of its lines. form: a key of FORMS, or "auto" to find the form by the
+    file's name or first lines. Raises UserError."""
     lines = read_lines(path)
     head = list(islice(lines, HEAD_LINES))
     named = "json" if ".jsonl" in (suffix.lower() for suffix in path.suffixes) else None
@@ -30,7 +30,7 @@ def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
 
 
 def form_of(head: list[str]) -> str:
-    """The form of a file by its first lines; "lines" where they tell nothing else."""
+    """The form of a file according to its first lines; "lines" if they show no other form."""
     blocks = [list(block) for there, block in groupby(head, key=bool) if there]
     if not blocks:
         return "lines"
@@ -74,13 +74,14 @@ def by_objects(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage
         found = [name for name in ("text", "content") if isinstance(fields.get(name), str)]
         if len(found) != 1:
             raise UserError(
-                f"{path}: line {number} has the fields {', '.join(fields) or 'none'}; a document is one string, `text` "
-                f"or `content`, and one of them alone: `jq -c '{{text: .body}}'` makes it of another"
+                f"{path}: line {number} has the fields {', '.join(fields) or 'none'}; a document is one string, either "
+                f"`text` or `content`: `jq -c '{{text: .body}}'` makes `text` of another field"
             )
         text = fields[found[0]]
         if not can_be_encoded(text):
             raise UserError(
-                f"{path}: line {number}: its {found[0]} has half a character, as \\ud800; mend or remove it"
+                f"{path}: line {number}: its {found[0]} has an unpaired surrogate, such as \\ud800; fix or "
+                f"remove the line"
             )
         yield number, True, [paragraph.strip() for paragraph in text.split("\n") if paragraph.strip()]
 
@@ -91,5 +92,5 @@ FORMS: dict[str, Callable[[Path, Iterable[tuple[int, str]]], Iterator[Passage]]]
     "json": by_objects,
     "lines": by_lines,
 }
-"""doc: from `<doc ...>` to `</doc>` (WikiExtractor); blank: blank lines stand between; json: a JSON object a line;
-lines: a line each."""
+"""What a document is in each form. doc: the text from `<doc ...>` to `</doc>` (WikiExtractor); blank: the lines between
+blank lines; json: one JSON object; lines: one line."""

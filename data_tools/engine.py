@@ -1,9 +1,9 @@
 """Runs the tasks of a step, in processes of this machine or as an array of SLURM jobs.
 
-A task is a pure function of the plan. It writes whole files (`put`) and last its mark. A task that has its mark is not
-run again, so a run that was killed goes on from there, whatever ran it before. The executors are concurrent.futures and
+A task is a pure function of the plan. It writes complete files (`put`), and last its mark. A task with a mark is not
+run again, so a killed run continues with the other tasks, with any executor. The executors are concurrent.futures and
 `sbatch --wait --array`. (datatrove's local executor waits forever for a worker that the kernel killed, and its SLURM
-executor does not tell whether tasks failed. submitit needs SLURM's accounting data base.)
+executor does not report whether tasks failed. submitit needs SLURM's accounting database.)
 """
 
 import importlib
@@ -28,7 +28,7 @@ from xscale.errors import MachineError, UserError
 PROGRESS_SECONDS = 10
 EXECUTORS = ("local", "slurm")
 Step = Callable[[Path, int], None]
-"""Does task number n of the plan in a folder."""
+"""A function (folder, n) that does task n of a step, according to the plan in the folder."""
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class Executor:
 
     def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
         if not self._pool:
-            # Forked workers hold the lock of the folder too: no start writes beside the workers of a killed one.
+            # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
             importlib.import_module(f"{__package__}.write_shards")  # once for all, since it takes seconds
             self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), start_worker)
         waiting, last = {self._pool.submit(do_task, self.folder, name, step, n) for n in left}, time.monotonic()
@@ -111,7 +111,7 @@ class Executor:
         flags = ["--wait", "--parsable", "--requeue", "--ntasks=1", f"--array=0-{jobs - 1}"]
         flags += [f"--job-name=prepare-{name}", f"--output={logs}/{name}-%A_%a.out", "--open-mode=append"]
         command = f"exec {shlex.join(words)} $SLURM_ARRAY_TASK_ID {jobs}"
-        # Variables of an allocation in which this process runs would be taken for flags.
+        # If this process runs in an allocation, sbatch would take the allocation's variables for flags.
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_") or k == "SLURM_CONF"}
         try:
             done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Text files that hold another format than plain text are refused, with a command that converts them."""
+"""Refuses files that are not plain text, with a command that converts them."""
 
 import json
 from collections import Counter
@@ -9,18 +9,18 @@ from typing import Any
 from xscale.errors import UserError
 
 HEAD_LINES = 500
-"""The number of first lines that are looked at on each side of pairs."""
+"""The number of first lines that are checked on each side of pairs."""
 SHARE = 0.8
-"""A file has another format where so many of its first lines have it; of real text at most 6 % were seen."""
+"""A file is refused if at least this share of its first lines has another format; in real text it was at most 6 %."""
 SAME_SHARE, FEWEST = 0.9, 20
-"""Two sides are one text where so many of their first lines, of at least so many pairs, are equal."""
+"""Two sides are the same text if at least this share of their first pairs has equal sides, of at least this many."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:
-    """Raises UserError where a file's first lines are of a table, XML or JSON. side, lang: of the text that is sought.
-    json_lines: JSON is read, or the user says that these lines are text."""
+    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: those of the text that is wanted.
+    json_lines: accept JSON, because it is read as JSON or the user says that these lines are text."""
     lines = [line.strip(" \r\n") for line in head if line and not line.isspace()]
     if not lines:
         return
@@ -34,7 +34,7 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
         )
     if lines[0].lower().startswith(_XML_HEADS) or sum(map(_is_tag, lines)) >= SHARE * len(lines):
         if not any("<tmx" in line or "<tuv" in line for line in lines):
-            raise UserError(f"{path} looks like XML or HTML; take its text out, a sentence a line")
+            raise UserError(f"{path} looks like XML or HTML; take its text out, one sentence per line")
         of_language = f"any(k[-4:] == 'lang' and x.lower().startswith('{lang.lower()}') for k, x in v.items())"
         raise UserError(
             f'{path} looks like a TMX; take each language out: `{cat} | python -c "import sys, xml.etree.ElementTree '
@@ -45,20 +45,20 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
         return
     if lines[0] in ("[", "{") or lines[0].startswith("[{"):
         raise UserError(
-            f"{path} looks like JSON of several lines; write an object a line, as `jq -c` does"
+            f"{path} looks like JSON of several lines; write one object per line, as `jq -c` does"
             + ("" if lang else ", or name the form of the files by --documents")
         )
     objects = [fields for fields in map(object_of, lines) if fields is not None]
     if len(objects) >= SHARE * len(lines):
         program = quote(_place(objects[0], side, lang) + ' | gsub("\\n"; " ")')
         raise UserError(
-            f"{path} looks like JSON, an object a line; take out the text that you need: `{cat} | jq -r {program} "
+            f"{path} looks like JSON, one object per line; take out the text that you need: `{cat} | jq -r {program} "
             f"> {out}`"
         )
 
 
 def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
-    """Raises UserError where the target is the source."""
+    """Raise UserError if the target is the source file, or looks like a copy of it."""
     pairs = [(a.strip(), b.strip()) for a, b in zip(*heads, strict=False) if a.strip() and b.strip()]
     same = sum(a == b for a, b in pairs)
     if src.resolve() == tgt.resolve() and not src.is_fifo():
@@ -71,7 +71,7 @@ def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
 
 
 def _place(fields: Any, side: int, lang: str) -> str:
-    """The path, in jq's notation, of an object's text in this language, or else of this side."""
+    """The path, in jq's notation, to the text of a JSON object in this language or, if it names none, on this side."""
     place = ""
     while isinstance(fields, dict) and fields:
         texts = [name for name, value in fields.items() if isinstance(value, str)] or [*fields]
@@ -91,9 +91,9 @@ def _is_tag(line: str) -> bool:
 
 
 def object_of(line: str) -> dict[str, Any] | None:
-    """A line's JSON object; its "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document."""
+    """The JSON object of a line, whose "text" (WikiExtractor, mC4) or "content" (OSCAR) is a document; else None."""
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError):  # more than 4,300 digits are a ValueError
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits raises ValueError
         return None
     return fields if isinstance(fields, dict) else None

@@ -1,4 +1,4 @@
-"""(Re)build the index of a directory of WebDataset tars, also of ones that others wrote.
+"""(Re)build the index of a directory of WebDataset tars, including tars that other tools wrote.
 
     python -m data_tools.index DIR [--langs en de]
 
@@ -23,7 +23,7 @@ from .ranks import Ranks, run
 
 TOOL = "data_tools.index"
 Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
-"""The entries of some tars in index.json, each with its layout, languages and documents, and a survey of the texts."""
+"""For some tars: each one's entry in index.json, layout, languages and number of documents; a survey of all texts."""
 
 
 def build(
@@ -33,11 +33,12 @@ def build(
     made_by: dict[str, Any],
     links_count: str | None = None,
 ) -> dict[str, Any]:
-    """Scan all tars (split over the ranks), write an .idx beside each, the entries of all, and index.json last. Raises
-    UserError.
+    """Scan all tars (split over the ranks), write an .idx file beside each, the file that joins all entries, and
+    index.json last. Raises UserError.
 
-    links_count: a name of SEGMENTATIONS, whose words the links count; None: as the index that is there says, or white
-    space where others wrote the tars. These links are checked, where they are written here they have been.
+    links_count: the name in SEGMENTATIONS of the words that links number; None: the one that an existing index names;
+    without an index, white-space words, except in tars of xscale's own layout. Links are checked if `made_by` names
+    this tool; other tools have checked them before they wrote them.
     """
     tars = sorted(directory.glob("*.tar"))
     if not tars:
@@ -57,7 +58,7 @@ def build(
 def described(
     directory: Path, parts: Sequence[Scanned], made_by: dict[str, Any], links_count: str | None
 ) -> dict[str, Any]:
-    """index.json's content, of what was found in all tars of the directory. Raises UserError."""
+    """The content of index.json, from the scans of all tars of the directory. Raises UserError."""
     found = sorted((entry for part, _ in parts for entry in part), key=lambda entry: entry[0]["name"])
     _, layout, all_langs, _ = found[0]
     for shard, other_layout, other_langs, _ in found:
@@ -89,7 +90,7 @@ def described(
 
 
 def write(directory: Path, index: dict[str, Any]) -> None:
-    """The entries of all shards, and index.json last."""
+    """Write the index: first the file that joins the entries of all shards, and index.json last."""
     with files.publish(directory / ENTRIES) as partial, partial.open("wb") as all_entries:
         for shard in index["shards"]:
             all_entries.write(idx_path(directory / shard["name"]).read_bytes())
@@ -97,8 +98,8 @@ def write(directory: Path, index: dict[str, Any]) -> None:
 
 
 def scan(tars: list[Path], langs: tuple[str, ...] | None, counted: dict[str, str]) -> Scanned:
-    """Write the .idx of each; what it holds, and a survey of the texts of all that have as many languages as the first
-    has."""
+    """Write the .idx file of each tar. Returns what the tars hold, and a survey of the texts of those tars that have as
+    many languages as the first one."""
     found, survey = [], None
     for path in tars:
         scanned = scan_shard(path, langs, counted)
@@ -121,7 +122,7 @@ def _segmentation(directory: Path, layout: str, links_count: str | None) -> dict
 
 
 def warnings(directory: Path, index: dict[str, Any]) -> list[str]:
-    """Lines about texts that are hardly what they should be."""
+    """A line for each suspicious property of the texts."""
     lines = survey_warnings(index["text"], tuple(index["langs"]), index["records"])
     return [f"warning: {directory}: {line}" for line in lines]
 

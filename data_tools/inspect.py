@@ -2,7 +2,7 @@
 
     python -m data_tools.inspect DIR ... [--show N] [--verify] [--tokenizer T] [--json F]
 
-Words, and what links count, are those of xscale/data/words.py: letters and digits in runs, punctuation by itself.
+Words, and the word numbers of links, follow xscale/data/words.py: runs of letters and digits, and single symbols.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def frequent_words(texts: list[str]) -> str:
 
 
 def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
-    """Statistics of the texts: of all of them by the index, or of the sample where an older index has none."""
+    """Statistics of the texts: those of the index over all texts, or of `records` if an older index has none."""
     if "text" in source.index:
         return source.index["text"]
     survey = Survey(len(source.langs))
@@ -98,7 +98,7 @@ def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
 
 
 def sample(source: Source) -> list[Record]:
-    """Records spread over the whole source."""
+    """A sample of records, evenly spread over the whole source."""
     ordinals = np.linspace(0, source.records - 1, min(source.records, _LENGTH_SAMPLE)).astype(np.int64)
     ends = np.cumsum(source.counts)
     shards = np.searchsorted(ends, ordinals, side="right")
@@ -147,7 +147,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
 
 
 def documents(source: Source) -> str:
-    """A line about the number of sentences in a document."""
+    """A line with statistics of the number of sentences in a document."""
     starts = np.concatenate([~source.follows(shard, slice(None)) for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])
@@ -224,7 +224,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
 
 
 def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
-    """Print what is there. Returns --json's entry."""
+    """Print a description of a shard directory. Returns its entry for --json. Raises UserError."""
     source = Source(directory)
     if verify:
         problems = damage(source, ranks)

@@ -1,13 +1,13 @@
-"""Make a bilingual dictionary: filter, intersect or sample given ones, or count word links.
+"""Make a bilingual dictionary: filter, intersect or sample existing ones, or induce one from word links.
 
     python -m data_tools.lexicon --dict en-de.txt ... --out out/en-de.txt [--intersect de-en.txt] [--share 0.25] ...
     python -m data_tools.lexicon --from_links DIR ... --out out/en-de.txt [--min_count 3] [--min_share 0.2]
     python -m data_tools.lexicon --dict en-de.txt --out out/en-de.txt --truecase DIR ... [--tokenizer T]
 
-Every file's name says the order of its columns, and every input is turned to the order of --out. Entries keep the
-order of the input; induced ones begin with the most frequent. A share is one of the vocabulary, as in Tang et al.
-(2022): of the words of the first column, by their own hash, each with all its entries. 10 % of a vocabulary lie within
-20 % of it.
+Every file's name gives the order of its columns, and inputs are changed to the order of --out. Entries keep the order
+of the input; induced ones begin with the most frequent. --share samples the vocabulary, as Tang et al. (2022) do: it
+selects words of the first column by a hash of the word, and keeps all entries of each. A sample of 10 % is a part of
+the sample of 20 %.
 """
 
 import argparse
@@ -28,17 +28,18 @@ Entry = tuple[str, str]
 
 
 def oriented(path: Path, langs: tuple[str, str]) -> list[Entry]:
-    """The file's entries in the order of `langs`. Raises UserError where it is of another pair."""
+    """The file's entries in the order of `langs`. Raises UserError if the file is of another pair of languages."""
     order = pair_of(path, langs)
     if order == langs:
         return read_entries(path)
     if order[::-1] != langs:
-        raise UserError(f"{path} is of {' and '.join(order)}, --out is of {' and '.join(langs)}; name one pair")
+        raise UserError(f"{path} is of {' and '.join(order)}, --out is of {' and '.join(langs)}; use one pair")
     return [(b, a) for a, b in read_entries(path)]
 
 
 def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -> tuple[Counter, Counter, Counter]:
-    """Counts of linked word pairs, and of either side's words, over all records with links. Ranks share the shards."""
+    """The counts of linked word pairs, of the words of the first language and of those of the second, over all records
+    with links. The shards are split over the ranks."""
     flips: dict[tuple[str, ...], int] = {langs: 1, langs[::-1]: -1}
     for source in sources:
         if source.langs not in flips:
@@ -96,14 +97,15 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
 
 
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
-    """The pairs linked at least `min_count` times, and for at least `min_share` of their more frequent word."""
+    """The word pairs that are linked at least `min_count` times, and in at least the share `min_share` of the
+    occurrences of their more frequent word; the most frequent pairs come first."""
     kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
     return sorted(kept, key=lambda entry: (-pairs[entry], entry))
 
 
 def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
-    """All entries, in their order, of round(share * n) of the n words of the first language, those of the smallest
-    hash. Spellings in upper and lower case are one word."""
+    """All entries, in their order, of those round(share * n) of the n words of the first language that have the
+    smallest hashes. Spellings that differ only in case are one word."""
     words = sorted({same_word(word) for word, _ in entries}, key=lambda word: int(rng.key(seed, "lexicon", word)))
     chosen = set(words[: round(share * len(words))])
     return [entry for entry in entries if same_word(entry[0]) in chosen]
@@ -112,7 +114,8 @@ def sampled(entries: list[Entry], share: float, seed: int) -> list[Entry]:
 def filtered(
     entries: list[Entry], args: argparse.Namespace, langs: tuple[str, str], forms: dict[str, Forms]
 ) -> tuple[list[Entry], list[str]]:
-    """The entries that the options leave, without repeats, and one line about each option. forms: --truecase's."""
+    """The entries that pass the options, without duplicates, and a line about each option. forms: the spellings of
+    --truecase."""
     report = [f"{len(entries):,} entries"]
 
     def keep(what: str, kept: list[Entry]) -> None:
@@ -148,7 +151,7 @@ def filtered(
 
 
 def write_entries(entries: list[Entry], out: Path) -> None:
-    """`source target` a line, apart by a tab where a side has several words."""
+    """Write one entry, `source target`, per line. If a side has several words, a tab separates the two."""
     lines = [("\t" if any(len(side.split()) > 1 for side in entry) else " ").join(entry) + "\n" for entry in entries]
     files.write_text(out, "".join(lines))
 
@@ -195,7 +198,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     forms = counted_forms(find_sources(args.truecase), langs, ranks) if args.truecase else {}
 
     def work() -> str:
-        """Filtering is one process's work; the other ranks of mpirun wait."""
+        """Filter on rank 0 while the other ranks wait."""
         if not ranks.is_main:
             return ""
         if counts:

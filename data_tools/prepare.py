@@ -1,14 +1,14 @@
-"""Make shards, a tokenizer and held-out text of raw corpora. One file, corpus.yaml, names them (data_tools/corpus.py).
+"""Make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names (data_tools/corpus.py).
 
     python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm] [--workers N] [--dry_run]
 
 DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
-then the work is in DIR.incomplete. If the command is killed, start it again: it goes on, and does no finished task
-again. The bytes do not depend on the executor, the number of workers or on kills, but for the links of `align: true`.
+then the work is in DIR.incomplete. If the command is killed, start it again: it continues, and repeats no finished
+task. Except for the links of `align: true`, the output does not depend on the executor, the workers or kills.
 
 For `--executor slurm`, start the command where `sbatch` is, with --out on a shared file system. SBATCH_PARTITION,
-SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment say what your site wants. Jobs go on when the
-command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
+SBATCH_TIMELIMIT, SBATCH_MEM_PER_CPU and SBATCH_ACCOUNT in the environment set what your site needs. Jobs continue if
+the command is killed: cancel them (`scancel`) before you remove DIR.incomplete.
 """
 
 import argparse
@@ -37,7 +37,7 @@ DRY_RUN_UNITS = 2000
 COMPRESSION = 3
 """The text of a compressed file is estimated as this many times its size."""
 RECORD_BYTES = 100
-"""The bytes of a record beside its texts, about."""
+"""The approximate number of bytes of a record besides its texts."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check(corpus: Corpus) -> None:
-    """Raises UserError if a package, a file or a language of the identifier is missing."""
+    """Raise UserError if a package or a file is missing, or if the language identifier does not know a language."""
     if missing := [name for name in EXTRA if not importlib.util.find_spec(name)]:
         raise UserError(f"{', '.join(missing)} not installed: `pip install 'xscale[prepare]'`")
     for source, name in zip(corpus.sources, corpus.names, strict=True):
@@ -94,7 +94,7 @@ def files_below(paths: list[str]) -> list[Path]:
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """A hash of the corpus, the sizes and times of its files, and the chunks."""
+    """A hash of corpus.yaml, of the sizes and times of its files, and of the sizes of chunks."""
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).exclude, *corpus.lexicons])]  # fmt: skip
@@ -103,7 +103,7 @@ def fingerprint(corpus: Corpus) -> str:
 
 
 def claim(folder: Path) -> int:
-    """Lock the folder, for which workers of a killed start may be waited for. Raises UserError."""
+    """Lock the folder. Waits for workers of a killed start to end first. Raises UserError."""
     for _ in range(files.LOCK_SECONDS):
         try:
             return files.lock_folder(folder)
@@ -113,7 +113,7 @@ def claim(folder: Path) -> int:
 
 
 def start(corpus: Corpus, folder: Path, out: Path) -> None:
-    """Write plan.json, or check that the folder's is the same. Raises UserError."""
+    """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists; choose another --out, or remove it")
     for cache in (steps.corpus_of, steps.chunks_of, steps.places_in):
@@ -128,7 +128,7 @@ def start(corpus: Corpus, folder: Path, out: Path) -> None:
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:
-    """Write the report, and move the result to its place."""
+    """Write the report, and move the result to `out`."""
     result = folder / "result"
     for path in result.glob(f"*{files.PARTIAL}"):  # of a task that was killed
         files.remove(path)
@@ -144,7 +144,7 @@ def finish(corpus: Corpus, folder: Path, out: Path) -> None:
 
 
 def describe(corpus: Corpus) -> str:
-    """What would be done, by the first units of every source."""
+    """A description of what would be done, estimated from the first units of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text

@@ -1,4 +1,4 @@
-"""The tools under `mpirun -n N` or `srun -n N`: what each rank does, and how all of them stop on one rank's error."""
+"""Runs tools under `mpirun -n N` or `srun -n N`: finds each process's rank, and stops all ranks on one rank's error."""
 
 import os
 import sys
@@ -9,11 +9,11 @@ from typing import Any
 from xscale.errors import ENVIRONMENT_ERRNOS, UserError, check_arguments, number_of, print_anything
 
 TIMEOUT = timedelta(days=7)
-"""Ranks wait so long while one of them works alone."""
+"""How long ranks wait while one of them works alone."""
 
 
 class Ranks:
-    """This process among those that mpirun or srun started; a single one where none did."""
+    """This process's rank among the processes that mpirun or srun started; rank 0 of 1 without mpirun and srun."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1
@@ -40,7 +40,7 @@ class Ranks:
         self._gather = MPI.COMM_WORLD.allgather
 
     def _join_slurm(self) -> None:
-        """Ranks of SLURM talk by torch's sockets, as in training: srun and an MPI library need not know each other."""
+        """Connect the ranks by torch's sockets, as in training: srun need not support the installed MPI library."""
         import torch.distributed as dist
 
         from xscale.ranks import find_process
@@ -51,18 +51,18 @@ class Ranks:
         self._gather = _gather_objects
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, on every rank."""
+        """The values of all ranks, returned on every rank."""
         return self._gather(value)
 
     def close(self) -> None:
-        """Close the process group. Its threads would abort an interpreter that ends."""
+        """Close the process group, whose threads would otherwise abort the interpreter at its exit."""
         if self._gather is _gather_objects:
             import torch.distributed as dist
 
             dist.destroy_process_group()
 
     def together(self, work: Callable[[], Any]) -> list[Any]:
-        """Every rank's `work()`, on every rank. A UserError of any rank, or an OSError, is raised on all."""
+        """Run `work` on every rank. Returns all results on every rank. Any UserError or OSError is raised on all."""
         error: Exception | None = None
         result = None
         try:
@@ -90,7 +90,7 @@ def _gather_objects(value: Any) -> list[Any]:
 
 
 def run(main: Callable[[Ranks], None]) -> None:
-    """Run a tool; a UserError is printed once and ends with exit code 2, the machine's refusal with 4."""
+    """Run a tool and exit. A UserError is printed once, with exit code 2; an error of disk or network exits with 4."""
     print_anything()
     ranks, code = None, 0
     try:

@@ -1,8 +1,8 @@
 """Readers of a corpus's sources. Each yields the units of a source one after the other.
 
 A unit is a pair of sentences or a document. It has a number (of its line, row or translation unit in the source, from
-1), texts (both sides, or the document's paragraphs), and word links as the source has them. What looks like another
-format is refused. Every error names the file, the place and the remedy.
+1), texts (both sides, or the document's paragraphs), and word links as the source has them. A source that looks like
+another format is refused. Every error names the file, the place and what to do.
 """
 
 import gzip
@@ -26,7 +26,7 @@ from .documents import passages
 from .formats import HEAD_LINES, check_sides, check_text, object_of
 
 PARAGRAPHS = 1000
-"""A document with more paragraphs goes on as another document."""
+"""A document with more paragraphs than this is split into several."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 
 
@@ -37,11 +37,11 @@ class Unit(NamedTuple):
 
 
 def read_units(source: SourceSpec) -> Iterator[Unit]:
-    """The units of a source, or its first ones. Raises UserError."""
+    """The units of a source, at most `source.first` of them. Raises UserError."""
     for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
-                f"{source.paths[0]}: unit {unit.number} has half a character, such as \\ud800; mend or remove it"
+                f"{source.paths[0]}: unit {unit.number} has an unpaired surrogate, such as \\ud800; fix or remove it"
             )
         yield unit
 
@@ -57,7 +57,7 @@ def text_pairs(source: SourceSpec) -> Iterator[Unit]:
 
 
 def _together(paths: list[Path], columns: list[Iterator[tuple[int, str]]]) -> Iterator[list[str]]:
-    """Lines n of files. Raises UserError if one ends before the others."""
+    """The lines n of several files, for each n. Raises UserError if one file ends before the others."""
     for number, row in enumerate(zip_longest(*columns), start=1):
         if None in row:
             ended = row.index(None)
@@ -82,7 +82,7 @@ def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
     for number, line in read_lines(path):
         columns = line.split("\t")
         if len(columns) < max(wanted):
-            raise UserError(f"{path}: line {number} has {len(columns)} columns, needs {max(wanted)}; mend or remove it")
+            raise UserError(f"{path}: line {number} has {len(columns)} columns, needs {max(wanted)}; fix or remove it")
         first, second, *links = (columns[column - 1] for column in wanted)
         yield Unit(number, [first, second], links[0] if links else None)
 
@@ -112,7 +112,7 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
         raise UserError(f"{path} not found") from None
     except (ParseError, defusedxml.DefusedXmlException, StopIteration, *_damages()) as error:
         raise UserError(
-            f"{path}: after translation unit {number}: {error or 'the file is empty'}; mend the TMX"
+            f"{path}: after translation unit {number}: {error or 'the file is empty'}; fix the TMX"
         ) from None
     if not found:
         raise UserError(f"{path}: none of {number} translation units has both {' and '.join(source.langs)}")
@@ -166,7 +166,7 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
 
 
 def documents(source: SourceSpec) -> Iterator[Unit]:
-    """Documents by WikiExtractor's markup, JSON lines with `text` or `content`, or blank lines; else a line each."""
+    """Documents by WikiExtractor's markup, JSON lines with `text` or `content`, or blank lines; else one per line."""
     total = 0
     for path in files_of([Path(name) for name in source.paths]):
         number, paragraphs = 0, list[str]()
@@ -187,7 +187,7 @@ def json_documents(source: SourceSpec) -> Iterator[Unit]:
         if line.strip():
             fields = object_of(line)
             if fields is None:
-                raise UserError(f"{path}: line {number} is not a JSON object; mend or remove it")
+                raise UserError(f"{path}: line {number} is not a JSON object; fix or remove it")
             yield _document(f"{path}: line {number}", number, fields, source.field)
 
 
@@ -199,7 +199,7 @@ def _document(place: str, number: int, fields: dict[str, Any], field: str) -> Un
 
 
 def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
-    """Documents from `# newdoc` on; sentences without one before them are documents of their own."""
+    """Documents that start at `# newdoc`. Each sentence before the first `# newdoc` is a document of its own."""
     first, in_document, texts = 1, False, list[str]()
     for number, (where, sentence) in enumerate(read_sentences(Path(source.paths[0])), start=1):
         text = next((line for line in sentence.comments if line.startswith("# text =")), None)
@@ -257,7 +257,7 @@ def _data_set(name: str) -> Iterator[dict[str, Any]]:
 
 
 def shard_records(source: SourceSpec) -> Iterator[Unit]:
-    """Pairs and documents of shards. Links count the words of data/words.py."""
+    """Pairs or documents of shards. Links number the words of data/words.py."""
     shards, first, texts = Source(source.paths[0]), 1, list[str]()
     places = ((shard, record) for shard, count in enumerate(shards.counts.tolist()) for record in range(count))
     for number, place in enumerate(places, start=1):

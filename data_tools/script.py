@@ -1,8 +1,8 @@
-"""A second script for a WordPiece tokenizer: every token i has a copy i + V, and text that has the copies' ids.
+"""A second script for a WordPiece tokenizer of V ids: token i has a copy i + V, and text is written with the copies.
 
-Each character of the vocabulary is mapped to one that no token has, of the same kind for the tokenizer and for words:
-letters to Armenian and, where those are used up, others. Text is normalised as the tokenizer does, and then mapped
-character by character, so that WordPiece, which takes the longest piece first, cuts it as it cut the text.
+Each character of the vocabulary is mapped to one that no token has and that the tokenizer and data/words.py treat
+alike: letters to Armenian ones and, when those are used up, others. Text is normalised as the tokenizer does, and then
+mapped character by character, so that WordPiece, which takes the longest piece first, splits it as before.
 """
 
 import json
@@ -19,13 +19,13 @@ from xscale.data.words import table
 from xscale.errors import UserError
 
 _FIRST = (range(0x561, 0x587), range(0x966, 0x970), range(0x2C30, 0x2C60), range(0x2E00, 0x2E5E), range(0x1200, 0x1380))
-"""Armenian, Devanagari's digits, Glagolitic, supplemental punctuation, Ethiopic; then all others."""
+"""Characters that are tried first: Armenian, Devanagari's digits, Glagolitic, supplemental punctuation, Ethiopic."""
 
 
 class Script:
     def __init__(self, path: Path, overlap: float = 0.0, seed: int = 0):
-        """path: a tokenizer's directory. overlap: the share of ids that are left as they are, drawn without
-        replacement. Raises UserError."""
+        """path: a tokenizer's directory. overlap: the share of ids that stay as they are, selected by a hash
+        with the seed. Raises UserError."""
         if not 0 <= overlap < 1:
             raise UserError(f"--overlap {overlap:g} is a share of the ids that keep their place: from 0 to below 1")
         self.path = path
@@ -51,8 +51,8 @@ class Script:
         return token[len(self._prefix) :] if token.startswith(self._prefix) and token != self._prefix else token
 
     def _map_characters(self, alphabet: list[str]) -> dict[int, str]:
-        """A code point of the vocabulary -> its image. A character that has no token but is an image becomes one more
-        image, which has no token either."""
+        """Code point of each character of the vocabulary -> its image. The images, which have no token themselves, are
+        all mapped to one further character without a token."""
         used = set(alphabet)
 
         def find_image(char: str) -> str:
@@ -74,8 +74,8 @@ class Script:
 
     @lru_cache(maxsize=1 << 17)  # noqa: B019 - a tool makes one
     def _class_of(self, char: str) -> tuple[Any, ...] | None:
-        """The class that word rules and tokenizer give to a character, which its image shares. None: the tokenizer
-        changes the character."""
+        """How data/words.py, Unicode and the tokenizer classify a character; its image has the same class. None if the
+        tokenizer changes the character."""
         inside = f"a{char}a"
         there = self.tokenizer.backend.normalizer.normalize_str(inside) if self.tokenizer.backend.normalizer else inside
         if there.replace(" ", "") != inside:
@@ -84,7 +84,7 @@ class Script:
         return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
 
     def map_texts(self, texts: list[str]) -> list[str]:
-        """Texts in the second script. They have as many words, and ids + V but for special and kept ids."""
+        """The texts in the second script: as many words, and id + V for each id that is neither special nor kept."""
         normalizer = self.tokenizer.backend.normalizer
         texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
         if not self.kept:
@@ -101,7 +101,7 @@ class Script:
         return "".join([*parts, text[end:]])
 
     def map_words(self, words: list[str]) -> list[str]:
-        """Words one by one, without white space in them."""
+        """The words in the second script, each mapped by itself and without white space inside."""
         return ["".join(mapped.split()) or word for word, mapped in zip(words, self.map_texts(words), strict=True)]
 
     def dictionary(self) -> str:
@@ -109,7 +109,7 @@ class Script:
         return "".join(f"{number}\t{number + self.size}\n" for number in self.shifted)
 
     def save_doubled(self, out: Path) -> None:
-        """Writes the tokenizer with twice as many ids. Id i + V is i's image, or unused if i is special or kept."""
+        """Write the tokenizer with twice as many ids. Id i + V is the copy of i, or unused if i is special or kept."""
         vocabulary = {self.tokens[number]: number for number in sorted(self.tokens)}
         shifted = frozenset(self.shifted)
         for number in range(self.size):

@@ -4,9 +4,9 @@ import re
 
 _KHMER_ENDS = re.compile(r"(?<=[\u17d4\u17d5])\s*")
 _SPACES = re.compile(r"(?<=[\u0E00-\u0EFF])\s+(?=[\u0E00-\u0EFF])")
-"""A space between two letters of Thai or Lao stands where a sentence or a clause ends."""
+"""A space between two letters of Thai or Lao, which marks the end of a sentence or a clause."""
 _LONG = 60
-"""A Thai or Lao sentence goes on over a space until it has this number of characters."""
+"""A Thai or Lao sentence is split at a space only if it has at least this number of characters by then."""
 
 
 def split_sentences(text: str, language: str) -> list[str]:
@@ -18,7 +18,7 @@ def split_sentences(text: str, language: str) -> list[str]:
 
 
 def _split_unspaced(piece: str) -> list[str]:
-    """Khmer by its full stops, and long Thai or Lao by its spaces; other text is one sentence."""
+    """The sentences of a piece: Khmer is split at full stops, long Thai or Lao at spaces; other text is not split."""
     if len(piece) > _LONG and _SPACES.search(piece):
         sentences = [""]
         for part in _SPACES.split(piece):

@@ -2,14 +2,14 @@
 wrote, and writes whole files of its own. All files are in one folder:
 
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
-    clean/CHUNK.{jsonl,npy}     clean: what the rules leave of a chunk's units, and the hashes of their texts
+    clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
-    links/CHUNK                 align: the word links of those of a chunk's pairs that are kept and have none
+    links/CHUNK                 align: word links for a chunk's kept or held-out pairs that came without links
     result/tokenizer/           tokenizer: trained on a sample of what is kept
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
     result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
 
-Chunks do not depend on the number of workers, so every byte is a function of the input alone, but for links/.
+Chunks do not depend on the number of workers, so every byte except those of links/ depends on the input alone.
 """
 
 import json
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 CHUNK_UNITS, CHUNK_BYTES = 8192, 4 << 20
 KEPT, REPEATED, NEAR, HELD = range(4)
-"""The states of a unit."""
+"""The states of a unit: kept, an exact duplicate, a near duplicate, held out."""
 HELD_SHARE = 10
-"""At most one unit in this number is held out."""
+"""At most about one in this many kept sentences or pairs is held out."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
 STATISTICS = 2
-"""The columns of clean/CHUNK.npy before the bands: the hash of the text, and the number of sentences."""
+"""The number of columns of clean/CHUNK.npy before the MinHash bands: the text's hash, and its number of sentences."""
 
 
 class Chunk(NamedTuple):
@@ -68,7 +68,7 @@ def corpus_of(folder: Path) -> Corpus:
 
 @lru_cache(maxsize=1)
 def chunks_of(folder: Path) -> list[Chunk]:
-    """All chunks, after `cut`."""
+    """All chunks, which are known after the step `cut`."""
     counts = [read_json(folder / f"raw/{n}.json")["chunks"] for n in range(len(corpus_of(folder).sources))]
     places = [(source, number) for source, count in enumerate(counts) for number in range(count)]
     return [Chunk(number, *place) for number, place in enumerate(places)]
@@ -97,7 +97,7 @@ def cut(folder: Path, number: int) -> None:
         lines.append(to_line(unit))
         size, total = size + len(lines[-1]), total + 1
     if not total:
-        raise UserError(f"{', '.join(source.paths)}: there is nothing in it; give another source")
+        raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
     write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "units": total})
 
@@ -108,7 +108,7 @@ def units_in(path: Path) -> Iterator[Unit]:
 
 
 def clean(folder: Path, number: int) -> None:
-    """Write what the rules leave of a chunk, and hashes of its texts."""
+    """Write the units of a chunk that pass the rules, and hashes of their texts."""
     chunk, corpus = chunks_of(folder)[number], corpus_of(folder)
     source = corpus.sources[chunk.source]
     rules, langs = corpus.rules_of(source), source.langs
@@ -130,11 +130,11 @@ def clean(folder: Path, number: int) -> None:
 
 
 def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | None, int]:
-    """A unit's links over the words of its clean texts, and how many were dropped. Raises UserError."""
+    """A unit's links, renumbered to the words of its clean texts, and how many were dropped. Raises UserError."""
     if unit.links is None:
         return None, 0
     given = None if texts == unit.texts else tuple(unit.texts)
-    if source.format == "shards":  # its links count no white-space words
+    if source.format == "shards":  # its links do not number white-space words
         given = tuple(" ".join(of_text) for of_text, _ in words.split(unit.texts))
     try:
         return project_links(unit.links, tuple(texts), given)
@@ -146,7 +146,7 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
 
 
 def select(folder: Path, number: int) -> None:
-    """Write the state of each unit of a group. The first of equal ones is kept, wherever they stand."""
+    """Write the state of each unit of a group. Of equal units in any of the group's chunks, the first is kept."""
     corpus = corpus_of(folder)
     group = corpus.groups[number]
     chunks = chunks_in(folder, group)
@@ -171,15 +171,15 @@ def select(folder: Path, number: int) -> None:
 
 
 def repeated(values: np.ndarray) -> np.ndarray:
-    """Whether each value stood before."""
+    """True for each value that also occurs earlier."""
     again = np.ones(len(values), dtype=bool)
     again[np.unique(values, return_index=True)[1]] = False
     return again
 
 
 def hold_out(state: np.ndarray, exact: np.ndarray, sentences: np.ndarray, wanted: int) -> None:
-    """Mark units with `wanted` sentences (a few more of documents), in the order of their texts' hashes. Other units
-    with the same texts become repeated."""
+    """Mark as held out units that have `wanted` sentences in total (with documents, a few more), in the order of their
+    texts' hashes. Other units with the same texts become repeated."""
     if not wanted:
         return
     kept = np.flatnonzero(state == KEPT)
@@ -198,7 +198,7 @@ def chunks_in(folder: Path, group: tuple[str, ...]) -> list[Chunk]:
 
 @lru_cache(maxsize=4)
 def places_in(folder: Path, group: tuple[str, ...]) -> dict[int, slice]:
-    """The place of each chunk's units in the group's state."""
+    """The number of each chunk -> the slice of the group's state that has its units."""
     found, start = {}, 0
     for chunk in chunks_in(folder, group):
         end = start + len(np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r"))
@@ -218,12 +218,12 @@ def units_and_states(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
 
 
 def is_unlinked(unit: Unit, state: int) -> bool:
-    """Whether eflomal aligns a pair."""
+    """True if eflomal is to align a pair: it came without links and is kept or held out."""
     return unit.links is None and state in (KEPT, HELD)
 
 
 def make_links(folder: Path, number: int) -> None:
-    """Write the links of a direction's pairs, aligned as one text."""
+    """Align all pairs of a direction that came without links, as one text, and write their links by chunk."""
     corpus = corpus_of(folder)
     langs, made = corpus.directions[number], folder / f"links/{number}.all"
 
@@ -251,7 +251,7 @@ def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
 
 
 def kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
-    """The language and text of every sentence, and side of a pair, that is kept."""
+    """(language, text) of every kept sentence and of every side of a kept pair."""
     for chunk in chunks_of(folder):
         langs = corpus_of(folder).sources[chunk.source].langs
         for unit, state in units_and_states(folder, chunk):
@@ -260,7 +260,7 @@ def kept_texts(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def kept_counts(folder: Path) -> Counter[str]:
-    """The number of these texts in each language."""
+    """The number of kept texts in each language."""
     counts: Counter[str] = Counter()
     for chunk in chunks_of(folder):
         table = np.load(folder / f"clean/{chunk.number}.npy", mmap_mode="r")
@@ -270,7 +270,7 @@ def kept_counts(folder: Path) -> Counter[str]:
 
 
 def sampled(texts: Iterable[tuple[str, str]], counts: Counter[str], alpha: float) -> Iterator[tuple[str, str]]:
-    """Evenly spread texts of each language, in proportion to its share to the power of alpha."""
+    """An evenly spread sample of the texts, with a share of each language in proportion to its count ** alpha."""
     shares = {lang: count**alpha for lang, count in counts.items()}
     wanted = {lang: min(counts[lang], int(SAMPLE * share / sum(shares.values()))) for lang, share in shares.items()}
     passed: Counter[str] = Counter()
@@ -282,7 +282,7 @@ def sampled(texts: Iterable[tuple[str, str]], counts: Counter[str], alpha: float
 
 
 def tokenizer(folder: Path, number: int) -> None:
-    """Train the tokenizer, and report how it cuts each language."""
+    """Train the tokenizer, and report how it splits the text of each language."""
     from xscale.data.tokenizer import Tokenizer
 
     from .tokenizer import COVERAGE, Sample, try_to_train
@@ -341,7 +341,7 @@ def shards(folder: Path, number: int) -> None:
 
 
 def length_filter(folder: Path, rules: Rules, removed: Removed) -> Callable[[Record], bool]:
-    """Whether a record has the tokens that rules.length.tokens asks for."""
+    """A function that is true for a record whose number of tokens rules.length.tokens allows, and counts the others."""
     bounds = rules.length.tokens
     if not bounds:
         return lambda record: True
@@ -358,7 +358,7 @@ def length_filter(folder: Path, rules: Rules, removed: Removed) -> Callable[[Rec
 
 
 def write_tar(path: Path, lines: "list[Line]") -> int:
-    """Write a shard, its index and a survey of it, unless there is no record. Returns the number of records."""
+    """Write a shard and, if it has a record, its .idx file and a survey of it. Returns the number of records."""
     from .write_shards import _write_shard
 
     with put(path) as partial:
@@ -371,7 +371,7 @@ def write_tar(path: Path, lines: "list[Line]") -> int:
 
 
 def gather(folder: Path, number: int) -> None:
-    """Give the shards of a source, or what a group has held out, their names and an index."""
+    """Move the shards of a source, or those of a group's held-out records, to result/, and write their index."""
     from .write_shards import Line
 
     corpus = corpus_of(folder)
@@ -395,7 +395,7 @@ def gather(folder: Path, number: int) -> None:
 
 
 def move_shards(tars: list[Path], directory: Path, name: str, made: dict[str, Any]) -> None:
-    """Move shards to a directory, numbered without gaps, and write their index. A repetition does no harm."""
+    """Move shards to a directory, numbered without gaps, and write their index. A killed move can be repeated."""
     parts = list[indexing.Scanned]()
     for tar in (tar for tar in tars if tar.with_suffix(".scan").exists()):
         directory.mkdir(parents=True, exist_ok=True)
@@ -419,4 +419,4 @@ STEPS: dict[str, tuple[Step, Callable[[Path], int]]] = {
     "shards": (shards, lambda folder: len(chunks_of(folder))),
     "gather": (gather, lambda folder: len(corpus_of(folder).sources) + len(corpus_of(folder).groups)),
 }
-"""The steps in order: what does a task, and how many tasks there are."""
+"""The steps in order: each has the function that does a task, and the function that counts the tasks."""

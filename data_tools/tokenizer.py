@@ -34,18 +34,18 @@ from .ranks import Ranks, run
 WORDPIECE_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
-"""Symbols are never in one token with a word: `en.` would be neither."""
+"""The pattern of symbols, which never share a token with a word: `en.` would be neither word nor symbol."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""The pattern of GPT-2's words, but a mark belongs to its letter and `'s` is no token."""
+"""The pattern of words is GPT-2's, except that a combining mark belongs to its letter and `'s` is no special case."""
 COVERAGE = 0.9995
 _ALPHABET = 1000
-"""Most frequent characters that a vocabulary holds whatever the coverage."""
+"""This many of the most frequent characters are in a vocabulary whatever the coverage."""
 _ROOM = 0.75
-"""Share of a vocabulary that characters may take."""
+"""The largest share of a vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-"""Unigram's tokens of a character that it does not hold."""
+"""The byte tokens by which Unigram writes a character that is not in its vocabulary."""
 _SAMPLE = 2000
-"""Texts of a language by which the trained tokenizer is judged, or twice as many."""
+"""The statistics of the trained tokenizer are over this many texts of a language or up to twice as many."""
 
 Texts = Iterable[tuple[str, str]]
 """Pairs of a language and a text."""
@@ -54,8 +54,8 @@ Texts = Iterable[tuple[str, str]]
 def train(
     texts: Texts, kind: str, vocab_size: int, lowercase: bool, coverage: float = COVERAGE
 ) -> PreTrainedTokenizerFast:
-    """A BERT-style WordPiece, an XLM-R-style Unigram or a RoBERTa-style byte-level BPE tokenizer with mask, pad, cls
-    and sep tokens, and with its model's template of pairs."""
+    """Train a BERT-style WordPiece, an XLM-R-style Unigram or a RoBERTa-style byte-level BPE tokenizer. It has mask,
+    pad, cls and sep tokens, and joins the two sentences of a pair as that model does."""
     special = WORDPIECE_SPECIAL if kind == "wordpiece" else ROBERTA_SPECIAL
     tokens = list(special.values())
     if kind == "wordpiece":
@@ -113,12 +113,12 @@ def train(
 
 def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[str], coverage: float) -> dict[str, int]:
     """A WordPiece vocabulary, the same in every run: WordPieceTrainer numbers the characters inside words in the order
-    of a hash table and breaks ties by number, so those characters are given to it in order, as first tokens."""
+    of a hash table and breaks ties by number, so they are passed to it as its first tokens, in a fixed order."""
     tokenizer = Tokenizer(models.WordPiece())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
 
     def is_inside(char: str) -> bool:
-        """True if the character can be inside a word. The normalizer puts spaces around Chinese ones."""
+        """True if the character can be inside a word. The normalizer puts spaces around Chinese characters."""
         return " " not in normalizer.normalize_str("a" + char)
 
     with _spooled(texts, normalizer) as (lines, seen):
@@ -136,7 +136,7 @@ def _wordpieces(texts: Texts, normalizer: Any, vocab_size: int, special: list[st
 
 @contextmanager
 def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dict[str, Counter[str]]]]:
-    """The normalised texts, a line each, and how often each language has each character but spaces."""
+    """Yield the normalised texts, one per line, and each language's counts of its characters except spaces."""
     seen: dict[str, Counter[str]] = defaultdict(Counter)
     with tempfile.TemporaryFile("w+", encoding="utf-8") as spool:
         for language, text in texts:
@@ -148,10 +148,11 @@ def _spooled(texts: Texts, normalizer: Any) -> Iterator[tuple[Iterator[str], dic
 
 
 def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_of: Callable[[str], int]) -> list[str]:
-    """Characters that a vocabulary holds: of each language the most frequent that make up `coverage` of its text, and
-    the _ALPHABET most frequent of all, as far as they fit. room: tokens; tokens_of: what a character takes of them."""
+    """The characters of a vocabulary: the most frequent ones of each language, which make up `coverage` of its text,
+    and the _ALPHABET most frequent of all, as far as they fit. room: the tokens of the whole vocabulary. tokens_of: the
+    number of tokens that a character takes."""
     total: Counter[str] = sum(seen.values(), Counter())
-    before = dict.fromkeys(total, 1.0)  # share of a language that more frequent ones make up, of that where it is least
+    before = dict.fromkeys(total, 1.0)  # share of text that more frequent characters make up; least of the languages
     for counts in seen.values():
         passed, every = 0, counts.total()
         for char, times in sorted(counts.items(), key=lambda entry: (-entry[1], entry[0])):
@@ -174,8 +175,8 @@ def _alphabet(seen: dict[str, Counter[str]], coverage: float, room: int, tokens_
 
 
 def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
-    """The Unigram model, the same in every run. UnigramTrainer goes through hash tables: the last digits of its scores
-    differ, and so does which rare character gets the lowest score, which the lowest + 0.0001, + 0.0002, ..."""
+    """The Unigram model, made the same in every run. UnigramTrainer iterates over hash tables: the last digits of its
+    scores vary, and so does the order in which rare characters get the lowest score, the lowest + 0.0001, ..."""
     model = json.loads(tokenizer.to_str())["model"]
     trained = model["vocab"][special:]
     low = min(score for _, score in trained)
@@ -193,7 +194,7 @@ def _settled(tokenizer: Tokenizer, special: int) -> models.Unigram:
 
 
 KINDS = {"WordPiece": "wordpiece", "Unigram": "unigram", "BPE": "bpe"}
-"""--type of each model of the tokenizers library."""
+"""A model of the tokenizers library -> its --type."""
 
 
 def type_of(tokenizer: Loaded) -> str:
@@ -204,12 +205,12 @@ def type_of(tokenizer: Loaded) -> str:
 
 
 def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
-    """The tokenizer.json of `old` with the tokens of `fresh` that it lacks behind its own. Raises UserError."""
+    """The tokenizer.json of `old`, to which those tokens of `fresh` that it lacks are appended. Raises UserError."""
     tree, more = json.loads(old.backend.to_str()), json.loads(fresh.backend_tokenizer.to_str())["model"]
     model, there = tree["model"], old.hf.get_vocab()
     if len(model["vocab"]) != old.vocab_size:
         raise UserError(
-            f"--extend {old.hf.name_or_path} has tokens behind its vocabulary, such as added ones; add further ones by "
+            f"--extend {old.hf.name_or_path} has tokens after its vocabulary, such as added ones; add further ones by "
             f"its add_tokens instead"
         )
     if model["type"] == "Unigram":
@@ -255,12 +256,12 @@ class Sample:
 
 
 def try_to_train(texts: Texts, args: argparse.Namespace) -> PreTrainedTokenizerFast:
-    """A tokenizer of the type and size that `args` names. Raises UserError where the library cannot make it."""
+    """Train a tokenizer of the type and size in `args`. Raises UserError if the library cannot make it."""
     try:
         return train(texts, args.type, args.vocab_size, args.lowercase, args.coverage)
     except UserError as error:
         raise UserError(f"--vocab_size {args.vocab_size}: {error}") from None
-    except BaseException as error:  # Rust's panic is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit | OSError):
             raise
         raise UserError(
@@ -289,7 +290,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
 
     def work() -> str:
-        """Training is one process's work; the other ranks of mpirun wait."""
+        """Train on rank 0 while the other ranks wait."""
         if not ranks.is_main:
             return ""
         if not args.data and not args.text:

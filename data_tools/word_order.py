@@ -1,6 +1,6 @@
-"""Orders of words that make one language of another: inverted sentences, and French syntax.
+"""Word orders that derive one language from another: inverted sentences, and French syntax.
 
-An order is a permutation: the numbers of the old words, in their new places.
+An order is a permutation: the numbers of the words, in their new order.
 """
 
 import re
@@ -12,10 +12,10 @@ import numpy as np
 from xscale import rng
 
 _END = re.compile(r"[.!?][.!?\"'”’»)\]]*$")
-"""Punctuation that ends a sentence, alone or behind its last word."""
+"""Punctuation that ends a sentence, alone or at the end of its last word."""
 _END_WORD = re.compile(r"[.!?]+")
 MOST_DEPENDENTS = 6
-"""A head with more dependents keeps their order (Wang and Eisner 2016)."""
+"""A head with more dependents than this keeps their order (Wang and Eisner 2016)."""
 FRENCH = {
     "NOUN": {"acl": (2, 321), "advmod": (64, 75), "amod": (422, 1359), "appos": (0, 217), "case": (2531, 2531),
              "cc": (217, 217), "conj": (0, 275), "cop": (91, 91), "det": (3501, 3501), "nmod": (17, 1747),
@@ -29,8 +29,8 @@ FRENCH = {
              "obj PRON": (206, 220), "obl": (220, 1304), "obl PRON": (49, 75), "parataxis": (33, 88),
              "xcomp": (1, 331)},
 }  # fmt: skip
-"""The counts are UD French-PUD's: a head's part of speech, a dependent's relation (with PRON where it is a pronoun) ->
-how many stand before their head, of how many. Relations of fewer than 20 are left out, and so is punctuation."""
+"""Counts in UD French-PUD: the head's part of speech -> the dependent's relation (with PRON if it is a pronoun) -> (the
+number of dependents before their head, the number of all). Punctuation and relations of fewer than 20 are left out."""
 
 
 class Parsed(NamedTuple):
@@ -39,12 +39,12 @@ class Parsed(NamedTuple):
     form: str
     upos: str
     head: int
-    """The number of the head's word from 0; -1 for the root."""
+    """The number of the head word, from 0; -1 for the root."""
     deprel: str
 
 
 def invert_text(line: str) -> str:
-    """Each sentence of a line with its words in the opposite order; what ends it stays at its end."""
+    """The line with the words of each sentence in reverse order; the final punctuation stays at the end."""
     out: list[str] = []
     words: list[str] = []
     for word in line.split():
@@ -62,8 +62,8 @@ def invert_text(line: str) -> str:
 
 
 def inverted(words: Sequence[str], inside: Collection[int] = ()) -> list[int]:
-    """The order in which each sentence is inverted, and a word that is . ! or ? ends one and stays last. inside: words
-    that end none, since an entity goes on behind or ends with them."""
+    """The order that reverses each sentence. A word of . ! or ? ends a sentence and stays last, except for the words
+    `inside`, which belong to entities."""
     order: list[int] = []
     start = 0
     for number, word in enumerate(words):
@@ -74,8 +74,8 @@ def inverted(words: Sequence[str], inside: Collection[int] = ()) -> list[int]:
 
 
 def as_french(words: Sequence[Parsed], seed: int) -> list[int] | None:
-    """The order in which the dependents of nouns, pronouns and verbs stand before or behind their heads as often as in
-    French. A dependent that changes sides goes next to its head. None: the parse has crossing arcs."""
+    """A sampled order, in which the dependents of nouns, pronouns and verbs precede their heads as often as in French.
+    A dependent that changes sides goes next to its head. None if the parse has crossing arcs."""
     dependents: list[list[int]] = [[] for _ in words]
     roots: list[int] = []
     for number, word in enumerate(words):
@@ -92,7 +92,7 @@ def as_french(words: Sequence[Parsed], seed: int) -> list[int] | None:
     def phrase(head: int) -> list[int]:
         before = [number for number in dependents[head] if is_before(head, number)]
         behind = [number for number in dependents[head] if not is_before(head, number)]
-        # Among those that change sides, too, the nearest to the head stays the nearest.
+        # Among dependents that change sides, too, the nearest to the head stays the nearest.
         left = [n for n in before if n < head] + [n for n in before[::-1] if n > head]
         right = [n for n in behind[::-1] if n < head] + [n for n in behind if n > head]
         return [n for child in left for n in phrase(child)] + [head] + [n for child in right for n in phrase(child)]
@@ -106,7 +106,7 @@ def _counts(head: Parsed, dependent: Parsed) -> tuple[int, int] | None:
 
 
 def _is_tree_without_crossings(dependents: list[list[int]], roots: list[int]) -> bool:
-    """True if every word hangs on a root, and the words below each are neighbours."""
+    """True if every word descends from a root, and each word with its descendants is one stretch of the sentence."""
     spans: dict[int, tuple[int, int, int]] = {}
     todo = [(root, False) for root in roots]
     while todo:

@@ -1,9 +1,9 @@
-"""Write xscale/data/words.txt, the class of every code point that xscale/data/words.py cuts text by.
+"""Write xscale/data/words.txt: the class of every code point, by which xscale/data/words.py splits text into words.
 
     python -m data_tools.word_table [--out F]
 
 Classes come from the Unicode properties that the installed `regex` knows. The file is frozen: another Unicode version
-would move word borders under links that were written before, so it is written anew only with a new format of shards.
+would move word borders, which existing links refer to, so the file changes only with a new format of shards.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PATTERNS = {
     Class.LETTER: r"[\p{L}\p{N}]",
     Class.SYMBOL: r"[\s\S]",
 }
-"""Regular expressions of the classes; a code point has the first class that fits."""
+"""Regular expressions of the classes; a code point has the first class that matches it."""
 
 
 def ranges() -> list[tuple[int, Class]]:

@@ -3,9 +3,9 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines, and of monolingual
-text the documents that start there, so the output is the same, byte for byte, under `mpirun -n N` for every N. The
-directory appears when it is complete, not before.
+Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines (of monolingual
+text, the documents that start there), so the output is the same, byte for byte, under `mpirun -n N` for every N. The
+directory appears only when it is complete.
 """
 
 import argparse
@@ -44,22 +44,22 @@ LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
 class Line(NamedTuple):
     number: int
-    """Its number over all input files; for monolingual text, that of the line at which the document starts."""
+    """The line's number over all input files; for monolingual text, that of the line at which its document starts."""
     reason: str
-    """The reason why nothing of it is kept, or ""."""
+    """The reason why no record of the line is kept, or ""."""
     records: list[Record] = []  # noqa: RUF012 (nobody appends)
     dropped_links: int = 0
-    """Links of a word and a symbol."""
+    """The number of links that were dropped because they join a word and a symbol."""
 
 
 class Links(NamedTuple):
-    """The source of the word links of pairs."""
+    """The file of word links of pairs, and which words they number."""
 
     path: Path
     tokenised: tuple[Path, Path] | None = None
-    """The texts whose white-space words they count; None: those of the pairs themselves."""
+    """The texts whose white-space words the links number; None: the texts of the pairs themselves."""
     by_words: bool = False
-    """True if the links count words as data/words.py does."""
+    """True if the links number the words of data/words.py instead."""
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -74,7 +74,8 @@ def pair_lines(
     keep: "TokenFilter | None",
     owned: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[Line]:
-    """One record a line. Raises UserError where the files differ in length. owned: lines that anybody will look at."""
+    """Each line with its record. Raises UserError if one file has more lines. owned: true for the numbers of lines that
+    the caller uses; others have no record."""
     name = f"{stem(src)}.{langs[0]}-{langs[1]}"
     paths = (src, tgt, *(links.paths if links else ()))
     for number, columns in enumerate(zip_longest(*sides(src, tgt, langs), *map(read_lines, paths[2:])), start=1):
@@ -107,7 +108,8 @@ def pair_lines(
 
 
 def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[int, str]]]:
-    """The lines of both. Raises UserError where their first ones are no plain text, or the same."""
+    """The numbered lines of the source file and of the target file. Raises UserError if the first lines of a file are
+    not plain text, or if one file is a copy of the other."""
     lines = [read_lines(path) for path in (src, tgt)]
     heads = [list(islice(of_side, HEAD_LINES)) for of_side in lines]
     texts = [[line for _, line in head] for head in heads]
@@ -119,7 +121,7 @@ def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[i
 
 @contextlib.contextmanager
 def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> Iterator[Links]:
-    """Links for `pair_lines`, made by rank 0 where all ranks can read them, and removed at the end."""
+    """Yield links for `pair_lines`. Rank 0 makes them in a folder that all ranks can read and that is removed later."""
     folder = out.with_name(out.name + ".aligning")
 
     def texts() -> Iterator[tuple[str, str]]:
@@ -142,7 +144,7 @@ def aligned(src: Path, tgt: Path, out: Path, symmetrize: str, ranks: Ranks) -> I
 
 
 def check_free(out: Path) -> None:
-    """Raises UserError unless `out` can become a directory."""
+    """Raise UserError unless `out` is absent or an empty directory."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file; choose another --out")
     if out.exists() and any(out.iterdir()):
@@ -152,10 +154,11 @@ def check_free(out: Path) -> None:
 def mono_lines(
     paths: list[Path], args: argparse.Namespace, keep: "TokenFilter | None", forms: Counter
 ) -> Iterator[Line]:
-    """One record a sentence, or a line with --whole_lines. forms: counts the files of each form of documents.
+    """Each line with its records: one per sentence, or with --whole_lines one per line. forms: counts the files of each
+    form (documents.FORMS).
 
-    A line is in the shard of the line at which its document starts, so that no document is torn; but one of more than
-    --shard_lines lines goes on as another one.
+    A line goes into the shard of the line at which its document starts, so that shards do not split documents; but a
+    document of more than --shard_lines lines is split into several.
     """
     total = first = 0
     for path, name in zip(paths, key_names(paths), strict=True):
@@ -168,7 +171,7 @@ def mono_lines(
             texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
             texts = [text for text in texts if not is_blank(text)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
-            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # alone in its document
+            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None if it is alone in its document
             records = [
                 Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
             ]
@@ -176,8 +179,8 @@ def mono_lines(
 
 
 class TokenFilter:
-    """Keeps records by word pieces: every side at least `least` (PPA 3.1), all sides together at most `most`, with the
-    special tokens that they have in a sequence, as data.max_length counts."""
+    """Selects records by their numbers of tokens: every side has at least `least` (PPA 3.1), and the sequence with its
+    special tokens at most `most`, as data.max_length counts."""
 
     def __init__(self, tokenizer: Path, least: int, most: int):
         self.encoder, self.least, self.most = Tokenizer(tokenizer), least, most
@@ -281,7 +284,7 @@ def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
 
 
 def counted(lines: Iterable[Line], ranks: Ranks) -> Iterator[Line]:
-    """The same lines; tells now and then how many there were."""
+    """The same lines. Rank 0 prints from time to time how many there were."""
     for number, line in enumerate(lines, start=1):
         yield line
         if ranks.is_main and number % _PROGRESS_LINES == 0:
@@ -325,13 +328,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def links_of(args: argparse.Namespace) -> Links | None:
-    """--links, --links_src and --links_tgt. Raises UserError."""
+    """The links that --links, --links_src and --links_tgt give. Raises UserError."""
     tokenised = (args.links_src, args.links_tgt)
     if tokenised == (None, None):
         return Links(args.links) if args.links else None
     if not args.links or None in tokenised:
         raise UserError(
-            "--links_src and --links_tgt are both texts whose words --links counts; give all three or --links alone"
+            "--links numbers the words of --links_src and --links_tgt; give all three of them, or only --links"
         )
     return Links(args.links, tokenised)
 
@@ -349,11 +352,11 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
             raise UserError(
-                f"language {language!r}: its name has letters, digits and _ alone, and - between them, such as en or "
-                f"zh-Hant"
+                f"language {language!r}: its name must have only letters, digits and _, with - between, such as en "
+                f"or zh-Hant"
             )
     if args.name is not None and not NAME.fullmatch(args.name):
-        raise UserError(f"--name {args.name!r}: letters, digits, _, - and . alone, and a letter or digit first")
+        raise UserError(f"--name {args.name!r}: needs only letters, digits, _, - and ., and no - or . at its start")
     if args.shard_lines < 1:
         raise UserError(f"--shard_lines {args.shard_lines} must be positive")
     made_by = {

@@ -188,7 +188,7 @@ BAD = {
     "part of speech": (tags.read_pos, GOOD.replace("DET", "DT"), r"line 1.*'DT'.*NOUN"),
     "no sentence": (tags.read_pos, "# nothing\n", r"has no sentence"),
     "bio": (tags.read_ner, "a\tO\nb\tLOC\n", r"line 2.*'LOC'.*B-TYPE"),
-    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"line 1 .*mend"),
+    "half a sentence": (tags.read_ner, "a\tO\nb\n", r"line 1 .*fix"),
     "no word": (tags.read_ner, "\tO\n", r"line 1 .*`word<TAB>tag`"),
     "two columns": (classification.read, "a\tb\tneutral\nc\td\n", r"line 2 .*2 columns.*3"),
     "one column": (classification.read, "a\n", r"line 1 .*1 columns.*label"),

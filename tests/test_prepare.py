@@ -206,7 +206,7 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"pairs": ["en", "de"], "parquet": "f"}, b"PAR1 is none", "no parquet"),
         ({"mono": "en", "jsonl": "f"}, b'{"a": "b"}\n', "fields a"),
         ({"mono": "en", "jsonl": "f"}, b'{"text": "b"}\n{"tex', "line 2 is not a JSON object"),
-        ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "half a character"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": "\\ud800"}\n', "an unpaired surrogate"),
         ({"pairs": ["en", "de"], "opus": "f"}, ZIP, "ends in .en"),
         ({"pairs": ["en", "de"], "datasets": "f"}, b"", "save_to_disk"),
         ({"mono": "en", "conllu": "f"}, b"1\tw" + b"\t_" * 8, "line 1: the sentence has no `# text =`"),

@@ -2,12 +2,13 @@
 
     AER = 1 - (|A & S| + |A & P|) / (|A| + |S|);    precision = |A & P| / |A|;    recall = |A & S| / |S|
 
-A: links found; S: sure links, P: sure and possible ones. Sums are over the whole set; F1 is of precision and recall.
+A: found links; S: sure links; P: sure and possible links. The counts are sums over the whole test set; F1 combines
+precision and recall.
 
-Two words are linked if any of their tokens are. Tokens are linked by either of two methods:
+Two words are linked if any of their tokens are. Tokens are linked by one of two methods:
 
-    argmax   each is the other's most similar by cosine (SimAlign; Jalili Sabet et al. 2020)
-    softmax  softmaxes of dot products over either sentence are both above 0.001 (awesome-align; Dou & Neubig 2021)
+    argmax   each token is the most similar to the other by cosine (SimAlign; Jalili Sabet et al. 2020)
+    softmax  the softmaxes of dot products over both sentences exceed 0.001 (awesome-align; Dou & Neubig 2021)
 
 Words are separated by spaces, as in the links' files. The two sentences go through the encoder separately.
 
@@ -36,9 +37,9 @@ from xscale.step.step import to_device
 
 BATCH = 32
 THRESHOLD = 1e-3
-"""The least probability of a softmax link, awesome-align's."""
+"""The least probability of a softmax link, as in awesome-align."""
 Links = set[tuple[int, int]]
-"""(word of the first sentence, word of the second), from 0."""
+"""Pairs (number of a word of the first sentence, number of a word of the second sentence), from 0."""
 _LINK = re.compile(r"([0-9]{1,6})([-p])([0-9]{1,6})")
 
 
@@ -79,11 +80,11 @@ class EncodedSentence:
     words: list[int]
     """The number of each token's word [T]."""
     cut: bool
-    """True where words at its end are beyond the model's positions."""
+    """True if the sentence has tokens beyond the model's positions, which are left out."""
 
 
 def evaluate(model: Exported, gold: HandLinks, layers: Sequence[str | int] = (ALL,)) -> dict[str, Scores]:
-    """Error rates of both methods at each layer, and how many pairs were cut at the model's positions."""
+    """The error rates of both methods at each layer, and the number of pairs that were cut at the model's positions."""
     numbers = layer_numbers(layers, model.num_layers)
     found: dict[tuple[str, int], list[Links]] = {key: [] for key in product(METHODS, numbers)}
     language, cut = model.language_ids(gold), 0
@@ -109,7 +110,7 @@ def evaluate(model: Exported, gold: HandLinks, layers: Sequence[str | int] = (AL
 def word_states(
     model: Exported, sentences: list[list[str]], language: int, layers: Sequence[int]
 ) -> list[EncodedSentence]:
-    """The states of the tokens of each sentence's words. layers: counted from the end."""
+    """The states of the tokens of each sentence. layers: numbers counted from the end."""
     ids = iter(model.tokenizer.encode_inside([word for words in sentences for word in words]))
     tokens = [[(number, token) for number in range(len(words)) for token in next(ids)] for words in sentences]
     kept = [of_sentence[: model.longest - 2] for of_sentence in tokens]
@@ -143,9 +144,9 @@ def error_rates(found: Sequence[Links], gold: HandLinks) -> Scores:
 
 
 def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = None) -> HandLinks:
-    """Reads a table `sentence<TAB>sentence<TAB>links` (XL-WA), or lines `sentence ||| sentence` and a file of their
-    links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0; or from 1, where no link
-    has a 0 and some link has the last word's number by that count. Raises UserError."""
+    """Read a table `sentence<TAB>sentence<TAB>links` (XL-WA), or lines `sentence ||| sentence` and a file of their
+    links (WPT, Pharaoh). `i-j` is a sure link, `ipj` a possible one. Words are counted from 0; or from 1 if no link has
+    a 0 and some link has the number of a last word counted from 1. Raises UserError."""
     lines = list(read_lines(text))
     of_links = lines if links is None else list(read_lines(links))
     if len(lines) != len(of_links):
@@ -165,7 +166,7 @@ def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = Non
 def parse_links(
     rows: list[tuple[int, str]], words: list[tuple[list[str], list[str]]], path: Path
 ) -> tuple[list[Links], list[Links]]:
-    """The sure links of each pair, then the possible ones. rows: line number, links."""
+    """The sure links of each pair, then the possible ones. rows: (line number, links) of each pair."""
     found: list[list[tuple[int, str, int]]] = []
     for number, line in rows:
         matches = [(link, _LINK.fullmatch(link)) for link in line.split()]
@@ -181,8 +182,8 @@ def parse_links(
     has_last = any(i == n or j == m for (i, j), (n, m) in zip(numbers, sizes, strict=True))
     if not has_zero and not has_last:
         raise UserError(
-            f"{path}: no link has word 0, and none the last word by a count from 1, so it does not say from where "
-            f"words are counted; it needs a pair whose first or last words are linked"
+            f"{path}: no link has word 0, and none has a last word counted from 1, so it is unclear which count "
+            f"the file uses; it needs a pair whose first or last words are linked"
         )
     base = 0 if has_zero else 1
     for (number, _), links, (first, second) in zip(rows, found, words, strict=True):

@@ -1,13 +1,13 @@
 """Alignment score (Tang et al. 2022): is a word's nearest neighbour in the input embeddings its translation?
 
-The words are a dictionary's that are one token on either side. The neighbour is the nearest by cosine among all tokens
-of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" where the languages
+The words are from dictionary entries with one token on each side. The neighbour is the nearest by cosine among all
+tokens of the other language's text. A token is not its own neighbour: "Hand" does not translate "Hand" if the languages
 share a vocabulary.
 
-A word counts as withheld where its token stands in no entry that objectives read (data/lexicon.py withholds words), and
-as trained otherwise, even where some of its entries are withheld.
+A word counts as withheld if its token is in no entry that objectives read (data/lexicon.py withholds words), and as
+trained otherwise, even if some of its entries are withheld.
 
-Shape letters: P entries of the dictionary, Q tokens asked for, C tokens of the other language, H width, V vocabulary.
+Shape letters: P entries of the dictionary, Q query tokens, C tokens of the other language, H width, V vocabulary.
 """
 
 import sys
@@ -28,13 +28,13 @@ from xscale.errors import UserError
 from xscale.eval.model import Exported
 
 FEWEST = 20
-"""Words below which a share of them says nothing."""
+"""No score is computed for fewer words than this."""
 _CHUNK = 1024
 
 
 @dataclass(frozen=True)
 class ProbeWords:
-    """A dictionary's words that are asked for, and the tokens among which their translations are searched."""
+    """The query words of a dictionary, and the tokens among which their translations are searched."""
 
     pairs_P2: np.ndarray
     """Each row is a source token and its translation."""
@@ -43,7 +43,7 @@ class ProbeWords:
 
     @torch.no_grad()
     def score(self, table_VH: Tensor) -> float:
-        """The share of source tokens whose nearest neighbour is a translation; 0 where there is no entry."""
+        """The share of source tokens whose nearest neighbour is a translation; 0 if there is no entry."""
         queries_Q, targets_C = (torch.from_numpy(ids).to(table_VH.device) for ids in (self.queries, self.targets_C))
         rows_CH = F.normalize(table_VH[targets_C].float(), dim=-1)
         nearest = []
@@ -61,13 +61,13 @@ class ProbeWords:
 
 @dataclass(frozen=True)
 class AlignmentProbe:
-    """A dictionary's words of one direction, by whether an objective saw them."""
+    """A dictionary's words in one direction: those that no objective reads, and those that objectives read."""
 
     withheld: ProbeWords
     trained: ProbeWords
 
     def scores(self, table_VH: Tensor) -> tuple[float | None, float | None]:
-        """The scores of withheld and of trained words; None where there are too few words."""
+        """The scores of withheld and of trained words; None if there are too few words."""
         withheld, trained = (
             pairs.score(table_VH) if len(pairs.queries) >= FEWEST else None for pairs in (self.withheld, self.trained)
         )
@@ -77,10 +77,10 @@ class AlignmentProbe:
 def evaluate(
     model: Exported, source: Source, sources: list[Source], paths: list[Path], heldout: float
 ) -> dict[str, float]:
-    """Scores of the dictionaries of the source's two languages, and how many words were asked for.
+    """The scores of the dictionaries of the source's two languages, and the numbers of query words.
 
-    sources: whose text has the candidates. paths: all that the model was trained with. heldout: share of the words
-    that were withheld from it.
+    sources: those whose text has the candidates. paths: all dictionaries that the model was trained with. heldout: the
+    share of their words that training withheld.
     """
     languages = {language for of_text in sources for language in of_text.langs}
     lexicons = [load_lexicon(path, model.tokenizer, languages) for path in paths]
@@ -109,10 +109,10 @@ def evaluate(
 def find_probe(
     lexicons: Sequence[Lexicon], read: Sequence[Lexicon], heldout: float, tokens: Mapping[str, np.ndarray]
 ) -> dict[str, AlignmentProbe]:
-    """The probe of each name; dictionaries of one name are taken together.
+    """Name of a dictionary -> its probe. Dictionaries with the same name are joined.
 
-    read: the dictionaries that objectives read, whole; of others the same share counts as withheld. tokens: those of
-    each language's text; the dictionary's are candidates too.
+    read: the dictionaries that objectives read. heldout: the share of words that counts as withheld, in other
+    dictionaries too. tokens: those of each language's text; the dictionary's own tokens are candidates too.
     """
     seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
     found = {}
@@ -127,7 +127,7 @@ def find_probe(
 
 
 def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
-    """The tokens of one-token words in entries that are not withheld and differ on their sides."""
+    """The tokens of one-token words in entries that are not withheld and whose sides differ."""
     entries = zip(*lexicon.kept(heldout).ids, strict=True)
     found = {side[0] for a, b in entries if a != b for side in (a, b) if len(side) == 1}
     return np.array(sorted(found), dtype=np.int64)

@@ -1,8 +1,8 @@
 """Confidence intervals of scores over sentences, by the bootstrap (Efron 1979).
 
-A score is a function of sums over sentences: an accuracy of right answers and of sentences, an F1 of three counts. The
-sentences are drawn anew, with replacement, REPLICATES times; the interval has 95 % of the scores of these draws. Texts
-of as many sentences have the same draws, so that scores on one text, of two models for example, are paired.
+A score is a function of sums over sentences: an accuracy uses two counts (right answers, sentences), an F1 three. The
+sentences are resampled with replacement REPLICATES times; the interval has 95 % of the resampled scores. Texts with the
+same number of sentences are resampled in the same way, so that the scores of two models on one text are paired.
 
 Shape letters: S sentences, C sums, R replicates.
 """
@@ -16,11 +16,11 @@ import numpy as np
 REPLICATES = 1000
 BOUNDS = (0.025, 0.975)
 AT_ONCE = 5_000_000
-"""Sentences that are drawn at once."""
+"""The number of sentences that are sampled at once."""
 
 
 class Score(float):
-    """A score, with its values in resampled texts. A pickled or copied one is a plain number."""
+    """A score, with its values in resampled texts. Pickling or copying makes a plain number of it."""
 
     resampled: Callable[[], np.ndarray]
     """Returns the score in each resampled text [R]."""
@@ -40,7 +40,7 @@ class Score(float):
 
 
 def bootstrap(sums_SC: np.ndarray, scores_of: Callable[[np.ndarray], dict[str, np.ndarray]]) -> dict[str, float]:
-    """The scores that `scores_of` computes of the sums, an array [..., C]. It returns an array [...] for each name."""
+    """The scores by name, with their intervals. scores_of: maps sums [..., C] to a score [...] for each name."""
 
     def compute(sums: np.ndarray) -> dict[str, np.ndarray]:
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -79,13 +79,13 @@ def mean(scores: Sequence[float]) -> Score:
 
 
 def p_value(difference: Score) -> float:
-    """The two-sided p of no difference: twice the share of resampled texts in which it has the other sign."""
+    """The two-sided p value of no difference: twice the share of resampled texts in which it has the other sign."""
     values = difference.resampled()
     return float(np.clip(2 * min((values <= 0).mean(), (values >= 0).mean()), 1 / REPLICATES, 1))
 
 
 def intervals(results: Any) -> Any:
-    """The bounds of every score in nested mappings, without what has none."""
+    """The interval of every score in nested mappings, without numbers that have no interval."""
     if isinstance(results, Mapping):
         found = {name: intervals(of) for name, of in results.items()}
         return {name: bounds for name, bounds in found.items() if bounds}
@@ -101,7 +101,7 @@ def describe(name: str, value: float) -> str:
 def class_scores(
     gold: Sequence[Sequence[str]], found: Sequence[Sequence[str]], labels: Sequence[str]
 ) -> dict[str, float]:
-    """Accuracy, and F1 averaged over `labels`. gold, found: the labels of each sentence's words, or of the sentence."""
+    """Accuracy, and F1 averaged over `labels`. gold, found: each sentence's label, or the labels of its words."""
     number = {
         label: n for n, label in enumerate(sorted({label for side in (gold, found) for of in side for label in of}))
     }
@@ -122,7 +122,7 @@ def class_scores(
 
 
 def entity_scores(counts_S3: np.ndarray) -> dict[str, float]:
-    """F1, precision and recall. counts_S3: what is right, what was found, and what is there, in each sentence."""
+    """F1, precision and recall. counts_S3: each sentence's numbers of right, of found and of gold entities."""
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
         right, found, gold = np.moveaxis(sums, -1, 0)

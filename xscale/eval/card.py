@@ -16,16 +16,16 @@ from xscale.metric_keys import direction
 from xscale.models.build import positions
 
 Results = Mapping[str, Mapping[str, Mapping[str, Any]]]
-"""A number, or the interval of one, by task, row and name."""
+"""Task -> results row -> name -> a number, or the interval of a number."""
 CARD = "README.md"
 PIPELINES = {"heldout": "fill-mask", "perplexity": "fill-mask", "aer": "token-classification"}
-"""The hub's name of a task's kind; others are sentence-similarity."""
+"""Task -> the hub's name for this kind of task; other tasks are sentence-similarity."""
 HEADS = {
     "AutoModelForSequenceClassification": "text-classification",
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
 }
-"""The hub's name of the task of a class of transformers."""
+"""Class of transformers -> the hub's name for its task."""
 TEXT = """\
 # {name}
 
@@ -73,8 +73,8 @@ that the licences of the data allow."""
 def describe_checkpoint(
     checkpoint: Checkpoint, config: Any, name: str, pooling: str, layers: int | None = None
 ) -> ModelCard:
-    """The card of a checkpoint's model. config: the model's. name: the model's name in the card. layers: the first so
-    many are the model; None: it is whole."""
+    """The card of a checkpoint's model. config: the model's config. name: the model's name in the card. layers: the
+    number of first layers that the model has; None: all layers."""
     recipe, folder = checkpoint.identity["recipe"], checkpoint.path.parent.parent
     languages, init = config.xscale["languages"][1:], recipe["model"]["init"]
     is_hub_name = bool(init) and not Path(init).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init)
@@ -112,7 +112,7 @@ def describe_checkpoint(
 
 
 def describe_merged(models: list[str], how: str, config: Any, name: str, pooling: str) -> ModelCard:
-    """The card of a model that was merged from `models`. config: the model's."""
+    """The card of a model that was merged from `models`. config: the merged model's config."""
     languages = (getattr(config, "xscale", None) or {}).get("languages", [])[1:]
     text = TEXT.format(
         name=name,
@@ -139,7 +139,7 @@ def describe_finetuned(
     model: Path, task: str, head: str, training: str, settings: Mapping[str, Any], scores: Mapping[str, Any]
 ) -> ModelCard:
     """The card of a fine-tuned model. model: the encoder's folder. head: the class of transformers. training: the name
-    of the text. scores: numbers by row and name."""
+    of the training text. scores: results row -> name -> number."""
     encoder, pipeline = model.resolve().name, HEADS[head]
     name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}))
     before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()
@@ -171,7 +171,7 @@ def make_card(data: ModelCardData, text: str) -> ModelCard:
 
 
 def add_scores(folder: Path, results: Results, intervals: Results) -> None:
-    """Adds scores to the card of a model, in its header and its section Scores."""
+    """Add scores to the card of a model, in its header and its section Scores."""
     card = ModelCard.load(folder / CARD)
     new = eval_results(results, intervals)
     replaced = {one.dataset_type for one in new}
@@ -184,7 +184,7 @@ def add_scores(folder: Path, results: Results, intervals: Results) -> None:
 
 
 def eval_results(results: Results, intervals: Results) -> list[EvalResult]:
-    """The finite numbers of which more or less is better, as the hub's header has them."""
+    """The finite numbers for which higher or lower is better, in the form of the hub's header."""
     found = []
     rows = [(task, row, numbers) for task, of_task in results.items() for row, numbers in of_task.items()]
     for task, row, name, value in ((task, row, *number) for task, row, numbers in rows for number in numbers.items()):
@@ -229,7 +229,7 @@ def measured_at(folder: Path, step: int) -> tuple[Results, Results]:
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a run's file; an absent file has none."""
+    """The JSON objects of a run's file, one per line; nothing if the file is absent."""
     if path.is_file():
         with path.open(encoding="utf-8") as file:
             yield from (json.loads(line) for line in file if line.endswith("\n"))

@@ -2,8 +2,8 @@
 
 python -m xscale.eval.compare MODEL ... --suite retrieval --texts DIR --out DIR
 
-A model is a directory of Hugging Face's, ours or any other. Differences have 95 % intervals and p values of a paired
-bootstrap over sentences: all models are resampled with the same sentences.
+A model is any Hugging Face directory, from xscale.export or elsewhere. Differences have 95 % intervals and p values of
+a paired bootstrap over sentences: all models are resampled with the same sentences.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Returns the exit code. Raises UserError."""
+    """Compare the models. Returns the exit code. Raises UserError."""
     names = [path.resolve().name for path in args.models]
     if len(set(names)) < len(names):
         names = [str(path).strip("/").replace("/", "_") for path in args.models]

@@ -3,11 +3,11 @@
     L = - sum_{i in M} log p(x_i | x with M masked);    loss = L / |M|;    perplexity = exp(loss)
     bits per character = loss / ln 2 * tokens / characters
 
-Each score stands beside the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
-tokens: below it, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) go through the exported
-masked-LM head, whatever was trained; a stream of AlignLM goes through its own heads too, which are kept beside the
-model. Masks are a function of the record's number, the token's place and the vocabulary: the same for every model with
-the same tokenizer. Under different tokenizers these numbers do not compare, but for bits per character.
+Each score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
+tokens: with a lower loss, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) use the exported
+masked-LM head, whatever was trained; a stream of AlignLM also uses its own heads, which are saved beside the model.
+Masks are a function of the record's number, the token's position and the vocabulary: the same for every model with the
+same tokenizer. Under different tokenizers only bits per character are comparable.
 """
 
 import math
@@ -37,8 +37,8 @@ BATCH = 32
 
 
 def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """TLM's loss (nats a masked token) and accuracy, AlignLM's, and how many pairs were dropped for being longer than
-    the model's positions."""
+    """The loss (nats per masked token) and accuracy of TLM and of AlignLM, and the number of pairs that were dropped
+    because they are longer than the model's positions."""
     check_head(model, "heldout")
     records = read_all(source, limit)
     ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
@@ -50,7 +50,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
-            f"{source.directory}: give pairs with a token to predict in the model's {model.longest} positions"
+            f"{source.directory}: no pair has a token to predict in the model's {model.longest} positions; give others"
         )
     dropped = float(sum(batch.too_long for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
@@ -58,7 +58,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
 
 def evaluate_perplexity(model: Exported, source: Source, language: str, limit: int) -> dict[str, float]:
     """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
-    longer than the model's positions go through it in parts."""
+    longer than the model's positions are split."""
     check_head(model, "perplexity")
     texts_of_language = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
     ids = model.tokenizer.encode(texts_of_language)
@@ -73,7 +73,7 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
 
 
 def check_head(model: Exported, task: str) -> None:
-    """Raises UserError for a model whose masked-LM head would be random."""
+    """Raise UserError for a model without a masked-LM head, whose head would be random."""
     if model.headless:
         raise UserError(
             f"the model has no masked-LM head, which task {task} measures; give a directory that was saved from "
@@ -86,7 +86,8 @@ def context_of(model: Exported, source: Source) -> Context:
 
 
 def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name: str) -> Iterator[list[list[Example]]]:
-    """Samples of one text or pair each, (languages, token ids), longest first. name: seeds the masks."""
+    """Batches of samples of one text or pair each, longest first. texts: (languages, token ids of the sides) of each
+    sample. name: seeds the masks."""
     identities = rng.hash64(rng.key(name), np.arange(len(texts)))
     samples = [[Example(langs, ids, None, identities[i])] for i, (langs, ids) in enumerate(texts)]
     samples.sort(key=lambda sample: -sum(map(len, sample[0].ids)))
@@ -97,8 +98,8 @@ def batches_of(texts: list[tuple[tuple[str, ...], tuple[list[int], ...]]], name:
 def masked_sums(
     model: Exported, objective: str, stream_batches: Iterable[StreamBatch], options: Any, heads: Any = None
 ) -> dict[str, np.ndarray]:
-    """Sums over the masked tokens of each sequence, for each term that has some: loss, tokens predicted right, tokens
-    [S, 3]. Those of AlignLM are over each batch."""
+    """Term -> sums over the masked tokens of each sequence, or for AlignLM of each batch: loss, tokens predicted right,
+    tokens [S, 3]. Terms without masked tokens are left out."""
     parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
         row = pack_row({objective: stream_batch}, model.longest, model.tokenizer.sep_id)
@@ -120,8 +121,8 @@ def masked_sums(
 
 
 def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
-    """The scores of masked_sums. ids: token ids of the texts, for the unigram entropy in nats. characters: those of
-    the texts, for scores of running text."""
+    """The scores from masked_sums' result. ids: token ids of the texts, for the unigram entropy in nats. characters:
+    their number in the texts, for perplexity and bits per character; 0: without these."""
     bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:
@@ -137,8 +138,8 @@ def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters
 
 
 def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, float]:
-    """The losses of each stream of AlignLM, in nats a token, with accuracy and number of targets: STREAM_mono_loss of
-    masked tokens and, where records have links, STREAM_bi_loss of those with a word link."""
+    """The losses of each stream of AlignLM, in nats per token, with accuracy and number of targets: STREAM_mono_loss of
+    masked tokens and, if records have links, STREAM_bi_loss of masked tokens with a word link."""
     found: dict[str, float] = {}
     for name, kept in model.heads.items():
         if kept.objective != "alignlm":
@@ -157,7 +158,7 @@ def evaluate_alignlm(model: Exported, source: Source, limit: int) -> dict[str, f
 def alignlm_batches(
     model: Exported, source: Source, limit: int, options: alignlm.AlignLMOptions
 ) -> Iterator[StreamBatch]:
-    """The first `limit` records, read as training reads them, with their word links."""
+    """Stream batches of the first `limit` records, which are read as in training, with their word links."""
     objective = OBJECTIVES["alignlm"]
 
     def collate(samples: list[list[Example]], options: alignlm.AlignLMOptions, context: Context) -> StreamBatch:

@@ -1,4 +1,4 @@
-"""A trained encoder becomes a Hugging Face directory here, and is compared with what transformers reads from it."""
+"""Writes a trained encoder as a Hugging Face directory, and compares it with what transformers reads from there."""
 
 import copy
 from pathlib import Path
@@ -20,13 +20,13 @@ from xscale.models.encoder import Encoder
 from xscale.models.heads import KeptHeads, load_heads, save_heads
 
 CHECKED = 16
-"""Tokens of the sequence whose logits are compared."""
+"""The number of tokens of the sequence whose logits are compared."""
 CLOSE = 1e-3
 """The allowed difference of logits, as a share of the largest: two ways to compute them in fp32 round differently."""
 
 
 def check_new(out: Path) -> None:
-    """Raises UserError, before the work, unless `out` can be written and is not there yet, or is empty."""
+    """Raise UserError, before the work, unless `out` can be written and is absent or an empty directory."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not an empty directory; choose another or remove it")
     files.check_writable(out)
@@ -42,16 +42,16 @@ def write_directory(
     card: ModelCard | None = None,
     layers: int | None = None,
 ) -> None:
-    """Writes a model, its heads, its tokenizer, its card and the files of sentence-transformers. source: the model, for
-    errors. layers: write the first so many, without heads; None: all. Raises UserError for these, and RuntimeError if
-    transformers reads something else."""
+    """Write a model, its heads, its tokenizer, its card and the files of sentence-transformers. source: the model's
+    name in errors. layers: write this number of first layers, without heads; None: write all. Raises UserError if
+    `layers` is wrong, and RuntimeError if transformers reads something else than was written."""
     whole, model = lm, cast(Any, lm)
     if layers is not None:
         lm, heads = first_layers(whole, layers), {}
         model = lm.base_model
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=False)
     tokenizer.model_max_length = positions(lm.config)
-    # The tokenizer returns token types where training used them for a pair's two sentences, not for languages.
+    # The tokenizer returns token types if training used them for a pair's two sentences, not for languages.
     types = ["token_type_ids"] if run_fields(lm.config, source).get("segments") else []
     tokenizer.model_input_names = ["input_ids", *types, "attention_mask"]
     with files.publish(out) as partial:
@@ -69,7 +69,7 @@ def write_directory(
 
 
 def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """The model with its first layers alone, whose masked-LM head has no meaning. Raises UserError."""
+    """The model with only its first layers, with a masked-LM head that is meaningless there. Raises UserError."""
     config, there = copy.deepcopy(lm.config), lm.config.num_hidden_layers
     if not 1 <= layers <= there:
         raise UserError(f"--layers {layers}: the model has layers 1 to {there}")
@@ -84,8 +84,8 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 @torch.inference_mode()
 def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
-    """Compares the output of what transformers loads with the trained model's states at this layer. Raises
-    UserError."""
+    """Compare the output of the model that transformers loads with the trained model's states at the last of these
+    layers. Raises UserError."""
     ids, types = _sequence(lm)
     written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
@@ -94,7 +94,7 @@ def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
     if not torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
         raise UserError(
             f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
-            f"that its first layers alone give others; export it whole, and measure it by --layer {layers}"
+            f"that its first layers alone differ; export it whole, and measure it by --layer {layers}"
         )
 
 
@@ -125,7 +125,7 @@ def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[s
 
 
 def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Ids [N] from the whole vocabulary, without padding, and their languages where the model has embeddings."""
+    """Ids [N] from the whole vocabulary, without padding, and their languages if the model has language embeddings."""
     ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}

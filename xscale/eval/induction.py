@@ -1,15 +1,14 @@
 """Bilingual lexicon induction (Lample et al. 2018): are a word's nearest neighbours its translations?
 
-P@k is the share of source words with a translation, any of the dictionary's, among the k nearest of the dictionary's
-words of the other language; by `cosine` or by `csls` (eval/retrieval.py).
+P@k is the share of source words for which one of the k nearest words of the other language in the dictionary is a
+translation by the dictionary. Near is by `cosine` or by `csls` (eval/retrieval.py).
 
-A word's vector is the mean of its tokens' rows of the input embeddings, as in ALIGN-MLM, or of their states at a layer
-in `[CLS] word [SEP]`. An entry with the same tokens on both sides is left out. As in eval/alignment_score.py no word is
-its own neighbour, and a word is withheld if it stands in no entry that objectives read; they may have seen its tokens
-in other words. The entries of two languages are taken together, whichever way round their files are.
+A word's vector is the mean of its tokens' input embeddings, as in ALIGN-MLM, or of their states at a layer in
+`[CLS] word [SEP]`. An entry with the same tokens on both sides is left out. As in eval/alignment_score.py, no word is
+its own neighbour, and a word is withheld if it is in no entry that objectives read; its tokens may have been trained in
+other words. All dictionaries of two languages are joined, in either order of their columns.
 
-Shape letters: N words of one language, M of the other, Q words that are asked for, K found of each, H width,
-V vocabulary.
+Shape letters: N words of one language, M of the other, Q query words, K neighbours of each, H width, V vocabulary.
 """
 
 import sys
@@ -28,12 +27,12 @@ from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, na
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
-"""The k of P@k."""
+"""The values of k in P@k."""
 
 
 @dataclass(frozen=True)
 class TestDictionary:
-    """The entries of two languages."""
+    """The dictionary of two languages by which words are tested."""
 
     langs: tuple[str, str]
     """The languages in alphabetical order."""
@@ -41,9 +40,9 @@ class TestDictionary:
     words: list[list[Word]]
     """The words of either language, each once [N], [M]."""
     numbers: list[Tensor]
-    """The words' numbers among those of both languages [N], [M]."""
+    """The number of each word; a word of both languages has the same number in both [N], [M]."""
     identical: int
-    """The count of entries with the same tokens on both sides, which are left out."""
+    """The number of entries with the same tokens on both sides, which are left out."""
 
 
 def evaluate(
@@ -56,10 +55,10 @@ def evaluate(
     margins: Sequence[str] = MARGINS[:1],
 ) -> dict[str, Scores]:
     """P@1 and P@5 in both directions and their means, for withheld and for trained words, by the embeddings and by
-    each of the layers; how many words were asked for, and how many entries were left out as identical.
+    each of the layers; the numbers of query words, and of entries that were left out as identical.
 
     lexicons: the dictionaries of one pair of languages. read: those that the model was trained with. heldout: the share
-    of words that was withheld from it. limit: the first so many words of a language are asked for, of either kind.
+    of words that training withheld. limit: the most query words of a language, of each kind.
     """
     test, seen = merge_lexicons(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
     asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in test.words]}
@@ -100,7 +99,7 @@ def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
 
 
 def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
-    """The words of all entries that are not withheld."""
+    """The words of all entries that are not withheld, without entries whose two sides are the same."""
     entries = (entry for lexicon in lexicons for entry in zip(*lexicon.kept(heldout).ids, strict=True))
     return {tuple(side) for a, b in entries if a != b for side in (a, b)}
 
@@ -108,7 +107,7 @@ def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
 def word_vectors(
     model: Exported, test: TestDictionary, layers: Sequence[int]
 ) -> Iterator[tuple[int | None, list[Tensor]]]:
-    """Unit vectors of both languages' words [N, H], [M, H]: first of the embeddings, then of each layer."""
+    """Unit vectors of both languages' words [N, H], [M, H]: first by the input embeddings, then by each layer."""
     yield None, [mean_rows(model.encoder.embeddings, words) for words in test.words]
     languages = model.language_ids(test)
     for layer in layers:
@@ -119,7 +118,7 @@ def word_vectors(
 
 @torch.no_grad()
 def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
-    """Unit vectors of the words [N, H]."""
+    """Unit vectors [N, H] of words, each in the direction of the mean of its tokens' embeddings."""
     ids = torch.tensor([token for word in words for token in word], device=table_VH.device)
     starts = torch.tensor([0, *map(len, words)][:-1], device=table_VH.device).cumsum(0)
     return F.normalize(F.embedding_bag(ids, table_VH.float(), starts, mode="mean"), dim=-1)
@@ -128,7 +127,7 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
 def precisions(
     vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, test: TestDictionary, asked: list[list[Word]]
 ) -> Scores:
-    """P@k of the words that are asked for, in both directions, and the means of both. penalties: hubness."""
+    """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, for csls."""
     device = vectors[0].device
     numbers = [side.to(device) for side in test.numbers]
     found: Scores = {}

@@ -1,9 +1,9 @@
 """Mining of parallel sentences (BUCC; Zweigenbaum et al. 2018): which pairs of two monolingual lists are translations?
 
-Scored by the ratio margin (eval/neighbours.py) with the k = 4 nearest neighbours of either. A candidate is a sentence
-with the best of its k neighbours, in both directions; of candidates that share a sentence, the one with the higher
-score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates from a threshold on are mined. The threshold has
-the best F1 on a development set. Without one it comes from the test pairs, and the row says `own threshold`.
+Pairs are scored by the ratio margin (eval/neighbours.py) with k = 4 nearest neighbours. Each sentence of both lists
+gives one candidate, with the best of its k neighbours; of candidates that share a sentence, the one with the highest
+score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates with at least a threshold score are mined: the
+threshold with the best F1 on a development set, or without one, on the test set (results row `own threshold`).
 
 Shape letters: N sentences of the first list, M of the second, C candidates, H width.
 """
@@ -53,8 +53,8 @@ def evaluate(
     poolings: Sequence[str] = POOLINGS[:1],
     layers: Sequence[str | int] = (-1,),
 ) -> dict[str, Scores]:
-    """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the pairs that set
-    the threshold."""
+    """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the development set
+    for the threshold."""
     numbers = layer_numbers(layers, model.num_layers)
     sides = embed_both(model, bitext, poolings, numbers)
     dev_sides = embed_both(model, dev, poolings, numbers) if dev else sides
@@ -78,7 +78,7 @@ def embed_both(
 
 
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
-    """Candidates of unit vectors x and y. No sentence stands in two of them."""
+    """The candidate pairs of unit vectors x_i and y_j, one-to-one: each sentence is in at most one pair."""
     both = ratio_margins(x_NH, y_MH, k)
     (forward, there_rows), (backward, back_rows) = ([part.cpu().numpy() for part in found] for found in both)
     first, second = np.arange(len(forward)), np.arange(len(backward))
@@ -107,7 +107,7 @@ def is_gold(candidates: Candidates, gold: set[tuple[int, int]]) -> np.ndarray:
 
 
 def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
-    """The threshold of the best F1, half way between the last candidate that is mined and the next."""
+    """The threshold with the best F1, half way between the scores of the last mined candidate and the next one."""
     scores = candidates.scores
     ends = np.flatnonzero(np.diff(scores, append=-np.inf))  # equal scores are mined together, or not
     f1 = 2 * np.cumsum(is_gold(candidates, gold))[ends] / (ends + 1 + len(gold))
@@ -116,7 +116,7 @@ def best_threshold(candidates: Candidates, gold: set[tuple[int, int]]) -> float:
 
 
 def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) -> Scores:
-    """Scores of the candidates from the threshold on. Their intervals are over the first list's sentences."""
+    """Precision, recall and F1 of mining by the threshold. Their intervals are over the sentences of the first list."""
     mined = candidates.scores >= threshold
     first, right = candidates.pairs[mined, 0], is_gold(candidates, gold)[mined]
     wanted = np.array([i for i, _ in gold])
@@ -134,8 +134,8 @@ def rates(candidates: Candidates, gold: set[tuple[int, int]], threshold: float) 
 
 
 def load_bitext(prefix: Path) -> Bitext:
-    """Reads BUCC's files, plain, .gz or .xz: for de-en.test, de-en.test.de and .en, `ID<TAB>sentence`, and .gold,
-    `ID<TAB>ID`. Raises UserError."""
+    """Read BUCC's files, plain, .gz or .xz. For the prefix de-en.test they are de-en.test.de and de-en.test.en with
+    lines `ID<TAB>sentence`, and de-en.test.gold with lines `ID<TAB>ID`. Raises UserError."""
     langs = languages_of(prefix)
     lists = [read_ids(find_file(prefix, lang)) for lang in langs]
     places = [{name: place for place, name in enumerate(of_list)} for of_list in lists]
@@ -168,17 +168,20 @@ def read_ids(path: Path) -> dict[str, str]:
 
 
 def languages_of(prefix: Path) -> tuple[str, str]:
-    """("de", "en") of .../de-en.training."""
+    """The two languages of a prefix, such as ("de", "en") of .../de-en.training. Raises UserError."""
     parts = prefix.name.partition(".")[0].split("-")
     sides = ["-".join(side) for i in range(1, len(parts)) for side in (parts[:i], parts[i:])]
     names = cut_pair("-".join(parts), [side for side in sides if find_file(prefix, side).exists()])
     if names is None or names[0] == names[1]:
-        raise UserError(f"--mining {prefix}: the name says no languages, as de-en.training does for de-en.training.de")
+        raise UserError(
+            f"--mining {prefix}: the name must start with the languages of two files, as de-en.training does for "
+            f"de-en.training.de and .en"
+        )
     return names
 
 
 def find_file(prefix: Path, extension: str) -> Path:
-    """PREFIX.EXTENSION, or compressed."""
+    """The path of the file PREFIX.EXTENSION, or of its compressed form."""
     path = prefix.with_name(f"{prefix.name}.{extension}")
     packed = (path.with_name(path.name + suffix) for suffix in ("", ".xz", ".gz"))
     return next((found for found in packed if found.exists()), path)

@@ -1,4 +1,4 @@
-"""An exported encoder, ready for evaluation, and the results' file."""
+"""Loads an exported encoder for evaluation, and writes the file of results."""
 
 import json
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ Scores = dict[str, float]
 
 
 class HasLanguages(Protocol):
-    """A source, a dictionary or a test set."""
+    """Anything with languages: a source, a dictionary or a test set."""
 
     @property
     def langs(self) -> tuple[str, ...]: ...
 
 
 class Exported:
-    """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU where there is one."""
+    """The model and tokenizer of a Hugging Face directory, in eval mode, on a GPU if there is one."""
 
     def __init__(self, path: Path):
         if (path / "checkpoints").is_dir() or (path / "manifest.json").exists():
@@ -45,12 +45,12 @@ class Exported:
             raise UserError(f"--model {path}: {error}") from None
         self.tokenizer = tokenizer_of(path, lm.config.vocab_size)
         self.headless = not has_head
-        """True where the directory has no masked-LM head, so that the head is random."""
+        """True if the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
         """The heads of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
-        """The languages by number; number 0 is neutral."""
+        """The language of each number; number 0 is the neutral one."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
@@ -59,7 +59,7 @@ class Exported:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that the model takes."""
+        """The number of tokens of the longest sequence that the model takes."""
         return positions(self.encoder.lm.config)
 
     @property
@@ -75,8 +75,8 @@ class Exported:
 
 
 def tokenizer_of(path: Path, rows: int) -> Tokenizer:
-    """The tokenizer beside a model with so many `rows` of embeddings. Raises UserError if it is not the model's, or
-    there is none: transformers then makes one that knows no word."""
+    """The tokenizer in a model's directory. rows: the number of the model's embeddings. Raises UserError if the
+    tokenizer has more ids, or if there is none: transformers then makes one without any word."""
     tokenizer = Tokenizer(path)
     if not len(tokenizer.ordinary_ids):
         raise UserError(
@@ -84,7 +84,7 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
         )
     if tokenizer.vocab_size > rows:
         raise UserError(
-            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids, its embeddings are of {rows:,}; save the "
+            f"--model {path}: its tokenizer has {tokenizer.vocab_size:,} ids for {rows:,} embeddings; save the "
             f"tokenizer there that the model was trained with"
         )
     return tokenizer
@@ -101,14 +101,14 @@ def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tup
 
 
 def check_out(path: Path) -> None:
-    """Raises UserError, before the work, where no file could be written."""
+    """Raise UserError, before the work, if `path` cannot be written as a file."""
     if path.is_dir():
         raise UserError(f"--out {path} is a directory; give a file, such as {path / 'scores.json'}")
     files.check_writable(path)
 
 
 def write_results(out: Path | None, model: Path, results: dict, failed: dict) -> None:
-    """Writes the scores and their intervals, if a file was asked for. results: scores by task and row."""
+    """Write the scores and their intervals to `out`, unless it is None. results: task -> results row -> scores."""
     if out:
         found = {"model": str(model), "results": results, "intervals": intervals(results), "failed": failed}
         write_json(out, found)

@@ -1,8 +1,8 @@
 """Tasks of mteb (Muennighoff et al. 2023) on an exported encoder's sentence vectors, with data in a local folder.
 
-mteb reads the folder as it reads the hub's data set: it is a clone (`git clone
-https://huggingface.co/datasets/mteb/xnli`), or has the same files. Scores are mteb's own. A row has mteb's name and
-type: "XNLI PairClassification" compares cosines of sentence pairs, unlike fine-tuning on XNLI.
+mteb reads the folder like the hub's data set: the folder is a clone (`git clone
+https://huggingface.co/datasets/mteb/xnli`), or has the same files. Scores are mteb's own. A results row has mteb's name
+and type of the task: "XNLI PairClassification" compares cosines of sentence pairs, unlike fine-tuning on XNLI.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,16 +36,16 @@ class MtebEncoder:
         return found.cpu().numpy()
 
     def similarity(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """Cosines of each with each [n, m]."""
+        """The cosine of each of the n vectors with each of the m vectors [n, m]."""
         return rows(embeddings1) @ rows(embeddings2).T
 
     def similarity_pairwise(self, embeddings1: Any, embeddings2: Any) -> Tensor:
-        """The cosine of each with its own [n]."""
+        """The cosine of vector i with vector i of the other array, for each i [n]."""
         return (rows(embeddings1) * rows(embeddings2)).sum(1)
 
     @property
     def mteb_model_meta(self) -> Any:
-        """Named by folder and weights: mteb keeps results under these names."""
+        """The name (of the folder) and revision (weights, pooling, layer) under which mteb keeps results."""
         from mteb.models import ModelMeta
 
         weights = [files.sha256_file(path) for path in sorted(self.model.path.glob("*.safetensors"))]
@@ -59,13 +59,14 @@ def rows(vectors: Any) -> Tensor:
 
 
 def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
-    """mteb's task of this name on the folder's data; its subsets, or all. Raises UserError."""
+    """mteb's task of this name, which reads the folder's data. subsets: those to evaluate; [] for all. Raises
+    UserError."""
     try:
         import mteb
     except ImportError:
         raise UserError("mteb is not installed; `pip install 'xscale[mteb]'` brings it") from None
     if not folder.is_dir():
-        raise UserError(f"--mteb {name} {folder}: no folder; download the data set that mteb names for {name} to it")
+        raise UserError(f"--mteb {name} {folder}: not a folder; download the data set that mteb names for {name}")
     try:
         task = mteb.get_task(name, hf_subsets=subsets or None)
     except (KeyError, ValueError) as error:
@@ -80,7 +81,7 @@ def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
 def evaluate(
     model: Exported, task: Any, poolings: Sequence[str] = POOLINGS[:1], layers: Sequence[str | int] = (-1,)
 ) -> dict[str, Scores]:
-    """mteb's scores of each subset (and split, where the task has several), for each combination."""
+    """mteb's scores of each subset (and split, if the task has several), for each pooling and layer."""
     numbers = layer_numbers(layers, model.num_layers)
     try:
         task.load_data()

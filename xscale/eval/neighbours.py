@@ -1,8 +1,8 @@
-"""Nearest neighbours by cosine, computed a tile at a time; for retrieval, mining and induction.
+"""Nearest neighbours by cosine, computed tile by tile; for retrieval, mining and induction.
 
-Of the N x M cosines one tile is in memory at a time; only its rows with a better neighbour than before are sorted.
+Only one tile of the N x M cosines is in memory at a time; only its rows with a new better neighbour are sorted.
 
-Shape letters: N rows of x, M rows of y, H width, k neighbours; of a tile R rows, C columns, U rows with a better
+Shape letters: N rows of x, M rows of y, H width, k neighbours; of a tile, R rows, C columns, U rows with a new better
 neighbour. Rows of x and y are unit vectors.
 """
 
@@ -22,8 +22,8 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
 
-    penalties: subtracted for the rows of x [N] and of y [M]. numbers: the words or sentences that the rows of x [N] and
-    of y [M] stand for; none is its own neighbour.
+    penalties: subtracted for the rows of x [N] and of y [M]. numbers: the numbers of the words or sentences in the rows
+    of x [N] and of y [M]; rows with the same number are never neighbours.
     """
     return search_tiles(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
 
@@ -41,7 +41,7 @@ def nearest_both(
 
 
 def ratio_margins(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Ratio margins (Artetxe & Schwenk 2019) of x with its k nearest among y, and those rows; then of y among x:
+    """Ratio margins (Artetxe & Schwenk 2019) of each x and its k nearest rows of y, and these rows; then of y and x:
 
     ratio(x, y) = cos(x, y) / ((r(x) + r(y)) / 2)        r(x): mean cosine of x with its k nearest of the other list
     """
@@ -53,7 +53,7 @@ def ratio_margins(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[tuple[Tensor, Ten
 
 
 class NearestSoFar:
-    """The k best columns of each of n rows, among the columns so far."""
+    """The k best columns of each of n rows, among the columns that were added so far."""
 
     def __init__(self, like: Tensor, n: int, k: int):
         self.scores = like.new_full((n, k), -torch.inf)
@@ -64,11 +64,11 @@ class NearestSoFar:
         return self.scores, self.rows
 
     def add_tile(self, cells_RC: Tensor, at: int, first: int) -> None:
-        """Adds rows from `at` on, columns from `first` on. Columns come in rising order."""
+        """Add a tile with rows from `at` on and columns from `first` on. Columns come in ascending order."""
         k = self.scores.shape[1]
         better_U = (cells_RC.amax(1) > self.scores[at : at + len(cells_RC), -1]).nonzero()[:, 0]
         cells_UC, at_U = cells_RC[better_U], at + better_U
-        # Of equal ones topk takes any, max the first.
+        # Of equal scores topk takes any, max the first.
         new = cells_UC.max(1, keepdim=True) if k == 1 else cells_UC.topk(min(k, cells_UC.shape[1]), 1)
         scores = torch.cat([self.scores[at_U], new.values], 1)
         rows = torch.cat([self.rows[at_U], first + new.indices], 1)

@@ -1,7 +1,7 @@
-"""Parallel plain text: files of one language each, whose lines of one number say the same (FLORES, NTREX, Tatoeba).
+"""Parallel plain text: one file per language, and lines n of all files are translations (FLORES, NTREX, Tatoeba).
 
-A file is named by its language and by what all languages share: `eng_Latn.devtest`, `newstest2019-ref.deu.txt`,
-`tatoeba.deu-eng.deu`, `de.txt`; compressed ones end in .gz or .xz.
+A file's name has its language and a part that all languages share: `eng_Latn.devtest`, `newstest2019-ref.deu.txt`,
+`tatoeba.deu-eng.deu`, `de.txt`; compressed files end in .gz or .xz.
 """
 
 import re
@@ -28,21 +28,21 @@ class ParallelText:
     """Texts of several languages, and their vectors of one model at a time, so that each text is encoded once."""
 
     def __init__(self, name: str, files: dict[str, Path]):
-        """name: what the files' names share. files: the file of each language. Raises UserError."""
+        """name: the part that the files' names share. files: the file of each language. Raises UserError."""
         self.name, self.files = name, files
         self.texts = {language: [line for _, line in read_lines(path)] for language, path in files.items()}
         sizes = {language: len(texts) for language, texts in self.texts.items()}
         if len(set(sizes.values())) > 1:
             few, many = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
             raise UserError(
-                f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; line n of each file is to "
-                f"say the same. Mend one, or move it away"
+                f"{files[few]} has {sizes[few]:,} lines, {files[many]} has {sizes[many]:,}; lines n of all files "
+                f"must be translations. Fix one file, or move it away"
             )
         self._vectors: dict[str, dict[tuple[str, int], Tensor]] = {}
         self._key: object = None
 
     def pairs(self, every: bool) -> list[tuple[str, str]]:
-        """The pairs of languages, in alphabetical order: all, or those with English, if it is there."""
+        """The pairs of languages, in alphabetical order: all, or unless `every`, those with English if it is there."""
         found = list(combinations(sorted(self.files), 2))
         english = [pair for pair in found if any(ENGLISH.match(language) for language in pair)]
         return found if every or not english else english
@@ -61,11 +61,11 @@ class ParallelText:
 
 
 def find_parallel(folder: Path) -> list[ParallelText]:
-    """The parallel texts of a folder and of the folders in it. Raises UserError if the files of one differ in lines."""
+    """The parallel texts of a folder and of the folders in it. Raises UserError if one's files differ in length."""
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     for path in sorted(folder.rglob("*")):
         match = NAME.fullmatch(re.sub(r"\.[gx]z$", "", path.name))
         if match and path.is_file():
-            start = re.sub(r"-(ref|src)\.$", ".", match["start"])  # of NTREX, whose source is English
+            start = re.sub(r"-(ref|src)\.$", ".", match["start"])  # NTREX's names, whose source is English
             groups.setdefault((path.parent, f"{start}*{match['end']}"), {})[match["language"]] = path
     return [ParallelText(str(place / name), files) for (place, name), files in groups.items() if len(files) > 1]

@@ -1,12 +1,13 @@
 """Sentence retrieval (Artetxe & Schwenk 2019): is a sentence's translation its nearest neighbour?
 
-Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which ranks hubs, near to every sentence, lower:
+Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowers the scores of hubs:
 
     csls(x, y) = 2 cos(x, y) - r(x) - r(y)
 
 where r(x) is the mean cosine of x with its k nearest neighbours in the other language. LASER calls cosine `absolute`,
-and half of csls `distance`. Its xSIM is the error rate by its default, `ratio`, which divides instead; a neighbour with
-the translation's text is right too. xSIM++ (Chen et al. 2023) adds candidates, wrong translations of known types.
+and half of csls `distance`. LASER's xSIM is the error rate by its default margin `ratio`, which divides instead of
+subtracting; in it, a neighbour with the same text as the translation is right too. xSIM++ (Chen et al. 2023) adds
+wrong translations with known types of errors to the candidates.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
 """
@@ -34,14 +35,14 @@ from xscale.step.step import to_device
 
 BATCH = 64
 NEIGHBOURS, XSIM_NEIGHBOURS = 10, 4
-"""The k of csls, and of xSIM."""
+"""The number k of nearest neighbours in csls, and in xSIM."""
 POOLINGS, MARGINS, XSIM = ("mean", "cls"), ("cosine", "csls"), "xsim"
 Vectors = dict[tuple[str, int], Tensor]
 """Unit vectors by pooling and layer."""
 WrongTranslations = dict[str, tuple[str, str]]
-"""The sentence that a candidate of xSIM++ was made of, and the type of its error."""
+"""A wrong translation of xSIM++ -> (the sentence that it was made of, the type of its error)."""
 ALL = "all"
-"""This stands for all layers."""
+"""The value of --layer that means all layers."""
 
 
 def evaluate(
@@ -53,8 +54,8 @@ def evaluate(
     margins: Sequence[str] = MARGINS[:1],
     wrong: WrongTranslations | None = None,
 ) -> dict[str, Scores]:
-    """Accuracies of each combination of pooling, layer and margin, or errors of xSIM, by its name. wrong: candidates
-    of xSIM++."""
+    """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. wrong:
+    the wrong translations of xSIM++."""
     numbers = layer_numbers(layers, model.num_layers)
     records, languages = read_all(source, limit), model.language_ids(source)
     texts = [[texts[side] for _, _, texts in records] for side in (0, 1)]
@@ -75,7 +76,7 @@ def evaluate_vectors(
     margins: Sequence[str],
     wrong: WrongTranslations,
 ) -> dict[str, Scores]:
-    """Does the same for the vectors of two languages' texts. layers: counted from the end."""
+    """Do the same as `evaluate` for the vectors of two languages' texts. layers: counted from the end."""
     found, extra = {}, dict[int, tuple[dict[str, tuple[str, str]], Vectors]]()
     for side in (0, 1) if XSIM in margins else ():
         present = set(texts[side])
@@ -97,7 +98,8 @@ def evaluate_vectors(
 
 
 def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str, ...]) -> Scores:
-    """The shares of sentences whose best candidate has not the translation's text, both ways, and their mean."""
+    """The share of sentences whose best candidate has another text than the translation, in both directions, and the
+    mean of both."""
     both = ratio_margins(vectors[0], vectors[1], XSIM_NEIGHBOURS)
     errors = [
         [texts[1 - side][row] != texts[1 - side][n] for n, row in enumerate(best_rows(*found))]
@@ -116,8 +118,8 @@ def xsim(vectors: Sequence[Tensor], texts: Sequence[list[str]], langs: tuple[str
 def xsim_plus(
     x_NH: Tensor, y_MH: Tensor, translations: list[str], wrong: WrongTranslations, direction: str
 ) -> dict[str, float]:
-    """The error rate among the translations [N] and the wrong ones after them, and the share of each type of error.
-    `misaligned` is another sentence, or a wrong translation of another one."""
+    """The error rate with the translations [N] and then the wrong ones as candidates (the rows of y), and the share of
+    each type of error. `misaligned` means another sentence, or a wrong translation of another sentence."""
     candidates = [*translations, *wrong]
     kinds = ["misaligned", *dict.fromkeys(kind for _, kind in wrong.values())]
     counts = np.zeros((len(x_NH), 1 + len(kinds)))
@@ -156,8 +158,8 @@ def load_wrong_translations(path: Path) -> WrongTranslations:
 def variants(
     model: Exported, poolings: Sequence[str], layers: Sequence[int], margins: Sequence[str] = MARGINS[:1]
 ) -> list[tuple[str, str, int, str]]:
-    """(name, pooling, layer, margin) of every combination. The name has the choices that were asked for beside others,
-    or that are not the defaults: mean-pooled last states and cosine. layers: counted from the end."""
+    """(name, pooling, layer, margin) of every combination. The name mentions a choice if several were asked for, or if
+    it is not the default (mean pooling, last layer, cosine). layers: counted from the end."""
     found = []
     for pooling, layer, margin in product(poolings, layers, margins):
         name = [*name_choice(pooling, poolings, POOLINGS[0]), *name_choice(margin, margins, MARGINS[0])]
@@ -178,14 +180,14 @@ def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
     absent = [number for number in asked if not -last - 1 <= int(number) <= last]
     if absent:
         raise UserError(
-            f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, 0 is what its embeddings give"
+            f"--layer {' '.join(map(str, absent))}: the model has layers 1 to {last}, and 0 for its embeddings' output"
         )
     return list(dict.fromkeys(int(number) - last - 1 if int(number) >= 0 else int(number) for number in asked))
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
-    """Share of the first's rows, unit vectors, whose nearest row of the second has the same number; the other way
-    round; and the mean of both."""
+    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same number; the same in the
+    other direction; and the mean of both."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
@@ -222,7 +224,7 @@ def embed(
 def embed_ids(
     model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str], layers: Sequence[int]
 ) -> dict[tuple[str, int], Tensor]:
-    """Does the same for sentences' token ids without special tokens."""
+    """Do the same as `embed` for the sentences' token ids without special tokens."""
     ids = [sentence[: model.longest - 2] for sentence in sentences]
     order = sorted(range(len(ids)), key=lambda i: -len(ids[i]))
     found: dict[tuple[str, int], list[Tensor]] = {key: [] for key in product(poolings, layers)}
@@ -243,7 +245,7 @@ def embed_ids(
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
-    """`[CLS] s [SEP]` of each sentence, with a state to read for each pooling; "tokens" reads every token's."""
+    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads; "tokens" reads all tokens'."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])

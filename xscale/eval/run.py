@@ -1,7 +1,7 @@
 """Evaluate an exported encoder.
 
 python -m xscale.eval.run --model HF_DIR --task NAME ... --data DIR --out FILE.json
-python -m xscale.eval.run --model HF_DIR --suite retrieval --texts DIR       what DIR has of the public test sets
+python -m xscale.eval.run --model HF_DIR --suite retrieval --texts DIR       all public test sets in DIR
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The files with which sentence-transformers makes the same vectors of a model as retrieval.py."""
+"""Writes the files by which sentence-transformers computes the same sentence vectors as retrieval.py."""
 
 import json
 from pathlib import Path
@@ -10,22 +10,22 @@ POOLING = "1_Pooling"
 
 
 def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
-    """The pooling of PPA's contrast; the mean for a run without one. streams: those of a checkpoint's recipe."""
+    """The pooling of the run's contrastive PPA stream; "mean" without one. streams: those of a checkpoint's recipe."""
     contrasts = [s for s in streams.values() if s["objective"] == "ppa" and s.get("moco_weight", 1.0)]
     return contrasts[0].get("pooling", "cls") if contrasts else "mean"
 
 
 def saved_pooling(folder: Path) -> str:
-    """The pooling that `save_pooling` wrote into a folder; the mean if there is none."""
+    """The pooling that `save_pooling` wrote into a folder; "mean" if there is no such file."""
     path = folder / POOLING / "config.json"
     return "cls" if path.exists() and json.loads(path.read_text()).get("pooling_mode_cls_token") else "mean"
 
 
 def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
-    """Writes the files of sentence-transformers into a folder that has the tokenizer.
+    """Write the files of sentence-transformers into a folder that has the tokenizer.
 
-    pooling: "cls", or "mean" over a sentence's tokens but [CLS] and [SEP], which have weights of 0. config: the
-    model's. longest: tokens of a sentence.
+    pooling: "cls", or "mean" over a sentence's tokens except [CLS] and [SEP], whose weights are 0. config: the model's
+    config. longest: the most tokens of a sentence.
     """
     parts: dict[str, tuple[str, dict[str, Any] | None]] = {"": ("Transformer", None)}
     if pooling == "mean":
@@ -46,7 +46,7 @@ def save_pooling(folder: Path, pooling: str, config: Any, longest: int) -> None:
 
 
 def _weights(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """A weight for each row of the embeddings."""
+    """The config of WordWeights, which has a weight for each id of the embeddings."""
     of_id = {number: token for token, number in tokenizer.hf.get_vocab().items()}
     left_out = {of_id[number]: 0.0 for number in (tokenizer.cls_id, tokenizer.sep_id)}
     vocab = [of_id.get(number, "") for number in range(rows)]

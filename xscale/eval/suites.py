@@ -37,9 +37,9 @@ FILES = (
     (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|dev|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
     (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|dev|test)\.conllu"), "pos"),
 )
-"""The end of a file's path, and its task; the folder's name says it where there is none."""
+"""The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS)."""
 MAIN = ("accuracy", "xsim", "F1", "f1", "perplexity", "tlm_loss")
-"""The number of a row that stands in the table is the first of these that it has, or its first."""
+"""The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
 
 
@@ -49,7 +49,7 @@ def add_suite_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, TaskRow]]:
-    """The rows of --task or --suite, by task and name. Raises UserError."""
+    """Task -> name -> row, for all rows of --task or --suite. Raises UserError."""
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit} must be 1 or more")
     args.texts_limit, args.limit = args.limit, args.limit or 1000
@@ -77,14 +77,14 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
 
 
 def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:
-    """Rows by languages, and by path too where several have the same."""
+    """Name -> row. If several rows have the same name, the path is added to it."""
     times = Counter(row.name for row in rows)
     return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
 
 
 def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path]]]:
-    """The files of each task that has an English training text and tests: part -> language -> file. Of several of one
-    language the first by name counts, but UD's PUD, which has the same sentences in all languages, comes before."""
+    """The files of each task that has an English training text and tests: part -> language -> file. Of several files of
+    a language the first by name is taken, or UD's PUD, which has the same sentences in all languages."""
     found: dict[str, dict[str, dict[str, Path]]] = {}
     paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     for path in sorted(paths, key=lambda path: "_pud-" not in path.name):
@@ -102,8 +102,8 @@ def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path
 
 
 def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Exported) -> Mapping[str, Scores]:
-    """Fine-tunes the model, and returns the rows of its scores. A test without labels, as XTREME's, gives way to the
-    language's dev."""
+    """Fine-tune the model, and return the results rows of its scores. If a language's test has no labels, as in XTREME,
+    its dev set is the test."""
     tests = parts["test"] | {
         language: parts["dev"][language]
         for language, path in parts["test"].items()
@@ -123,8 +123,8 @@ def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Ex
 def evaluate_rows(
     model: Exported, rows: dict[str, dict[str, TaskRow]], publish: Callable[[Results, dict[str, dict[str, str]]], None]
 ) -> tuple[Results, dict[str, dict[str, str]], int]:
-    """Evaluates every row, prints it, and publishes the results so far; a row that fails does not stop the others.
-    Returns the results, the failures, and the exit code: 2 after a user's error, 1 after one of ours."""
+    """Evaluate every row, print it, and publish the results so far; a row that fails does not stop the others. Returns
+    the results, the failures, and the exit code: 2 after a user's error, 1 after a fault of xscale."""
     results: Results = {}
     failed: dict[str, dict[str, str]] = {}
     code = 0
@@ -147,8 +147,8 @@ def evaluate_rows(
 
 
 def with_means(rows: Mapping[str, Scores]) -> dict[str, Scores]:
-    """The rows, and after those of one variant the means of the numbers that all of them have. A row is `LANGUAGE` or
-    `LANGUAGE VARIANT`."""
+    """The results rows and, after the rows of each variant, a row of the means of those numbers that all of them have.
+    A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
     variants: dict[str, list[str]] = {}
     for row in rows:
         variants.setdefault(row.partition(" ")[2], []).append(row)
@@ -163,8 +163,8 @@ def with_means(rows: Mapping[str, Scores]) -> dict[str, Scores]:
 
 
 def table(of_models: Mapping[str, Results]) -> list[list[str]]:
-    """A line for each row: task, row, number, the number of each model, and for each model but the first the
-    difference from the first with its p. The first line names the columns."""
+    """A line for each results row: the task, the row, the number's name, each model's number, and for each model but
+    the first the difference from the first with its p. The first line names the columns."""
     first, *others = of_models
     lines = [["task", "row", "number", *of_models, *(f"{name} - {first}" for name in others)]]
     for task in dict.fromkeys(task for results in of_models.values() for task in results):

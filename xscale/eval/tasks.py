@@ -21,9 +21,9 @@ class TaskRow(NamedTuple):
     name: str
     """A language, or a pair of languages in alphabetical order."""
     path: Path
-    """The data's path; part of the name where several rows have the same."""
+    """The data's path, which is added to the name if several rows have the same name."""
     evaluate: Callable[[Exported], Mapping[str, Scores]]
-    """Returns scores by variant; "" is the only one of a task without variants."""
+    """Returns variant -> scores. A task without variants has the only variant ""."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +102,7 @@ def plan_retrieval(args: Namespace, sources: list[Source]) -> list[TaskRow]:
     if args.texts and not rows and not args.data:
         raise UserError(
             f"--texts {' '.join(map(str, args.texts))}: no parallel text; needs files such as eng_Latn.devtest and "
-            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines say the same"
+            f"deu_Latn.devtest, or newstest2019-ref.deu.txt, whose lines n are translations"
         )
     return [*rows, *(rows_of_pairs(args, sources, evaluate) if args.data or not rows else [])]
 
@@ -167,8 +167,8 @@ def plan_aer(args: Namespace, sources: list[Source]) -> list[TaskRow]:
         langs = cut_pair(pair, {language for source in sources for language in source.langs})
         if langs is None or not 1 <= len(files) <= 2:
             raise UserError(
-                f"--aer {' '.join([pair, *map(str, files)])}: needs `en-es FILE.tsv`, or `en-fr TEXT LINKS`; a country "
-                f"in capitals: en-zh-CN"
+                f"--aer {' '.join([pair, *map(str, files)])}: needs `en-es FILE.tsv`, or `en-fr TEXT LINKS`; write a "
+                f"country in capitals: en-zh-CN"
             )
 
         def evaluate(model: Exported) -> dict[str, Scores]:

@@ -1,1 +1,1 @@
-"""The report of runs and their models, on a page or in the console."""
+"""The report of runs and their models, as an HTML page or in the console."""

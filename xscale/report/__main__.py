@@ -3,11 +3,11 @@
 python -m xscale.report RUN_DIR ... --out report.html     a page of one run, or of several side by side
 python -m xscale.report RUN_DIR RUN_DIR                   without --out: compared in the console
 
-    --scores FILE.json ...     what evaluations wrote: tables of scores, of SUP, ZS and Delta; alignment against Delta
+    --scores FILE.json ...     files of evaluations: tables of scores, of SUP, ZS and Delta; alignment against Delta
     --models HF_DIR ...        with --pairs: linked words in the embeddings of each, such as before and after training;
-                               what the last one predicts in the place of masked words
-    --png DIR                  each chart as a file too
-    --watch                    again every few seconds, until the runs have ended
+                               what the last model predicts for masked words
+    --png DIR                  write each chart to a file too
+    --watch                    report again every few seconds, until the runs have ended
 """
 
 import argparse
@@ -25,9 +25,9 @@ from xscale.report.tables import Table
 WATCH_S = 5
 """Seconds from one report of --watch to the next."""
 CLEAR = "\x1b[2J\x1b[H"
-"""A terminal clears its screen at this."""
+"""The codes that clear a terminal's screen."""
 SIDE_BY_SIDE = 3
-"""A table of the console has at most this many runs."""
+"""A table in the console has at most this many runs side by side."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def report(args: argparse.Namespace) -> bool:
-    """Writes the page, or without --out prints to the console. Returns True if a run is going on. Raises UserError."""
+    """Write the page, or without --out print to the console. Returns True if a run is going on. Raises UserError."""
     check(args)
     runs, scores = read_runs(args.runs), read_scores(args.scores)
     going_on = any(run.status.get("status") == "running" for run in runs)
@@ -66,7 +66,7 @@ def report(args: argparse.Namespace) -> bool:
         print(CLEAR if args.watch else "", end="")
         print_runs(runs)
         return going_on
-    from xscale.report.draw import Pictures  # matplotlib, which the console does without
+    from xscale.report.draw import Pictures  # imports matplotlib, which the console does not need
     from xscale.report.page import model_sections, page
 
     pictures, of_models = Pictures(args.png), []
@@ -80,7 +80,7 @@ def report(args: argparse.Namespace) -> bool:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises UserError for arguments that do not go together, before the work."""
+    """Raise UserError for arguments that do not go together, before the work."""
     if not (args.runs or args.scores or args.models):
         raise UserError("nothing to report: give the directories of runs, --scores FILE.json, or --models HF_DIR")
     if bool(args.models) != bool(args.pairs):
@@ -111,7 +111,7 @@ def print_runs(runs: list[Run]) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Columns as wide as their cells; a group's name above its first column."""
+    """Print a table with columns as wide as their cells, and a group's name above its first column."""
     cells = [table.head, *([tables.number(cell) for cell in row] for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     if table.groups:

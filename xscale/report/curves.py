@@ -1,4 +1,4 @@
-"""The charts of a page: their sections and titles, and the curves that share one."""
+"""The charts of a page: their sections and titles, and which curves share a chart."""
 
 import math
 import re
@@ -58,7 +58,7 @@ SECTIONS = {
     },
     OTHER: {},
 }
-"""Sections in the order of the page, with the words of their metrics; a metric that is not named is in the last one."""
+"""Sections in the order of the page: metric -> title of its chart. Metrics that are not listed are in the last one."""
 HAVE_DIRECTION = (LOSSES, LANGUAGES, "Alignment score", "Predictions")
 EVALUATIONS = {
     "heldout loss": "Held-out loss, nats",
@@ -70,9 +70,9 @@ EVALUATIONS = {
     "alignment ←": "Words aligned from the second language to the first, share",
     "aer aer": "Alignment error rate, share",
 }
-"""The words for some numbers of evaluations, by task and number; another number has the words of its file."""
+"""Task and number of an evaluation -> title of its chart. Other numbers keep the names in their files."""
 RARE = ("skipped", "too_long")
-"""These metrics are left out where they are 0 throughout."""
+"""These metrics are left out if they are 0 at all steps."""
 LOGARITHMIC = ("grad_norm", "loss_scale")
 BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 
@@ -80,11 +80,11 @@ BY_LAYER = ("accuracy", "aer", "AER", "f1", "F1", "P@1")
 class Chart(NamedTuple):
     title: str
     lines: dict[str, list[pd.Series | None]]
-    """Curves by label, such as a language: one for each of `names`, None for a name without one."""
+    """Label, such as a language -> a curve for each of `names`; None for a name without a curve."""
     names: list[str]
     """The labels of the runs, or of the models."""
     better: int = 0
-    """The direction of better numbers, 1 or -1; 0: neither."""
+    """1 if higher numbers are better, -1 if lower ones are, 0 if neither."""
     x: str = "step"
     logarithmic: bool = False
 
@@ -95,7 +95,7 @@ def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
     for text in dict.fromkeys(name for run in runs for name in run.metrics):
         key, curves = MetricKey.parse(text), [run.metrics.get(text) for run in runs]
         rare = key.name in RARE and not any((curve > 0).any() for curve in curves if curve is not None)
-        if rare or text == "loss" or is_empty(curves):  # the summary has the loss
+        if rare or text == "loss" or is_empty(curves):  # the summary shows the loss
             continue
         if key.name == "skipped":
             curves = [None if curve is None else curve.cumsum() for curve in curves]
@@ -129,7 +129,7 @@ def described(title: str, better: int) -> str:
 
 
 def eval_charts(runs: list[Run]) -> list[Chart]:
-    """A chart for each number of a task, with its rows as lines. The sizes of the data are left out."""
+    """A chart for each number of a task, with its results rows as lines. Sizes of the data are left out."""
     groups: dict[str, Chart] = {}
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
         stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
@@ -146,7 +146,7 @@ def eval_title(task: str, number: str, whose: str = "") -> str:
 
 
 def column(row: str, name: str) -> str:
-    """A number's name as a column of all pairs of languages: `en->de` of row `en-de` is →, and `de->en` is ←."""
+    """The column of a number, which all pairs of languages share: in row `en-de`, `en->de` is → and `de->en` is ←."""
     pair, *rest = name.split(" ", 1)
     first, arrow, second = pair.partition("->")
     arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
@@ -164,7 +164,7 @@ def is_size(curves: list[pd.Series | None]) -> bool:
 
 
 def layer_charts(scores: list[Scores]) -> list[Chart]:
-    """A chart for each task that was measured by layer, in rows `NAME layer N`."""
+    """A chart for each task that was measured by layer, in results rows `NAME layer N`."""
     found: dict[str, dict[str, list[dict[int, float]]]] = defaultdict(lambda: defaultdict(lambda: [{} for _ in scores]))
     for number, model in enumerate(scores):
         for task, rows in model.results.items():
@@ -191,8 +191,8 @@ def last_tenth(curve: pd.Series) -> pd.Series:
 
 
 def thin(curve: pd.Series, columns: int) -> pd.DataFrame:
-    """The mean, least and largest number of each of `columns` equal ranges of steps, at the range's mean step. A curve
-    with fewer steps keeps each of them. Steps without a number count for none."""
+    """The downsampled curve. The steps are divided into `columns` equal ranges; each has the mean, minimum and maximum
+    of its values, at its mean step. A curve of at most `columns` steps is kept as it is. Missing values are ignored."""
     if len(curve) <= columns:
         return pd.DataFrame({"mean": curve, "min": curve, "max": curve})
     steps = curve.index - curve.index[0]

@@ -20,13 +20,13 @@ from xscale.report.read import LONGEST_LABEL
 WIDTH, HEIGHT = 3.3, 2.0
 """Inches; a page shows 96 pixels for each."""
 COLUMNS = 60
-"""A line has at most this many points: more would show its noise."""
+"""A line has at most this many points: more would only show noise."""
 MOST_LINES, MOST_PANELS = 8, 24
 COLOURS = ("#0b5cad", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 MARKERS, GLYPHS = "os^Dv<>P", "●■▲◆▼◀▶✚"
 FEW = 12
-"""Each point of a line with this many points has a marker."""
+"""Each point of a line with at most this many points has a marker."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 8,
@@ -45,13 +45,13 @@ STYLE: Any = {
 
 
 class Pictures:
-    """The page's charts, numbered in their order; also PNGs in `folder`, where one is given."""
+    """Draws the page's charts and numbers them in their order; if `folder` is given, writes PNG files too."""
 
     def __init__(self, folder: Path | None = None):
         self.folder, self.number = folder, 0
 
     def chart(self, chart: Chart) -> tuple[str, str]:
-        """The chart and its title. It has one panel, or one for each label where there are many lines."""
+        """The chart's SVG and its title. It has one panel, or one for each label if there are many lines."""
         with matplotlib.rc_context(STYLE):
             if len(chart.lines) == 1 or (len(chart.names) == 1 and len(chart.lines) <= MOST_LINES):
                 return self.finish(single(chart), chart.title), chart.title
@@ -61,7 +61,7 @@ class Pictures:
             return self.finish(panels(chart, shown[:MOST_PANELS]), title), title
 
     def scatter(self, points: Sequence[tuple[float, float]], looks: Sequence[int], title: str, x: str, y: str) -> str:
-        """Points that are numbered from 1."""
+        """The SVG of points, which are numbered from 1. looks: see look_of."""
         with matplotlib.rc_context(STYLE):
             figure = Figure((WIDTH, 3), layout="constrained")
             axes = figure.add_subplot(xlabel=x, ylabel=y)
@@ -72,7 +72,7 @@ class Pictures:
             return self.finish(figure, title)
 
     def word_pairs(self, places: np.ndarray, words: Sequence[tuple[str, str]], title: str) -> str:
-        """places: the two words of each pair [pairs, 2, 2]."""
+        """The SVG of word pairs in the plane. places: the positions of the words of each pair [pairs, 2, 2]."""
         with matplotlib.rc_context(STYLE):
             figure = Figure((WIDTH, 3.6), layout="constrained")
             axes = figure.add_subplot(xticks=[], yticks=[])
@@ -88,7 +88,7 @@ class Pictures:
             return self.finish(figure, title)
 
     def finish(self, figure: Figure, title: str) -> str:
-        """The figure's SVG as a part of a page, without names that nothing refers to and decimals that nobody sees."""
+        """The figure's SVG, to be embedded in a page: without unused ids and invisible decimals. Writes the PNG too."""
         self.number += 1
         text = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": str(self.number)}):
@@ -142,19 +142,19 @@ def panels(chart: Chart, labels: list[str]) -> Figure:
 
 
 def worst_first(chart: Chart) -> list[str]:
-    """The chart's labels: the worst mean of all runs first, and before it what ends without a number."""
+    """The chart's labels, those with the worst mean over all runs first; labels without any number come before."""
     means = {label: pd.Series([late(c) for c in curves if c is not None]) for label, curves in chart.lines.items()}
     ends = pd.Series({label: chart.better * mean.mean() for label, mean in means.items()}, dtype=float)
     return [str(label) for label in ends.sort_values(kind="stable", na_position="first").index]
 
 
 def late(curve: pd.Series) -> float:
-    """The mean of the last tenth."""
+    """The mean of the last tenth of a curve's numbers."""
     return float(last_tenth(curve.dropna()).mean())
 
 
 def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
-    """Draws lines, each in the look of its number, whether the lines before it are there or not."""
+    """Draw lines. A line's look depends on its number alone, even if lines before it are absent."""
     for number, (label, curve) in enumerate(lines.items()):
         if curve is None or not curve.notna().any():
             continue

@@ -1,5 +1,5 @@
 """Two views of a model: linked words among its input embeddings (Yang et al. 2021, figure 2), and the tokens that it
-puts in the place of masked ones."""
+predicts for masked ones."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -30,15 +30,15 @@ from xscale.report.read import short_names
 from xscale.step.step import to_device
 
 FEWEST_WORDS, MOST_WORDS = 3, 20
-"""Pairs of words in a picture."""
+"""The fewest and the most pairs of words in a picture."""
 READ, CHUNK = 20_000, 1000
 """Words are counted in at most this many records of a source, read in chunks."""
 STOP = 50
-"""A language's most frequent words stand for its stop words and are not shown."""
+"""This many of a language's most frequent words are taken for stop words and are not shown."""
 PAIRS, SEARCHED, MOST_MASKED, GUESSES = 4, 400, 8, 3
-"""Pairs of sentences that are shown, records among which they are looked for, their masked tokens and guesses."""
+"""The most pairs of sentences shown, records searched for them, masked tokens of a pair, and guesses for a token."""
 LENGTHS = range(12, 60)
-"""Pairs with this many tokens come first."""
+"""Pairs with these numbers of tokens come first."""
 OBJECTIVE = OBJECTIVES["alignlm"]
 Guesses = list[tuple[str, float]]
 """Tokens and their probabilities, the likeliest first."""
@@ -50,7 +50,7 @@ class Masked(NamedTuple):
     linked: list[str]
     mono: Guesses
     bi: Guesses
-    """The guesses of AlignLM's bilingual head; none for a token without links or a model without this head."""
+    """The guesses of AlignLM's bilingual head; [] for a token without links or a model without this head."""
 
 
 def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], list[Source]]:
@@ -63,7 +63,7 @@ def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], lis
 
 
 def frequent_pairs(source: Source) -> list[tuple[str, str]]:
-    """The words most often linked with one another, each word once. Raises UserError where no record has links."""
+    """The pairs of words most often linked, each word in one pair. Raises UserError if no record has links."""
     linked: Counter[tuple[str, str]] = Counter()
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     has_links = False
@@ -92,9 +92,9 @@ def frequent_pairs(source: Source) -> list[tuple[str, str]]:
 
 
 def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
-    """The words' places in the plane by t-SNE [pairs, 2, 2], the mean cosine of a pair, and how many first words have
-    their own second word as the nearest. A word is the sum of its tokens' embeddings, of which direction alone counts.
-    """
+    """The words' positions in the plane by t-SNE [pairs, 2, 2], the mean cosine of a pair, and how many first words
+    have the second word of their pair as nearest. A word is the sum of its tokens' embeddings; only its direction
+    matters."""
     from sklearn.manifold import TSNE
 
     ids = model.tokenizer.encode_inside([word for side in zip(*pairs, strict=True) for word in side])
@@ -109,8 +109,8 @@ def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarr
 
 
 def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Masked]]]:
-    """Pairs, each with its tokens and those that are masked. The heads are those of the model's first stream of
-    AlignLM; without one, the masked-LM head alone guesses."""
+    """(tokens, masked tokens with their guesses) of some pairs. The heads are those of the model's first stream of
+    AlignLM; without one, only the masked-LM head guesses."""
     kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
     options = replace(kept.options(alignlm.AlignLMOptions) if kept else alignlm.AlignLMOptions(), shuffle_sides=False)
     heads = alignlm.Heads(model.encoder, options)
@@ -142,7 +142,7 @@ def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
 def masked_tokens(
     parts: Parts, pair: Example, options: alignlm.AlignLMOptions, context: Context, has_heads: bool
 ) -> tuple[list[str], list[Masked]]:
-    """The unmasked tokens of both texts and of the special ones around them, and those that are masked."""
+    """All tokens of a pair as they were before masking, with special tokens, and the masked ones with their guesses."""
     batch = OBJECTIVE.collate([[pair]], options, context)
     if not batch.samples:
         return [], []

@@ -1,4 +1,4 @@
-"""The page: one HTML file that loads nothing, light and dark, on wide and narrow screens."""
+"""The page: one self-contained HTML file for light and dark mode, and for wide and narrow screens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ THINNED = (
 
 
 MOST_ROWS = 40
-"""Tables of scores with more rows are folded; so are those beside a run's charts."""
+"""Tables of scores with more rows than this, or on a page with runs, are folded."""
 
 
 class Picture(NamedTuple):
@@ -50,7 +50,7 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     examples: list[tuple[str, list[tuple[str, bool]], Table]] = field(default_factory=list)
-    """A title, the tokens with those that are masked, and the guesses."""
+    """An example has a title, (token, whether it is masked) for all tokens, and the table of guesses."""
 
 
 def page(
@@ -60,7 +60,7 @@ def page(
     model_sections: Sequence[Section] = (),
     refresh: int | None = None,
 ) -> str:
-    """The whole page. refresh: the seconds after which a browser reads it again; None: it does not."""
+    """The whole page. refresh: the seconds after which a browser loads it again; None: never."""
     named = [*(run.name for run in runs), *(model.name for model in scores)]
     names = list(dict.fromkeys(named)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
@@ -77,7 +77,7 @@ def anchor(name: str) -> str:
 
 
 def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
-    """The summary, the losses and the languages are seen at once; the rest is folded."""
+    """The sections of runs. All but the summary, the losses and the languages are folded."""
     sections = [summary(runs, pictures)]
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
     for title, of_section in (charts | curves.metric_sections(runs)).items():
@@ -92,7 +92,7 @@ def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
 
 
 def summary(runs: list[Run], pictures: Pictures) -> Section:
-    """The section that says what was trained and how far, with the few numbers that matter and their trend."""
+    """The section that says what was trained and how far, with charts of the most important metrics."""
     section = Section("Summary")
     headlines = tables.headlines(runs)
     section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]
@@ -159,7 +159,7 @@ def model_sections(paths: list[Path], pairs: list[Path], pictures: Pictures) -> 
 
 
 def guess_table(masked: list[models.Masked]) -> Table:
-    """Guesses such as `✓ house 0.71, home 0.12`."""
+    """A table of masked tokens and their guesses, such as `✓ house 0.71, home 0.12`."""
 
     def shown(guesses: models.Guesses, token: str) -> str | None:
         return ", ".join(f"{'✓ ' * (guess == token)}{guess} {p:.2f}" for guess, p in guesses) or None

@@ -21,22 +21,22 @@ from xscale.errors import UserError
 LONGEST_LABEL = 16
 """A line's label in a chart has at most this many characters."""
 EvalKey = tuple[str, str, str]
-"""A task, a row of its results and the number's name."""
+"""(task, results row, name of the number)."""
 
 
 @dataclass(frozen=True)
 class Run:
     name: str
-    """The last parts of the run's path, as many as tell the runs apart."""
+    """The last parts of the run's path, as many as the runs need to have different names."""
     label: str
-    """The name in charts: the run's number where a name is long."""
+    """The name in charts, or the run's number if a name is long."""
     metrics: dict[str, pd.Series]
-    """A curve has a float for each step; null and infinite numbers of the file are NaN."""
+    """Metric -> its curve, which has a float for each step; null and infinite numbers of the file are NaN."""
     evals: dict[EvalKey, pd.Series]
     failed: list[tuple[str, float, str, str]]
-    """A failed evaluation has the run's label, a step, a task and the reason."""
+    """(run's label, step, task, reason) of each failed evaluation."""
     config: dict[str, Any]
-    """The resolved recipe is empty where the run has no config.yaml; so is the status."""
+    """The resolved recipe; empty if the run has no config.yaml. So is `status` without status.json."""
     status: dict[str, Any]
     parent: str = ""
     """The run and the step that the run was forked from."""
@@ -53,9 +53,9 @@ class Scores:
     name: str
     label: str
     results: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    """A number by task, row and name."""
+    """Task -> results row -> name -> number."""
     failed: list[tuple[str, str, str]] = field(default_factory=list)
-    """A failure has the model's name, the task with its row, and the reason."""
+    """(model's name, task with its results row, reason) of each failed evaluation."""
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -92,9 +92,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is no YAML ({str(error).splitlines()[0]}); mend it, or remove it") from None
+        raise UserError(f"{path} is no YAML ({str(error).splitlines()[0]}); fix it, or remove it") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} has no fields, so it is no recipe; mend it, or remove it")
+        raise UserError(f"{path} has no fields, so it is no recipe; fix it, or remove it")
     return found
 
 
@@ -125,8 +125,8 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
-    """The files that checkpoint.hook has written, in the form of a line of evals.jsonl. A user's command writes them,
-    so one that cannot be read is an evaluation that failed, and never ends a report."""
+    """The files that checkpoint.hook has written, each in the form of a line of evals.jsonl. A user's command writes
+    them, so a file that cannot be read counts as a failed evaluation and does not end the report."""
     for path in sorted(folder.glob("step_*.json")):
         name = re.fullmatch(r"step_(\d{1,15})\.json", path.name)
         if name is None or not path.is_file():  # reading a pipe would wait for its writer
@@ -151,7 +151,7 @@ def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
 
 
 def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, pd.Series]:
-    """Each name's numbers over the steps, in ascending order. The last of several numbers of a step counts."""
+    """The curve of each metric: its values, sorted by step. If a step has several values, the last one counts."""
     found: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
     for step, numbers in entries:
         for name, value in numbers:
@@ -183,7 +183,7 @@ def read_scores(paths: list[Path]) -> list[Scores]:
 
 
 def text(value: Any) -> str:
-    """The value as every file and console can show it: a lone surrogate is no character."""
+    """The value as text that every file and console can show, without unpaired surrogates."""
     return str(value).encode("utf-8", "replace").decode()
 
 
@@ -200,7 +200,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The last parts of each path, as many as tell them apart."""
+    """The last parts of each path, as many as the paths need to have different names."""
     for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

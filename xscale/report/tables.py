@@ -32,7 +32,7 @@ class Table(NamedTuple):
     head: Sequence[str]
     rows: Sequence[Sequence[Cell]]
     groups: Sequence[tuple[str, int]] = ()
-    """Names above several columns each, where there are any."""
+    """(name, number of columns) of each heading that is above several columns."""
     title: str = ""
 
 
@@ -46,7 +46,7 @@ class Headline(NamedTuple):
 
 
 def number(value: Cell) -> str:
-    """A cell's text: a number with four digits."""
+    """The text of a cell, with four digits of a number."""
     if value is None or isinstance(value, str):
         return value or "–"
     if not math.isfinite(value):
@@ -78,8 +78,8 @@ def total(curve: pd.Series | None) -> float | None:
 
 
 def headlines(runs: list[Run]) -> list[Headline]:
-    """The loss, then checkpoint.best, means over streams or pairs of evaluations, and throughput: four of these, first
-    what most runs have."""
+    """The loss, the number of checkpoint.best, means over the streams or pairs of evaluations, and throughput: at most
+    four of these, those that most runs have first."""
     found: list[Headline] = []
 
     def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
@@ -115,7 +115,8 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
 
 def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
-    """The mean over streams, languages or pairs. One that a step does not have counts with its number before."""
+    """The mean of the curves of streams, languages or pairs. A curve without a number at a step counts with its last
+    number before."""
     if not curves:
         return None
     together = pd.concat(curves, axis=1).sort_index()
@@ -123,7 +124,8 @@ def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
 
 
 def headline_table(runs: list[Run]) -> Table:
-    """The headlines' numbers: of one run over time, and of several the means of the last tenth, side by side."""
+    """The table of the headlines: the last, mean and best numbers of one run, or the means of the last tenth of several
+    runs side by side."""
     found = headlines(runs)
     if len(runs) == 1:
         return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])
@@ -131,8 +133,8 @@ def headline_table(runs: list[Run]) -> Table:
 
 
 def compared(headline: Headline) -> list[Cell]:
-    """Each run's mean of the last tenth and the standard deviation there. ✓ marks the best run, and those that are no
-    further from it than both deviations together."""
+    """A headline's row: each run's mean and standard deviation of the last tenth. ✓ marks the best run, and those whose
+    difference from it is at most the sum of both deviations."""
     late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
     means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
     best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
@@ -146,8 +148,8 @@ def compared(headline: Headline) -> list[Cell]:
 
 
 def summary(runs: list[Run]) -> Table:
-    """The last value, the mean of the last tenth, and the best value with its step, of each run. What several languages
-    or pairs have comes last, after its means over them."""
+    """A table with the last value, the mean over the last tenth, and the best value with its step, of each run. Metrics
+    by language or pair come last, after rows with their means over the languages or pairs."""
     measured: dict[tuple[str, str], list[pd.Series | None]] = {}
     shared: dict[str, list[tuple[str, str]]] = {"": []}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
@@ -176,15 +178,15 @@ def summary(runs: list[Run]) -> Table:
 
 
 def without_language(key: MetricKey) -> str:
-    """The part of a metric's name that languages or pairs share; "" for a metric of neither."""
+    """The name of a metric without its language or pair; "" for a metric that has neither."""
     if key.language:
         return str(key._replace(language=""))
     return key.name if key.name in ("alignment", "alignment_trained") else ""
 
 
 def without_row(task: str, row: str, name: str) -> str:
-    """The part of a number's name that rows of languages share; "" for a row of none. Rows of a run's held-out text are
-    `STREAM` and `STREAM LANGUAGE`, those of mteb are no languages, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
+    """A number's name without the language of its results row; "" for a row without one. Rows of a run's held-out text
+    are `STREAM` and `STREAM LANGUAGE`, mteb's have no language, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
     first, _, rest = row.partition(" ")
     if task == "mteb" or (task == "heldout" and not rest):
         return ""
@@ -192,7 +194,7 @@ def without_row(task: str, row: str, name: str) -> str:
 
 
 def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
-    """A run that ends without a number has none as its last; what never changes has no best value."""
+    """The cells of LATE. The last value is NaN if the last number is missing; a constant curve has no best value."""
     if curve is None or not curve.notna().any():
         return [None] * 4
     last: list[Cell] = [float(curve.iloc[-1]), float(last_tenth(curve).mean())]
@@ -214,14 +216,15 @@ def differing(runs: list[Run]) -> Table:
 
 
 def by_name(value: Any) -> Any:
-    """The value with each list of sections as a mapping of their names to them."""
+    """The value, in which each list of sections is replaced by a mapping: name -> section."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         value = {one["name"]: one for one in value}
     return {name: by_name(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def score_tables(scores: list[Scores]) -> list[Table]:
-    """A table for each task: a line for each model and row, a column for each number. Rows of transfer are left out."""
+    """A table for each task: a line for each model and results row, a column for each number. Rows of transfer scores
+    are left out."""
     found = []
     for task in dict.fromkeys(task for model in scores for task in model.results):
         of_task = [
@@ -236,8 +239,8 @@ def score_tables(scores: list[Scores]) -> list[Table]:
 
 
 def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The rows but those of transfer, and the means of the rows of several languages or pairs, of all numbers that
-    have a direction. A row is `LANGUAGE` or `LANGUAGE VARIANT`; those of mteb are no languages."""
+    """The results rows except those of transfer, and rows of the means over several languages or pairs, of all numbers
+    for which higher or lower is better. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`; mteb's have no language."""
     found = {
         row: {column(row, name): value for name, value in numbers.items()}
         for row, numbers in rows.items()
@@ -255,7 +258,7 @@ def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[s
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
-    """True if a row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
+    """True if a results row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
     return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
 
 

@@ -12,19 +12,19 @@ from xscale.report.tables import Cell, Table, is_transfer
 
 COLUMNS = {"sup": "SUP", "zs": "ZS", "tt": "translate-train", "delta": "Δ", "majority": "majority"}
 ALWAYS = ("sup", "zs", "delta")
-"""The other columns are there where some model has them."""
+"""These columns are always shown; the others only if some model has them."""
 FEWEST = 3
-"""A correlation of fewer points says nothing."""
+"""No correlation is computed for fewer points."""
 
 
 class Transfer(NamedTuple):
-    """A model's scores on a task in a language: fine-tuned in it (SUP), in another one (ZS), and what is lost."""
+    """A model's scores on a task in a language: fine-tuned in it (SUP), in another one (ZS), and the difference Δ."""
 
     model: str
     language: str
     task: str
     numbers: dict[str, float]
-    """Numbers by the names of COLUMNS, and their deviations over seeds by NAME_std."""
+    """Name in COLUMNS -> number, and NAME_std -> its standard deviation over seeds."""
     alignment: float = math.nan
 
 
@@ -64,8 +64,8 @@ def percent(value: float | None, deviation: float | None = None) -> str | None:
 
 
 def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tuple[dict[str, list[Transfer]], str]:
-    """The transfers that have both an alignment score and Δ, by task, and the kind of words that the scores use:
-    withheld ones where all have such."""
+    """Task -> transfers that have both an alignment score and Δ; and the kind of words that the alignment scores use:
+    the kind that has more scores; withheld words on a tie."""
     wanted = [transfer for transfer in found if math.isfinite(transfer.numbers.get("delta", math.nan))]
     kinds = {
         kind: [t._replace(alignment=alignment(t.model, t.language, scores, runs, kind)) for t in wanted]
@@ -80,8 +80,8 @@ def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tup
 
 
 def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], kind: str) -> float:
-    """The mean of both directions, of the language with another: from the task `alignment` of the model's scores, or
-    from the end of the run of the same name. NaN: there is none."""
+    """The mean alignment score of a language with others, in both directions: from the task `alignment` of the model's
+    scores, or from the end of the run of the same name. NaN if there is none."""
     (results,) = (own.results for own in scores if own.name == model)
     values = [
         value
@@ -98,7 +98,7 @@ def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], 
 
 
 def names_language(name: str, language: str) -> bool:
-    """True if a name such as `en-de ...` has the language of a row such as `de` or `de zero-shot`."""
+    """True if a name such as `en-de ...` has the language of a results row such as `de` or `de zero-shot`."""
     return language.split()[0] in re.split(r"[^\w]+|_", name)
 
 

@@ -6,7 +6,7 @@ xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.ts
 It also runs on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., or
 torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
-Exit codes: 0 done, 2 user error, 3 the model is not finite, 4 the machine (disk, file system), else a fault of ours.
+Exit codes: 0 done, 2 user error, 3 the model is not finite, 4 the machine (disk, file system), else a fault of xscale.
 """
 
 import sys

@@ -2,8 +2,8 @@
 language inference (XNLI) and paraphrases (PAWS-X).
 
 The model labels `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>label` or `a<TAB>b<TAB>label`
-(XTREME's; a column less has no labels), or a header names the columns (SIB-200's, Taxi1500's, MultiNLI's, XNLI's own,
-PAWS-X's). Local data sets are read too.
+as in XTREME (without labels, it has one column less), or a header names the columns (as in SIB-200, Taxi1500, MultiNLI,
+XNLI's own files and PAWS-X). Local data sets are read too.
 """
 
 from collections.abc import Iterator
@@ -25,22 +25,22 @@ from xscale.eval.finetune.task import CLASSIFIER, Encoding, Feature, LabelledExa
 
 PAIR = ("premise", "sentence1"), ("hypothesis", "sentence2", "hypo")
 SENTENCE = (("text", "utt", "verse", "utterance"),)
-"""The names of each text's column."""
+"""The possible names of each text's column."""
 LABEL, LANGUAGE, PARTITION = ("label", "gold_label", "category", "intent"), "language", "partition"
 SAME = {"contradictory": "contradiction"}
-"""XNLI's translated training text has another word for this label."""
+"""A label in XNLI's translated training text -> the label that it means."""
 AT_ONCE = 8192
-"""Pairs of one call of the tokenizer, whose encodings take a hundred times the memory of their text."""
+"""Examples in one call of the tokenizer, whose encodings take a hundred times the memory of their text."""
 CLS = np.zeros(1, dtype=np.int64)
-"""The place of the state that is classified."""
+"""The position of the state that is classified."""
 NO_GOLD = "-"
 """MultiNLI's label of a pair that its annotators did not agree on; such pairs are left out."""
 NO_LABEL = None, "", -1, "-1"
-"""The marks of an absent label; `datasets` has -1."""
+"""The values that mean an absent label; `datasets` uses -1."""
 
 
 def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR) -> list[LabelledExample]:
-    """columns: the names of each text's column. Raises UserError."""
+    """The examples of a file in a language. columns: the possible names of each text's column. Raises UserError."""
     examples = []
     for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns):
         where = f"{path}: line {key}"
@@ -49,7 +49,7 @@ def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR)
         texts = tuple(column(row, names, where) for names in columns)
         label = next((row[name] for name in LABEL if name in row), None)
         if not all(isinstance(text, str) and text.strip() for text in texts):
-            raise UserError(f"{where}: a sentence is empty; mend or remove the line")
+            raise UserError(f"{where}: a sentence is empty; fix or remove the line")
         if label != NO_GOLD:
             gold = None if label in NO_LABEL else (SAME.get(str(label), str(label)),)
             examples.append(LabelledExample(key, (language,) * len(texts), texts, gold, row.get(PARTITION)))
@@ -59,7 +59,7 @@ def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR)
 
 
 def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Columns]]:
-    """The line's number and the columns of each line with tabs."""
+    """(line number, columns by name) for each line of a file with tabs between columns."""
     names: list[str] = []
     for number, line in read_lines(path):
         fields = line.split("\t")
@@ -74,7 +74,7 @@ def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tu
         if len(fields) != len(names):
             form = "<TAB>".join(["sentence"] * len(columns))
             wanted = f"{len(names)}, as the first line has" if number > 1 else f"{len(names)}: `{form}<TAB>label`"
-            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; mend the line")
+            raise UserError(f"{path}: line {number} has {len(fields)} columns instead of {wanted}; fix the line")
         row = dict(zip(names, fields, strict=True))
         yield str(number), row | {name: row[name].strip() for name in LABEL if name in row}
 
@@ -84,7 +84,7 @@ def labels(examples: list[LabelledExample]) -> list[str]:
 
 
 def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]:
-    """A sentence that is too long is cut; so is a pair, both sides in proportion."""
+    """Make features. A sentence that is too long is truncated; in a pair, both sides in proportion."""
     tokenizer, features = encoding.tokenizer, list[Feature]()
     for start in range(0, len(examples), AT_ONCE):
         some = examples[start : start + AT_ONCE]

@@ -1,4 +1,4 @@
-"""The fine-tuning runs of a task, from flags to tables and files."""
+"""Does the fine-tuning runs of a task: reads flags and files, and writes tables and files."""
 
 import argparse
 from dataclasses import asdict
@@ -69,7 +69,7 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Checks the values of the flags. Raises UserError."""
+    """Check the values of the flags. Raises UserError."""
     for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
         value = getattr(args, name)
         if value is not None and not (0 < value < float("inf") or (name == "warmup" and value == 0)):
@@ -109,8 +109,8 @@ def read_files(task: Task, given: list[str], option: str, limit: int | None) -> 
 
 
 def measure_transfer(args: argparse.Namespace, process: Process | None = None) -> TransferTable:
-    """Reads and checks everything before it trains anything. process: this one of several; None: it is alone,
-    and its caller prints the table."""
+    """Do all fine-tuning runs and return their scores. All files are read and checked before training starts. process:
+    this process among several; None: it is the only one, and its caller prints the table."""
     task = TASKS[args.task]
     train = read_files(task, args.train, "--train", args.limit)
     translated = read_files(task, args.translated, "--translated", args.limit)
@@ -125,7 +125,7 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
     plan = plan_training(task, train, translated, tests, source, args.code_switch)
     if process is not None:
-        ranks.start(process)  # before the model: it says which device is a rank's
+        ranks.start(process)  # before the model is loaded, since it sets the rank's device
     host_group = HostGroup()
     tuner = make_tuner(args, task, host_group.size, sorted({*train, *translated, *tests}))
     encoding = Encoding(tuner.collator.model.tokenizer, tuner.settings.max_length, [])
@@ -168,7 +168,7 @@ def save_card(
     found: Predictions,
     folder: Path,
 ) -> None:
-    """Writes the card of the model that the last seed has trained."""
+    """Write the card of the model that was trained with the last seed so far."""
     scores = {
         f"{language} {training.tests[language]}": tuner.task.score(tests[language].examples, of_seeds[-1], language)
         for language, of_seeds in found.items()
@@ -193,7 +193,7 @@ def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list
 def publish(
     args: argparse.Namespace, tuner: FineTuner, table: TransferTable, training: TrainingText, found: Predictions
 ) -> None:
-    """Writes the scores so far, and a training text's predictions."""
+    """Write the scores so far, and the predictions of the models of one training text."""
     if args.predictions:
         write_predictions(args.predictions, tuner.task, training, table.tests, found, args.seeds)
     given = {

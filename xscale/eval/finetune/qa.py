@@ -1,8 +1,8 @@
-"""Extractive question answering: the answer is a stretch of the context (SQuAD, XQuAD, MLQA).
+"""Extractive question answering: the answer is a span of the context (SQuAD, XQuAD, MLQA).
 
-The model scores each token of `[CLS] question [SEP] context` as the answer's first and as its last. A long context goes
-through several sequences that overlap; in a sequence without the answer, [CLS] is its first and last token. Files are
-SQuAD's JSON, version 1.1, where every question has an answer, or local data sets with SQuAD's columns.
+The model scores each token of `[CLS] question [SEP] context` as the answer's first and as its last. A long context is
+split into several sequences that overlap; in a sequence without the answer, [CLS] is the gold first and last token.
+Files are SQuAD's JSON, version 1.1, in which every question has an answer, or local data sets with SQuAD's columns.
 """
 
 import json
@@ -23,7 +23,7 @@ from xscale.eval.finetune.tables import column, is_table, read_rows
 from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task
 
 QUESTION, STRIDE, ANSWER = 64, 128, 30
-"""Tokens of a question at most, from one sequence of a context to the next, and of an answer at most; as BERT's."""
+"""BERT's values: the most tokens of a question, the tokens between starts of sequences, the most of an answer."""
 
 
 def read(path: Path, language: str) -> list[LabelledExample]:
@@ -31,7 +31,7 @@ def read(path: Path, language: str) -> list[LabelledExample]:
     examples: dict[str, LabelledExample] = {}
     for where, example in found:
         if example.key in examples:
-            raise UserError(f"{where}: the id stands twice; ids have to differ")
+            raise UserError(f"{where}: the id occurs twice; ids must differ")
         _check_answers(where, example)
         examples[example.key] = example
     if not examples:
@@ -43,14 +43,14 @@ def _check_answers(where: str, example: LabelledExample) -> None:
     context, gold = example.texts[1], example.gold or ()
     texts = [*example.texts, *(text for text, _ in gold)]
     if not all(isinstance(text, str) for text in texts) or not all(isinstance(start, int) for _, start in gold):
-        raise UserError(f"{where}: question, context and answers have to be text, and answer_start a whole number")
+        raise UserError(f"{where}: question, context and answers must be text, and answer_start a whole number")
     if not example.texts[0].strip() or not context.strip():
-        raise UserError(f"{where}: question or context is empty; mend or remove it")
+        raise UserError(f"{where}: question or context is empty; fix or remove it")
     for text, start in gold:
         if not text or context[start : start + len(text)] != text:
             there = context[max(start, 0) : start + max(len(text), 1)]
             raise UserError(
-                f"{where}: the answer {text!r} does not stand at answer_start {start}, there is {there!r}; starts "
+                f"{where}: the answer {text!r} is not at answer_start {start}, where {there!r} is; starts "
                 f"count the characters of the context"
             )
 
@@ -86,7 +86,7 @@ def _make_example(question: dict[str, Any], context: str, answers: Any, language
 
 
 def _read_table(path: Path, language: str) -> Iterator[tuple[str, LabelledExample]]:
-    """Reads SQuAD's columns id, question, context and answers, which has lists `text` and `answer_start`."""
+    """Read SQuAD's columns id, question, context and answers, which has lists `text` and `answer_start`."""
     for key, row in read_rows(path):
         where = f"{path}: line {key}"
         context, given = column(row, ("context",), where), row.get("answers")
@@ -123,7 +123,7 @@ def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]
 
 
 def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """First token and end of the stretches of a context, one for each sequence."""
+    """(first token, end) of the span of a context that each of its sequences has."""
     step = min(STRIDE, max(room // 2, 1))
     start = 0
     while start + room < tokens:
@@ -133,7 +133,8 @@ def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
 
 
 def _answer(example: LabelledExample, spans: np.ndarray) -> np.ndarray:
-    """The numbers of the places where the first gold answer begins and ends; 0, [CLS]'s, where it is not whole here."""
+    """The numbers, among the feature's places, of the first and last token of the first gold answer; both are 0, the
+    number of [CLS], if the answer is not wholly within the spans."""
     if not example.gold or not len(spans):
         return np.zeros(2, dtype=np.int64)
     text, start = example.gold[0]
@@ -155,7 +156,7 @@ def read_logits(outputs: tuple[np.ndarray, np.ndarray], number: int, feature: Fe
 def predict(
     examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
 ) -> list[str]:
-    """The stretch with the greatest sum of both scores, of all sequences of the context."""
+    """Each example's answer: the span with the greatest sum of both scores in all sequences of the context."""
     best = [(-np.inf, "")] * len(examples)
     for feature, of_places in zip(features, logits, strict=True):
         assert feature.spans is not None
@@ -168,7 +169,7 @@ def predict(
 
 
 def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int, int]:
-    """The greatest first[i] + last[j] with i <= j < i + longest, then i and j."""
+    """The greatest first[i] + last[j] with i <= j < i + longest, and its i and j."""
     first, last = logits_L2[:, 0], logits_L2[:, 1]
     sums = np.full((min(longest, len(first)), len(first)), -np.inf)
     for by in range(len(sums)):
@@ -180,7 +181,7 @@ def best_span(logits_L2: np.ndarray, longest: int = ANSWER) -> tuple[float, int,
 def score(
     examples: list[LabelledExample], predictions: list[str], language: str, mlqa: bool = False
 ) -> dict[str, float]:
-    """F1 of words and share of exact matches, means over questions."""
+    """Means over questions of the F1 of words and of exact match."""
     normalized = partial(squad.mlqa_normalized, language=language) if mlqa else squad.normalized
     counts = []
     for example, prediction in zip(examples, predictions, strict=True):

@@ -1,7 +1,6 @@
 """Comparison of answers by the rules of SQuAD 1.1 (Rajpurkar et al. 2016) and, by language, MLQA (Lewis et al. 2020).
 
-Both lower an answer's letters, remove punctuation and articles, and count the words that it shares with the gold
-answer.
+Both lower-case an answer, remove punctuation and articles, and count the words that it shares with the gold answer.
 """
 
 import re
@@ -42,7 +41,7 @@ def is_punctuation(letter: str) -> bool:
 
 
 def f1(prediction: str, gold: str) -> float:
-    """F1 of the words of two normalised answers; 0 where they share none, also where both are empty."""
+    """F1 of the words of two normalised answers; 0 if they share no word, even if both are empty."""
     predicted, wanted = prediction.split(), gold.split()
     shared = (Counter(predicted) & Counter(wanted)).total()
     if not shared:

@@ -16,7 +16,7 @@ def is_table(path: Path) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Columns]]:
-    """(key, columns) of each row, with names in place of the numbers of labels. Raises UserError."""
+    """(key, columns) of each row, with the names of labels instead of their numbers. Raises UserError."""
     if path.is_dir() or path.suffix == ".parquet":
         dataset = _load(path)
         for number, row in enumerate(dataset, start=1):
@@ -28,14 +28,14 @@ def read_rows(path: Path) -> Iterator[tuple[str, Columns]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise UserError(f"{path}: line {number} is not JSON ({error}); mend or remove the line") from None
+            raise UserError(f"{path}: line {number} is not JSON ({error}); fix or remove the line") from None
         if not isinstance(row, dict):
-            raise UserError(f"{path}: line {number} is not a JSON object; each line has to be one")
+            raise UserError(f"{path}: line {number} is not a JSON object; each line must be one")
         yield str(number), row
 
 
 def _load(path: Path) -> Any:
-    """A datasets.Dataset. Nothing is written into the cache of `datasets`."""
+    """Load a datasets.Dataset, without writing anything into the cache of `datasets`."""
     import datasets
     import pyarrow
     from datasets.table import InMemoryTable
@@ -43,7 +43,7 @@ def _load(path: Path) -> Any:
 
     if (path / "dataset_dict.json").exists():
         splits = ", ".join(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
-        raise UserError(f"{path} has several splits; give one of them: {path}/NAME, NAME of {splits}")
+        raise UserError(f"{path} has several splits; give one of them: {path}/NAME with NAME of {splits}")
     try:
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))

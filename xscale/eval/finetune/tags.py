@@ -1,7 +1,7 @@
 """Tags of words: parts of speech (UD's, from .conllu files) and named entities (PAN-X's), `token<TAB>tag` a line.
 
-A word's tag is predicted from its first token. A sentence that is longer than a sequence goes through several, cut
-between words, so that every word has a prediction. Local data sets with columns `tokens` and tags are read too.
+A word's tag is predicted from its first token. A sentence that is longer than a sequence is split between words into
+several, so that every word has a prediction. Local data sets with columns `tokens` and tags are read too.
 """
 
 import re
@@ -28,11 +28,11 @@ WORDS, POS_TAGS, NER_TAGS = ("tokens", "words"), ("upos", "pos_tags", "tags"), (
 PREFIX = re.compile(r"[a-z][\w-]+:")
 
 TaggedWords = tuple[str, list[str], list[str | None]]
-"""The number of a sentence's first line, its words, their tags."""
+"""(number of a sentence's first line, its words, their tags)."""
 
 
 def read_pos(path: Path, language: str) -> list[LabelledExample]:
-    """Reads CoNLL-U, or the columns of XTREME's folders."""
+    """Read CoNLL-U, or the columns of XTREME's folders."""
     kinds = f"one of UD's: {' '.join(UPOS)}"
     if is_table(path):
         found = _read_table(path, POS_TAGS)
@@ -70,9 +70,9 @@ def _make_examples(
         where = f"{path}: the sentence from line {key}"
         wrong = next((tag for tag in tags if tag is not None and not is_tag(tag)), None)
         if wrong is not None:
-            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}; mend it")
+            raise UserError(f"{where} has the tag {wrong!r}, which is not {kinds}; fix it")
         if len(words) != len(tags) or (None in tags and any(tags)):
-            raise UserError(f"{where} has words with a tag and words without; mend it")
+            raise UserError(f"{where} has words with a tag and words without; fix it")
         examples.append(LabelledExample(key, (language,), tuple(words), None if None in tags else tuple(tags)))
     if not examples:
         raise UserError(f"{path} has no sentence")
@@ -84,15 +84,15 @@ def _read_table(path: Path, tags: tuple[str, ...]) -> Iterator[TaggedWords]:
         where = f"{path}: line {key}"
         words, of_words = column(row, WORDS, where), column(row, tags, where)
         if not all(isinstance(one, str) for one in (*words, *of_words)):
-            raise UserError(f"{where}: words and tags have to be text; a data set's features name the tags")
+            raise UserError(f"{where}: words and tags must be text; a data set's features name the tags")
         yield key, words, of_words
 
 
 def _read_sentences(
     path: Path, read_word: Callable[[str, str, int], tuple[str, str | None] | None]
 ) -> Iterator[TaggedWords]:
-    """The sentences of a file; a blank line ends one. read_word takes a line, its file and number, and the count of
-    words before it in the sentence; it returns word and tag, or None for a line that is not a word."""
+    """The sentences of a file; a blank line ends one. read_word is called with a line, its place ("FILE: line N") and
+    the number of words before it in the sentence. It returns word and tag, or None if the line is not a word."""
     first, words, tags = 0, list[str](), list[str | None]()
     for number, line in (*read_lines(path), (0, "")):
         if not line.strip():
@@ -127,8 +127,8 @@ def _conllu_word(line: str, where: str, before: int) -> tuple[str, str] | None:
 def _column_word(
     line: str, where: str, before: int, is_tag: Callable[[str], bool], kinds: str
 ) -> tuple[str, str | None] | None:
-    """The word and tag in the first and last column; no tag if there is one only. CoNLL's marks of documents are no
-    words."""
+    """The word and tag in the first and last column; the tag is None if there is only one column. CoNLL's marks of
+    documents (-DOCSTART-) are not words."""
     if line.startswith("-DOCSTART-"):
         return None
     fields = line.split("\t") if "\t" in line else line.split(" ")
@@ -141,7 +141,7 @@ def _column_word(
 
 
 def _without_prefix(given: Iterable[TaggedWords]) -> list[TaggedWords]:
-    """WikiANN's own files have the language before each word, as in `en:house`; it is removed."""
+    """The sentences without the language that WikiANN's own files have before each word, as in `en:house`."""
     sentences = list(given)
     found = (PREFIX.match(word) for _, words, _ in sentences for word in words)
     prefixes = {match[0] if match else "" for match in found}
@@ -154,7 +154,7 @@ def upos_labels(examples: list[LabelledExample]) -> list[str]:
 
 
 def bio_labels(examples: list[LabelledExample]) -> list[str]:
-    """O, and the beginning and the inside of every type."""
+    """The tag O, and the tags B- and I- of every type of entity."""
     types = sorted({tag[2:] for example in examples for tag in example.gold or () if tag != "O"})
     return ["O", *(f"{place}-{kind}" for kind in types for place in "BI")]
 
@@ -183,7 +183,7 @@ def word_pieces(tokenizer: Tokenizer, words: set[str]) -> dict[str, list[int]]:
 
 
 def windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
-    """First word and end of stretches of at most `room` tokens, each as long as it can be."""
+    """(first word, end) of consecutive spans of at most `room` tokens, each as long as possible."""
     start = size = 0
     for word, length in enumerate(lengths):
         if size + length > room:
@@ -194,7 +194,7 @@ def windows(lengths: list[int], room: int) -> Iterator[tuple[int, int]]:
 
 
 def head_labels(features: list[Feature], length: int) -> dict[str, Tensor]:
-    """A word's label stands at its first token."""
+    """Labels [B, L]: each word's label at the position of its first token, IGNORED at other positions."""
     labels_BL = torch.full((len(features), length), IGNORED)
     for row, feature in zip(labels_BL, features, strict=True):
         row[torch.from_numpy(feature.places)] = torch.from_numpy(feature.labels)
@@ -216,10 +216,10 @@ def predict(
 
 def score_pos(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
     """Accuracy of words; F1 averaged over the tags that occur; and seqeval's F1 as XTREME's evaluate.py reports it,
-    where neighbouring words of one tag count as one."""
+    in which neighbouring words with the same tag count as one entity."""
     gold = [example.gold or () for example in examples]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a part of speech is no entity's tag
+        warnings.simplefilter("ignore")  # seqeval's: parts of speech are not tags of entities
         entities = entity_scores(entity_counts(examples, predictions))
     return class_scores(gold, predictions, sorted({tag for tags in gold for tag in tags})) | {
         "xtreme_f1": entities["f1"]
@@ -227,12 +227,12 @@ def score_pos(examples: list[LabelledExample], predictions: list[list[str]], lan
 
 
 def score_ner(examples: list[LabelledExample], predictions: list[list[str]], language: str) -> dict[str, float]:
-    """F1, precision and recall of whole entities by seqeval's rules, which are conlleval's."""
+    """F1, precision and recall of whole entities by the rules of seqeval and conlleval."""
     return entity_scores(entity_counts(examples, predictions))
 
 
 def entity_counts(examples: list[LabelledExample], predictions: list[list[str]]) -> np.ndarray:
-    """The entities that are right, that were found and that are there, in each sentence [S, 3]."""
+    """The numbers of right, of found and of gold entities in each sentence [S, 3]."""
     from seqeval.metrics.sequence_labeling import get_entities
 
     sides = zip(examples, predictions, strict=True)

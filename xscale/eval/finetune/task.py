@@ -1,6 +1,6 @@
 """A fine-tuning task: how its files are read, encoded, predicted, scored and written.
 
-Shape letters: S states that are read of a sequence, C outputs of the head, B sequences, L tokens of the longest one.
+Shape letters: S states that are read from a sequence, C outputs of the head, B sequences, L tokens of the longest one.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 
 IGNORED = -100
-"""The label of a place that has none."""
+"""The label of a position without a label."""
 CLASSIFIER = "AutoModelForSequenceClassification"
 
 
 class LabelledExample(NamedTuple):
-    """A sentence, a sentence pair, a tagged sentence or a question of a file."""
+    """One example of a file: a sentence, a sentence pair, a tagged sentence or a question."""
 
     key: str
     """A line's number or a question's id; an example's translation has the same key in its own file."""
     langs: tuple[str, ...]
-    """The language of each text, or of all texts where there is one."""
+    """The language of each text, or one language for all texts."""
     texts: tuple[str, ...]
     """One or two sentences, a question and its context, or the words of a sentence."""
     gold: tuple[Any, ...] | None
-    """A label, a tag for each word, or the answers (text, start); None where the file has none."""
+    """A label, a tag for each word, or the answers (text, start); None if the file has none."""
     part: str | None = None
-    """The part of the data (train, dev, test), where a file has several."""
+    """The part of the data (train, dev, test), if a file has several."""
 
 
 class TaskData(NamedTuple):
@@ -55,11 +55,11 @@ class Feature(NamedTuple):
     ids: tuple[np.ndarray, ...]
     """The token ids of one text or of two, int32, without special tokens."""
     places: np.ndarray
-    """The places of the tokens whose states are read, special tokens counted [S]."""
+    """The positions, including special tokens, of the tokens whose states are read [S]."""
     labels: np.ndarray
-    """A label of each place; or of an answer the numbers of the places where it begins and ends."""
+    """The label of each place; for a question, the numbers of the places of its answer's first and last token."""
     spans: np.ndarray | None = None
-    """The characters of the context, first and end, of each place but the first [S - 1, 2]."""
+    """The characters (first, end) of the context at each place but the first, which is [CLS] [S - 1, 2]."""
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class Encoding(NamedTuple):
 
     tokenizer: Tokenizer
     longest: int
-    """Tokens of a sequence at most, special ones included."""
+    """The most tokens of a sequence, including special tokens."""
     labels: list[str]
 
 
@@ -82,7 +82,7 @@ class Task:
     read: Callable[[Path, str], list[LabelledExample]]
     """Reads the examples of a file in a language. Raises UserError."""
     labels: Callable[[list[LabelledExample]], list[str]]
-    """Lists the outputs of the head for this training text."""
+    """Lists the labels of the head's outputs for this training text."""
     encode: Callable[[list[LabelledExample], Encoding], list[Feature]]
     """Makes features, in the order of the examples."""
     head: str
@@ -90,7 +90,7 @@ class Task:
     head_labels: Callable[[list[Feature], int], dict[str, Tensor]]
     """Makes the labels of B features padded to L tokens, by the names that the class's forward pass takes."""
     read_logits: Callable[[Any, int, Feature], np.ndarray]
-    """Reads a feature's logits [S, C] out of the class's outputs, where it has this number."""
+    """Takes the logits [S, C] of a feature from the outputs for all features, among which it has this number."""
     predict: Callable[[list[LabelledExample], list[Feature], list[np.ndarray], list[str]], list[Any]]
     """Makes a prediction for each example from the logits [S, C] of each feature."""
     score: Callable[[list[LabelledExample], list[Any], str], dict[str, float]]
@@ -98,22 +98,22 @@ class Task:
     xtreme: str
     """The task's folder in XTREME's predictions."""
     write: Callable[[list[LabelledExample], list[Any]], str]
-    """Writes predictions as XTREME's files have them."""
+    """Makes the text of predictions in the format of XTREME's files."""
     suffix: str = ".tsv"
     max_length: int = 128
     epochs: int = 10
     lr: float = 2e-5
     classes: bool = True
-    """True if an answer is one of a few labels, so that there is a most frequent one."""
+    """True if the task predicts labels, one of which is the most frequent; False for question answering."""
 
 
 def label_numbers(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:
-    """The number of each label; IGNORED where the example has none."""
+    """The number of each label; IGNORED `count` times if the example has no labels."""
     return np.array([labels.index(label) for label in gold] if gold else [IGNORED] * count, dtype=np.int64)
 
 
 def check_labels(labels: list[str], data: TaskData, train: Path) -> None:
-    """Raises UserError for a label that the training text does not have."""
+    """Raise UserError for a label that the training text does not have."""
     for example in data.examples:
         for label in example.gold or ():
             if label not in labels:

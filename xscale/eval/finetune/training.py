@@ -1,6 +1,6 @@
 """Fine-tuning by transformers' Trainer: an exported encoder under one of transformers' own heads.
 
-Shape letters: B sequences, L tokens of the longest one, S states that are read of a sequence, C outputs of the head.
+Shape letters: B sequences, L tokens of the longest one, S states that are read from a sequence, C outputs of the head.
 """
 
 import logging
@@ -24,7 +24,7 @@ from xscale.eval.finetune.task import Feature, Task
 from xscale.eval.model import Exported
 
 PREDICTED_AT_ONCE = 64
-"""Sequences of a batch on each rank, when the model predicts without training."""
+"""Sequences per batch and rank when the model predicts."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class FineTuneSettings:
 
 
 class Collator:
-    """Makes batches of features: token ids, attention masks, token types as the model was trained, and labels."""
+    """Makes batches of features: token ids, attention masks, token types as in the model's training, labels."""
 
     def __init__(self, model: Exported, languages: Sequence[str], head_labels: Callable[..., dict[str, Tensor]]):
         self.model, self.language_ids, self.head_labels = model, model.numbers_of(languages), head_labels
 
     def __call__(self, groups: Sequence[list[Feature]], labelled: bool = True) -> dict[str, Tensor]:
-        """groups: features that belong into one batch."""
+        """A padded batch of all features of some groups. groups: each has features that must be in one batch."""
         features, tokenizer = [feature for group in groups for feature in group], self.model.tokenizer
         examples = [
             sequences.Example(f.langs, tuple(ids.tolist() for ids in f.ids), None, np.uint64(0)) for f in features
@@ -80,12 +80,12 @@ class FineTuner:
     settings: FineTuneSettings
     collator: Collator
     folder: Path
-    """A folder of the Trainer's; nothing is written to it."""
+    """The Trainer's output_dir, to which nothing is written."""
     ds_config: dict[str, Any] | None = None
     world: int = 1
 
     def train(self, groups: list[list[Feature]], labels: list[str], seed: int) -> transformers.Trainer:
-        """Returns a trainer with the trained model. groups: features that belong into one batch."""
+        """Train a model. Returns a trainer that has it. groups: each has features that must be in one batch."""
         transformers.set_seed(seed)  # of the new head's weights
         trainer = transformers.Trainer(
             self.load_model(labels), self.arguments(groups, seed), data_collator=self.collator, train_dataset=groups
@@ -146,7 +146,7 @@ class FineTuner:
         return [read[i] for i in range(len(features))]
 
     def save(self, trainer: transformers.Trainer, path: Path) -> None:
-        """Writes the model as transformers loads it, with the tokenizer."""
+        """Write the model as transformers loads it, with the tokenizer."""
         trainer.save_model(str(path))
         if trainer.is_world_process_zero():
             self.collator.model.tokenizer.hf.save_pretrained(path)
@@ -155,12 +155,12 @@ class FineTuner:
 
 
 def without_unknown_auto(config: dict[str, Any]) -> dict[str, Any]:
-    """A ds_config for transformers, which does not know "auto" for all the keys that xscale completes."""
+    """The ds_config without the values "auto" of zero_optimization, some of which only xscale can complete."""
     zero = {k: v for k, v in config.get("zero_optimization", {}).items() if v != "auto"}
     return config | {"zero_optimization": zero}
 
 
 def silence_libraries() -> None:
-    """Silences lines that transformers and accelerate repeat: that the head is new, and the arguments of each run."""
+    """Silence what transformers and accelerate repeat in each run: that the head is new, and the run's arguments."""
     transformers.logging.set_verbosity_error()
     logging.getLogger("accelerate").setLevel(logging.ERROR)

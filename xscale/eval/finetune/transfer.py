@@ -1,7 +1,8 @@
 """The runs that measure transfer between languages, and the table of their scores.
 
-A run is one training text and one seed. It is tested in the languages that its text serves: the source language's in
-all (zero-shot in the others), another language's in its own (supervised), a translated one in that (translate-train).
+A run is one training text and one seed. The text decides in which languages it is tested: the source language's text in
+all (zero-shot in the others), another language's text in that language (supervised), and a text that was translated
+into a language in that language (translate-train).
 """
 
 import statistics
@@ -23,14 +24,14 @@ Predictions = dict[str, list[list[Any]]]
 
 
 class TrainingText(NamedTuple):
-    """A text to train on, and the tests that it serves."""
+    """A text to train on, and the languages in which its models are tested."""
 
     name: str
     data: TaskData
     groups: list[list[LabelledExample]]
-    """Examples that belong into one batch."""
+    """Each group has examples that must be in one batch."""
     tests: dict[str, str]
-    """Language -> setting."""
+    """Language of a test -> its setting, such as ZERO_SHOT."""
 
 
 def plan_training(
@@ -41,7 +42,7 @@ def plan_training(
     source: str,
     code_switch: bool,
 ) -> list[TrainingText]:
-    """All trainings that the texts allow. Raises UserError if a text serves no test, or texts do not fit each other."""
+    """All training texts with their tests. Raises UserError if a text has no test, or if texts do not fit together."""
     found = []
     for language, data in train.items():
         served = list(tests) if language == source else [language] if language in tests else []
@@ -66,11 +67,11 @@ def plan_training(
 
 
 def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData]) -> None:
-    """Checks the labels of a training text and of its tests. Raises UserError."""
+    """Check the labels of a training text and of its tests. Raises UserError."""
     data = training.data
     bare = next((example for example in data.examples if example.gold is None), None)
     if bare:
-        raise UserError(f"{data.path}: line {bare.key} has no label; training text needs one everywhere")
+        raise UserError(f"{data.path}: line {bare.key} has no label; each line of training text needs one")
     if not task.classes:
         return
     there = {label for example in data.examples for label in example.gold or ()}
@@ -81,17 +82,17 @@ def check_training(task: Task, training: TrainingText, tests: dict[str, TaskData
 
 
 def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> list[list[LabelledExample]]:
-    """Sentence-level code-switching (Pan et al. 2021, 2.3): (a', b) and (a, b') of (a, b) and its translation (a', b').
-    A question's answers are those of its context, b or b'. Raises UserError."""
+    """Sentence-level code-switching (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b') become (a', b)
+    and (a, b'). A question's answers are those of its context, b or b'. Raises UserError."""
     if source is None:
-        raise UserError("--code_switch needs --train of the source language, which the translations are of")
+        raise UserError("--code_switch needs --train of the source language, which was translated")
     originals = {example.key: example for example in source.examples}
     groups = []
     for example in translated.examples:
         if example.key not in originals:
             raise UserError(
                 f"{translated.path}: line or question {example.key} is not in {source.path}; for --code_switch a "
-                f"translation stands on its original's line, or has its question's id"
+                f"translation must have its original's line number or question id"
             )
         original = originals[example.key]
         if len(example.langs) < 2:
@@ -99,7 +100,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
         if task.classes and example.gold != original.gold:
             raise UserError(
                 f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
-                f"there it is {original.gold}"
+                f"but {original.gold} there"
             )
         first = original._replace(
             langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
@@ -112,7 +113,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
 
 
 def group_features(task: Task, training: TrainingText, encoding: Encoding) -> list[list[Feature]]:
-    """Features that belong into one batch; without code-switching each is its own group."""
+    """Groups of features that must be in one batch; without code-switching each feature is its own group."""
     flat = [example for group in training.groups for example in group]
     group_of = [number for number, group in enumerate(training.groups) for _ in group]
     features = task.encode(flat, encoding)
@@ -125,7 +126,7 @@ def group_features(task: Task, training: TrainingText, encoding: Encoding) -> li
 
 
 def mean_and_deviation(name: str, values: list[float]) -> dict[str, float]:
-    """The mean, and of several values the sample deviation."""
+    """The mean of the values and, if there are several, their sample standard deviation."""
     found: dict[str, float] = {name: bootstrap.mean(values)}
     return found | {f"{name}_std": statistics.stdev(map(float, values))} if len(values) > 1 else found
 
@@ -161,7 +162,7 @@ class TransferTable:
             self._summarize(training, row, language)
 
     def _summarize(self, training: TrainingText, row: str, language: str) -> None:
-        """Takes the task's first metric; delta = sup - zs (Tang et al. 2022), seed by seed."""
+        """Add the task's first metric to the language's summary; delta = sup - zs (Tang et al. 2022), seed by seed."""
         metric, short = next(iter(self.seeds[row])), SHORT[training.tests[language]]
         summary = self.summary.setdefault(language, {})
         summary |= mean_and_deviation(short, self.seeds[row][metric])
@@ -184,8 +185,8 @@ def write_predictions(
     found: Predictions,
     seeds: list[int],
 ) -> None:
-    """Writes FOLDER/SETTING.seed_N/TASK/test-LANGUAGE.tsv (or .json) as XTREME's evaluate.py reads it. The source
-    language's stand among the zero-shot ones too."""
+    """Write FOLDER/SETTING.seed_N/TASK/test-LANGUAGE.tsv (or .json) as XTREME's evaluate.py reads it. Predictions for
+    the source language are in the zero-shot folder too."""
     for language, of_seeds in found.items():
         settings = set(training.tests.values()) if language == training.name else {training.tests[language]}
         for setting in settings:
