@@ -281,7 +281,7 @@ def sampled(texts: Iterable[tuple[str, str]], counts: Counter[str], alpha: float
             yield lang, text
 
 
-def tokenizer(folder: Path, number: int) -> None:
+def train_tokenizer(folder: Path, number: int) -> None:
     """Train the tokenizer, and report how it splits the text of each language."""
     from xscale.data.tokenizer import Tokenizer
 
@@ -415,7 +415,7 @@ STEPS: dict[str, tuple[Step, Callable[[Path], int]]] = {
     "clean": (clean, lambda folder: len(chunks_of(folder))),
     "select": (select, lambda folder: len(corpus_of(folder).groups)),
     "align": (make_links, lambda folder: len(corpus_of(folder).directions)),
-    "tokenizer": (tokenizer, lambda folder: int(corpus_of(folder).tokenizer is not None)),
+    "tokenizer": (train_tokenizer, lambda folder: int(corpus_of(folder).tokenizer is not None)),
     "shards": (shards, lambda folder: len(chunks_of(folder))),
     "gather": (gather, lambda folder: len(corpus_of(folder).sources) + len(corpus_of(folder).groups)),
 }

@@ -27,7 +27,7 @@ from xscale.data import sample, truecase
 from xscale.data.lexicon import (
     Lexicon,
     Ragged,
-    check_order,
+    check_column_order,
     find_lexicons,
     load_lexicon,
     read_entries,
@@ -129,16 +129,16 @@ def test_columns_in_the_wrong_order(demo: Path, dictionary, tokenizer: Tokenizer
     sources = find_sources([demo])
     for name in ("en-xx.txt", "xx-en.txt"):
         good = demo / "lexicon" / name
-        check_order(load_lexicon(good, tokenizer), good, sources)
+        check_column_order(load_lexicon(good, tokenizer), good, sources)
         a, b = name.removesuffix(".txt").split("-")
         bad = dictionary(f"{b}-{a}.txt", *good.read_text().splitlines())
         cased = dictionary(f"cased/{b}-{a}.txt", *good.read_text().title().splitlines())
         for path in (bad, cased):
             with pytest.raises(UserError, match=rf"columns look like {a} {b}.*Rename it to {name}"):
-                check_order(load_lexicon(path, tokenizer), path, sources)
+                check_column_order(load_lexicon(path, tokenizer), path, sources)
     absent = dictionary("en-fr.txt", "dog mo")
     with pytest.raises(UserError, match="no text in fr"):
-        check_order(load_lexicon(absent, tokenizer), absent, sources)
+        check_column_order(load_lexicon(absent, tokenizer), absent, sources)
 
 
 # 2. Which dictionaries a run uses

@@ -567,11 +567,11 @@ def _build_phase(
         if name.endswith((".samples", ".tokens")):
             other = {"samples": "tokens", "tokens": "samples"}[name.rpartition(".")[2]]
             tree["streams"][name.split(".")[1]].pop(other, None)
-    return None if problems else _build_recipe(tree, objectives, problems, phase=True)
+    return None if problems else _build_recipe(tree, objectives, problems, is_phase=True)
 
 
 def _build_recipe(
-    tree: dict[str, Any], objectives: dict[str, type], problems: list[str], phase: bool = False
+    tree: dict[str, Any], objectives: dict[str, type], problems: list[str], is_phase: bool = False
 ) -> Recipe | None:
     sections = {
         "model": ModelConfig,
@@ -597,7 +597,7 @@ def _build_recipe(
         for name, fields in tree["streams"].items():
             streams[str(name)] = _build_stream(str(name), fields, objectives, problems)
     resting = [name for name, stream in streams.items() if stream and stream.samples == 0]
-    if len(resting) == len(streams) or not phase:
+    if len(resting) == len(streams) or not is_phase:
         problems += [
             f"streams.{name}.samples: 0 is for a phase with other streams; write 1 or more" for name in resting
         ]

@@ -48,7 +48,7 @@ class Model:
         heads = {f"heads.{stream}.{part}": w for stream, of in self.heads.items() for part, w in of.weights.items()}
         return {name: weight.detach() for name, weight in self.lm.named_parameters()} | heads
 
-    def facts(self) -> dict[str, Any]:
+    def must_match(self) -> dict[str, Any]:
         """Returns the properties that all merged models must have in common."""
         tokenizer, config, trained = Tokenizer(self.tokenizer_path), self.lm.config.to_dict(), self.lm.config.xscale
         facts: dict[str, Any] = {"tokenizer": (tokenizer.fingerprint, tokenizer.special)}
@@ -74,11 +74,11 @@ def load(path: Path) -> Model:
     return Model(str(path), lm, load_heads(path), path, saved_pooling(path))
 
 
-def check_alike(models: list[Model]) -> None:
+def check_mergeable(models: list[Model]) -> None:
     """Raises UserError if a model does not fit the first one."""
-    first = models[0].facts()
+    first = models[0].must_match()
     for model in models[1:]:
-        ours = model.facts()
+        ours = model.must_match()
         if differing := [name for name in {**first, **ours} if first.get(name) != ours.get(name)]:
             name = differing[0]
             raise UserError(
@@ -125,7 +125,7 @@ def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
 
 def merge(models: list[Model], args: argparse.Namespace) -> Model:
     """Put the merged weights into the first model, and return it. Raises UserError."""
-    check_alike(models)
+    check_mergeable(models)
     weights = [model.weights() for model in models]
     first, at = models[0], 0
     shared = [name for name, w in weights[0].items() if all(name in of and of[name].shape == w.shape for of in weights)]
@@ -134,7 +134,7 @@ def merge(models: list[Model], args: argparse.Namespace) -> Model:
         weight = weights[0][name]
         weight.copy_(merged[at : at + weight.numel()].view_as(weight))
         at += weight.numel()
-    lost = {name.split(".")[1] for name in weights[0].keys() - set(shared)}  # check_alike compares other weights
+    lost = {name.split(".")[1] for name in weights[0].keys() - set(shared)}  # check_mergeable compares other weights
     for stream in sorted(lost):
         print(f"the heads of stream {stream} are left out, because not all models have them")
         del first.heads[stream]

@@ -230,7 +230,7 @@ def read_entries(path: Path) -> list[tuple[str, str]]:
     return list(entries)
 
 
-def check_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
+def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> None:
     """Raises UserError if, by the training text, the columns are in the opposite order to the file's name."""
     seen = {language: _words_of(language, sources) for language in lexicon.langs}
     absent = [language for language, found in seen.items() if not found]

@@ -64,7 +64,7 @@ def write_directory(
         files.apply_umask(partial)
         if layers is not None:
             check_states(whole, layers, partial)
-        elif difference := compare(lm, heads, partial):
+        elif difference := difference_from(lm, heads, partial):
             raise RuntimeError(f"{source} was not exported: {difference}. This is a fault of xscale, not of the run")
 
 
@@ -98,7 +98,7 @@ def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
         )
 
 
-def compare(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
+def difference_from(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
     """The difference, in words, between our forward pass of the trained model and transformers' pass of what it loads
     from `folder`; None if they agree."""
     kept = load_heads(folder)

@@ -20,7 +20,7 @@ from xscale.config import Recipe
 from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
-from xscale.data.lexicon import Lexicon, check_order, find_lexicons, load_lexicon, pair_of
+from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
 from xscale.data.loader import PhasedDataset, StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import (
     PACK_FILL,
@@ -563,7 +563,7 @@ def load_lexicons(
     for path in paths:
         try:
             lexicon = load_lexicon(path, tokenizer, languages, forms)
-            check_order(lexicon, path, sources)
+            check_column_order(lexicon, path, sources)
             lexicons.append(lexicon)
         except UserError as error:
             if must:
