@@ -117,6 +117,7 @@ def test_old_sources_go_on_and_new_ones_begin(corpus: Path, monkeypatch: pytest.
     middle, state = draw(second, state, 20)
     third, state = taken_in(corpus, checkpoint_of(second, state))
     assert third.identity() == second.identity() and third.calibration == second.calibration
+    assert state["appended_at"] == 5, "spikes are sought anew from there on"
     tail, _ = draw(third, state, 60)
     assert len(head) == 2 and len(tail) == 4
     together = {key: [*head[key], *middle[key], *tail[key]] for key in tail}

@@ -187,10 +187,19 @@ class TrainConfig:
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
     skips the bad step. After that it ends with exit code 3."""
-
+    spikes: Literal["warn", "stop", "skip"] | None = "warn"
+    """What the run does at a spike, a step whose loss or gradient norm is far above those of the last 128 steps. warn:
+    it logs the step, and names its records in spikes.jsonl. stop: it ends with exit code 3. skip: it goes back and
+    skips the step, which counts as one of the `rollbacks`. null: it looks for none."""
     skip_steps: list[int | str] = dataclasses.field(default_factory=list)
     """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
     After a loss spike, resume from a checkpoint before it and exclude its steps."""
+
+    @model_validator(mode="after")
+    def skips_within_rollbacks(self) -> Self:
+        if self.spikes == "skip" and not self.rollbacks:
+            raise ValueError("spikes: skip needs rollbacks, the most steps that the run may skip; set rollbacks: 10")
+        return self
 
     @model_validator(mode="after")
     def skips_steps(self) -> Self:
@@ -411,6 +420,7 @@ NOT_IDENTITY = {
         "tracker",
         "stop_limit",
         "rollbacks",
+        "spikes",
         "skip_steps",
     },
 }

@@ -35,11 +35,11 @@ ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
 
 
 class NotFinite(Exception):
-    """The loss or the gradients of a run are not finite. All ranks raise it together. Exit code 3."""
+    """The loss or the gradients of a run are not finite, or have a spike. All ranks raise it together. Exit code 3."""
 
     def __init__(self, message: str, step: int = 0, good: int | None = None):
         """step: the 1-based step whose update a rollback skips. good: the step of the newest checkpoint before the
-        trouble began."""
+        trouble began, or None where the run may not go back."""
         super().__init__(message)
         self.step, self.good = step, good
 

@@ -44,7 +44,7 @@ def adapted(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
         old = dict(zip(own, state["positions"][spec.name], strict=True))
         positions[spec.name] = [old.get(now[source], [0, 0]) for source in spec.sources]
         sources_at_start[spec.name] = len(own)
-    state = {"sources_at_start": sources_at_start} | state | {"positions": positions}
+    state = {"sources_at_start": sources_at_start} | state | {"positions": positions, "appended_at": state["step"]}
     return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
 
 

@@ -27,7 +27,7 @@ from xscale.ranks import HostGroup, Process
 from xscale.run.evals import Results, find_probes, find_tasks
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
 from xscale.run.fork import is_own
-from xscale.run.metrics import LOG, Alike, JsonLines, Pace, Reporter, Skips, StepRecord
+from xscale.run.metrics import LOG, SPIKE_STEPS, Alike, JsonLines, Pace, Reporter, Skips, SpikeDetector, StepRecord
 from xscale.run.run_spec import RunSpec
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
@@ -37,8 +37,8 @@ from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
-NOT_FINITE = "not_finite.jsonl"
-"""The file of a run with the records of every step whose loss or gradient was not finite, one line for each rank."""
+NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
+"""The files of a run with the records of every step that was not finite or had a spike, a line for each rank."""
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
@@ -101,6 +101,10 @@ class Trainer:
         self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, Gathering)}
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
+        self.spikes = self.spike_detector()
+        """The detector of rank 0, if the recipe asks for one."""
+        self.quiet_until = 0
+        """The step after which a spike is logged again."""
         tasks = find_tasks(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
@@ -307,8 +311,13 @@ class Trainer:
             self.validation.hook.look()
             for line in [*self.pace.warnings(), *chain.from_iterable(map(self.alike.warnings, entries))]:
                 LOG.warning(line)
-        for entry, unreported in zip(entries, done, strict=True):
+        spikes = [""] * len(entries)
+        if self.recipe.train.spikes:
+            spikes = self.host_group.from_main(lambda: self.spikes and list(map(self.spikes.find, entries)))
+        for entry, unreported, spike in zip(entries, done, spikes, strict=True):
             self.check_finite(entry, unreported)
+            if spike:
+                self.handle_spike(entry["step"], spike, unreported.batch)
 
     def check_finite(self, entry: dict[str, Any], unreported: UnreportedStep) -> None:
         """Check that the losses and the gradient of a step are finite. Raises NotFinite on all ranks, before the step
@@ -333,12 +342,7 @@ class Trainer:
         """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
         losses are finite."""
         self.checkpoint_manager.settle()
-        path, newest = self.out / NOT_FINITE, self.checkpoint_manager.good
-        ranks = self.host_group.gather({"rank": self.process.rank, "finite": finite, "keys": batch.keys()})
-        if self.process.is_main:
-            lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
-            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
-                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        newest, path = self.checkpoint_manager.good, self.write_records(NOT_FINITE, step, what, batch, finite=finite)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
             f"step {step}: {what} is not finite; {good}, in {self.out / 'checkpoints'}. {path} names the records. "
@@ -348,6 +352,37 @@ class Trainer:
             step - self.skips.in_a_row if self.engine.fp16_enabled() else step,
             newest,
         )
+
+    def write_records(self, name: str, step: int, what: str, batch: StepBatch, **more: Any) -> Path:
+        """Write the keys of a step's records, with a line for each rank, to a file of the run. Returns its path."""
+        path, ranks = self.out / name, self.host_group.gather({"rank": self.process.rank, **more, "keys": batch.keys()})
+        if self.process.is_main:
+            lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
+            with suppress(OSError), path.open("a", encoding="utf-8") as file:  # a full disk must not hide NotFinite
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        return path
+
+    def spike_detector(self) -> SpikeDetector | None:
+        if not self.reporter or not self.recipe.train.spikes:
+            return None
+        borders = [*self.run_spec.phase_ends(), self.state.get("appended_at", 0)]
+        with (self.out / "metrics.jsonl").open("rb") as lines:
+            return SpikeDetector(borders, lines)
+
+    def handle_spike(self, step: int, what: str, batch: StepBatch) -> None:
+        """Write the keys of the step's records to spikes.jsonl. Then warn or raise NotFinite, as the recipe says."""
+        asked, path = self.recipe.train.spikes, self.write_records(SPIKES, step, what, batch)
+        text = (
+            f"step {step}: {what}; {path} names the records. To leave the step out, start from a checkpoint "
+            f"before it with train.skip_steps: [{step}], or let the run go back by itself (train.spikes: skip)"
+        )
+        if asked == "warn":
+            if self.process.is_main and step > self.quiet_until:
+                LOG.warning(text)
+                self.quiet_until = step + SPIKE_STEPS
+            return
+        self.checkpoint_manager.settle()
+        raise NotFinite(text, step, self.checkpoint_manager.good if asked == "skip" else None)
 
     def trace_step(self, batch: StepBatch) -> None:
         if self.trace.file:
