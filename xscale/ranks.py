@@ -60,7 +60,7 @@ def find_process() -> Process:
     """Read the launcher's environment (deepspeed, torchrun, mpirun, srun), and set torch's variables accordingly."""
     env = os.environ
     process = Process(0, 1, 0, 1)
-    if names := _launcher():
+    if names := _launcher_variables():
         rank, world, local_rank, local_world = names
         process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
         if process.rank >= process.world:
@@ -94,13 +94,13 @@ def check_launch() -> None:
     """Raises UserError for a process without a launcher in a SLURM job of several tasks, because srun was forgotten,
     and if only one of RANK and WORLD_SIZE is set."""
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
-    if tasks > 1 and not _launcher():
+    if tasks > 1 and not _launcher_variables():
         raise UserError(
             f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
             f"(srun --ntasks=1 for a lone one)"
         )
     said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
-    if len(said) == 1 and not _launcher():
+    if len(said) == 1 and not _launcher_variables():
         raise UserError(
             f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; it "
             f"would be a run of one rank: set both, or unset it"
@@ -118,7 +118,7 @@ def _port(process: Process) -> int:
     return PORTS[(int(job) + 1009 * step) % len(PORTS)]  # jobs have consecutive numbers, and so have steps
 
 
-def _launcher() -> tuple[str, str, str, str] | None:
+def _launcher_variables() -> tuple[str, str, str, str] | None:
     """The names of the variables of the launcher that started this process; None without a launcher."""
     env = os.environ
     for names in _LAUNCHERS.values():

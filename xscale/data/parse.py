@@ -10,14 +10,14 @@ from xscale.record import Record
 _BOM = "\ufeff"
 
 
-def parse_line(line: bytes, strict: bool = False) -> Record:
-    """The record of a line of JSON. strict: refuse a field that occurs twice; the check takes time."""
-    return Record.from_dict(parse_json(line, strict))
+def parse_line(line: bytes, unique_fields: bool = False) -> Record:
+    """The record of a line of JSON. unique_fields: refuse a field that occurs twice; the check takes time."""
+    return Record.from_dict(parse_json(line, unique_fields))
 
 
-def parse_json(data: bytes, strict: bool = True) -> Any:
+def parse_json(data: bytes, unique_fields: bool = True) -> Any:
     try:
-        return json.loads(data.decode().removeprefix(_BOM), object_pairs_hook=_once if strict else None)
+        return json.loads(data.decode().removeprefix(_BOM), object_pairs_hook=_once if unique_fields else None)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error})") from None
     except (json.JSONDecodeError, RecursionError) as error:

@@ -85,7 +85,7 @@ def scan_shard(
                         offset = member.offset_data
                         for line in os.pread(file.fileno(), member.size, offset).splitlines(keepends=True):
                             if line.strip():
-                                add(parse_line(line, strict=True), offset, line)
+                                add(parse_line(line, unique_fields=True), offset, line)
                             offset += len(line)
                     else:
                         if sample and sample_key(sample[-1].name) != sample_key(member.name):
