@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -10,12 +11,25 @@ from xscale.errors import UserError
 
 HEAD_LINES = 500
 """The number of first lines that are looked at on each side of pairs."""
+HEAD_CHARACTERS = 1 << 24
+"""The number of their characters from which on no more lines are looked at."""
 SHARE = 0.8
 """A file has another format where so many of its first lines have it; of real text at most 6 % were seen."""
 SAME_SHARE, FEWEST = 0.9, 20
 """Two sides are one text where so many of their first lines, of at least so many pairs, are equal."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
+
+
+def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, str]]:
+    """The first numbered lines, which are taken from `lines`."""
+    head, size = list[tuple[int, str]](), 0
+    for line in lines:
+        head.append(line)
+        size += len(line[1])
+        if len(head) == most or size >= HEAD_CHARACTERS:
+            break
+    return head
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:

@@ -96,8 +96,6 @@ def cut(folder: Path, number: int) -> None:
             chunks, size, lines = chunks + 1, 0, []
         lines.append(to_line(unit))
         size, total = size + len(lines[-1]), total + 1
-    if not total:
-        raise UserError(f"{', '.join(source.paths)}: there is nothing in it; give another source")
     write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "units": total})
 
