@@ -69,41 +69,35 @@ def parse_links(text: str) -> Links:
     return {(int(i), int(j)) for i, _, j in (link.partition("-") for link in text.split())}
 
 
-def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str) -> str:
-    """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. Returns a report.
-    Raises UserError."""
-    return align_words(((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs), out, symmetrize)
+def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
+    """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
+    `make_priors`. Returns a report. Raises UserError."""
+    return align_words(in_words(pairs), out, symmetrize, priors)
 
 
-def find_program() -> str:
-    """The path of eflomal's program. Raises UserError if it is not installed."""
-    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
+def in_words(pairs: Iterable[tuple[str, str]]) -> Iterator[Iterator[str]]:
+    """The texts with spaces between their words."""
+    return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
+
+
+def find_program(name: str = PROGRAM) -> str:
+    """The path of a program of eflomal. Raises UserError if it is not installed."""
+    program = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
-            f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
+            f"{name} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
             f"another program and give its links to --links"
         )
     return program
 
 
-def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> str:
+def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
     """Do the same as `align` for texts whose words are separated by spaces. The aligner gets lower-case words."""
-    program = find_program()
     with tempfile.TemporaryDirectory(prefix="links.", dir=out.parent) as folder:
-        paths = {name: Path(folder) / name for name in ("src", "tgt", "forward", "reverse")}
-        given = aligned = unlinked = total = 0
-        with paths["src"].open("w", encoding="utf-8") as src, paths["tgt"].open("w", encoding="utf-8") as tgt:
-            for texts in pairs:
-                given += 1
-                for text, file in zip(texts, (src, tgt), strict=True):
-                    file.write(text.lower() + "\n")
-        options = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
-        command = [program, *(word for flag, name in options.items() for word in (flag, str(paths[name])))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not paths["reverse"].exists():
-            raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'no message'}")
+        aligned = unlinked = total = 0
+        given, flags = _align_directions(pairs, Path(folder), priors)
         with out.open("w", encoding="utf-8") as file:
-            for both in zip(_lines(paths["forward"]), _lines(paths["reverse"]), strict=True):
+            for both in zip(_lines(flags["-f"]), _lines(flags["-r"]), strict=True):
                 links = sorted(SYMMETRIZE[symmetrize](*map(parse_links, both)))
                 file.write(" ".join(f"{i}-{j}" for i, j in links) + "\n")
                 aligned, unlinked, total = aligned + 1, unlinked + (not links), total + len(links)
@@ -112,6 +106,35 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str) -> s
             f"{PROGRAM} gave links for {aligned:,} of {given:,} pairs; give another program's links to --links"
         )
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
+
+
+def make_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
+    """Write what an alignment of these texts says of words, with which other texts are aligned. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="priors.", dir=out.parent) as folder:
+        _, flags = _align_directions(pairs, Path(folder), None)
+        _run("eflomal-makepriors", flags | {"-p": out}, out)
+
+
+def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path | None) -> tuple[int, dict[str, Path]]:
+    """Write texts and their links in both directions to the folder. The aligner sees texts in lower case. Returns the
+    number of pairs, and the files by the program's flags."""
+    names = {"-s": "src", "-t": "tgt", "-f": "forward", "-r": "reverse"}
+    flags, given = {flag: folder / name for flag, name in names.items()}, 0
+    with flags["-s"].open("w", encoding="utf-8") as src, flags["-t"].open("w", encoding="utf-8") as tgt:
+        for texts in pairs:
+            given += 1
+            for text, file in zip(texts, (src, tgt), strict=True):
+                file.write(text.lower() + "\n")
+    _run(PROGRAM, flags | ({"-p": priors} if priors else {}), flags["-r"])
+    return given, flags
+
+
+def _run(name: str, flags: dict[str, Path], made: Path) -> None:
+    """Run a program of eflomal, which makes a file. Raises UserError."""
+    command = [find_program(name), *(str(word) for flag in flags.items() for word in flag)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not made.exists():
+        raise UserError(f"{name} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
 
 
 def _lines(path: Path) -> Iterator[str]:

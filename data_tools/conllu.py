@@ -94,7 +94,7 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
             where = f"{path}: line {number}"
             if len(row) != 10:
                 raise UserError(f"{where} has {len(row)} columns; CoNLL-U has 10, with tabs between them")
-            if found := re.fullmatch(r"(\d+)-(\d+)", row[_ID]):
+            if found := re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})", row[_ID]):
                 ranges[int(found[1]) - 1] = row, int(found[2]) - int(found[1]) + 1
             elif "." in row[_ID]:
                 empty.setdefault(len(words) - 1, []).append(row)
@@ -104,6 +104,8 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
                 raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence; count from 1")
         if any(start + size > len(words) for start, (_, size) in ranges.items()):
             raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
+        if not words and any(line.startswith("# text =") for line in comments):
+            raise UserError(f"{path}: line {first}: the sentence has a `# text =` and no words; fix or remove it")
         if words:
             yield f"{path}: line {first}", Sentence(comments, words, ranges, empty)
 

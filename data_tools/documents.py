@@ -1,13 +1,13 @@
 """Finds the lines at which the documents of monolingual text files start, while the files are read as streams."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from pathlib import Path
 
 from xscale.data.text import read_lines
 from xscale.errors import UserError, can_be_encoded
 
-from .formats import check_text, object_of
+from .formats import check_text, object_of, take_head
 
 HEAD_LINES = 1000
 """The number of a file's first lines that decide which form it has."""
@@ -22,7 +22,7 @@ def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:
     """The form of a file, and a passage for each of its lines. form: a key of FORMS, or "auto" to find the form by the
     file's name or first lines. Raises UserError."""
     lines = read_lines(path)
-    head = list(islice(lines, HEAD_LINES))
+    head = take_head(lines, HEAD_LINES)
     named = "json" if ".jsonl" in (suffix.lower() for suffix in path.suffixes) else None
     found = named or form_of([line.strip() for _, line in head]) if form == "auto" else form
     check_text(path, [line for _, line in head], json_lines=form != "auto" or found == "json")
@@ -46,6 +46,8 @@ def by_markup(path: Path, lines: Iterable[tuple[int, str]]) -> Iterator[Passage]
     for number, line in lines:
         line = line.strip()
         if line.startswith(("<doc ", "</doc>")):
+            if not line.endswith(">") or "</doc>" in line[1:]:
+                raise UserError(f"{path}: line {number}: text beside a tag of <doc>; put a line end between them")
             starts = True
             yield number, False, []
         else:

@@ -86,7 +86,9 @@ class Executor:
         if not self._pool:
             # Forked workers hold the folder's lock too, so a new start cannot write while those of a killed start live.
             importlib.import_module(f"{__package__}.write_shards")  # once for all, since it takes seconds
-            self._pool = ProcessPoolExecutor(self.workers, multiprocessing.get_context("fork"), start_worker)
+            self._pool = ProcessPoolExecutor(
+                self.workers, multiprocessing.get_context("fork"), start_worker, (os.getpid(),)
+            )
         waiting, last = {self._pool.submit(do_task, self.folder, name, step, n) for n in left}, time.monotonic()
         try:
             while waiting:
@@ -144,10 +146,9 @@ def report_progress(last: float, name: str, done: int, tasks: int) -> float:
     return time.monotonic()
 
 
-def start_worker() -> None:
+def start_worker(parent: int) -> None:
     """Let a worker end when the process that started it is gone, and leave Ctrl-C to that process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -10,12 +11,25 @@ from xscale.errors import UserError
 
 HEAD_LINES = 500
 """The number of first lines that are checked on each side of pairs."""
+HEAD_CHARACTERS = 1 << 24
+"""No further line is checked once the first lines have this many characters."""
 SHARE = 0.8
 """A file is refused if at least this share of its first lines has another format; in real text it was at most 6 %."""
 SAME_SHARE, FEWEST = 0.9, 20
 """Two sides are the same text if at least this share of their first pairs has equal sides, of at least this many."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
+
+
+def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, str]]:
+    """The first numbered lines, which are taken from `lines`."""
+    head, size = list[tuple[int, str]](), 0
+    for line in lines:
+        head.append(line)
+        size += len(line[1])
+        if len(head) == most or size >= HEAD_CHARACTERS:
+            break
+    return head
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:

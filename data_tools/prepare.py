@@ -98,7 +98,7 @@ def fingerprint(corpus: Corpus) -> str:
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
             for file in files_below([*source.paths, *corpus.rules_of(source).exclude, *corpus.lexicons])]  # fmt: skip
-    text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES])
+    text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -116,7 +116,7 @@ def start(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists; choose another --out, or remove it")
-    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in):
+    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of):
         cache.cache_clear()
     plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
     if not (folder / "plan.json").exists():

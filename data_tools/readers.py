@@ -23,10 +23,12 @@ from xscale.errors import UserError, can_be_encoded
 from .conllu import read_sentences
 from .corpus import SourceSpec
 from .documents import passages
-from .formats import HEAD_LINES, check_sides, check_text, object_of
+from .formats import HEAD_LINES, check_sides, check_text, object_of, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
+UNIT_BYTES = 1 << 26
+"""A TMX with a translation unit of more bytes is refused, so that memory is bounded."""
 XML_LANG = "{http://www.w3.org/XML/1998/namespace}lang"
 
 
@@ -38,18 +40,21 @@ class Unit(NamedTuple):
 
 def read_units(source: SourceSpec) -> Iterator[Unit]:
     """The units of a source, at most `source.first` of them. Raises UserError."""
+    unit = None
     for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: unit {unit.number} has an unpaired surrogate, such as \\ud800; fix or remove it"
             )
         yield unit
+    if unit is None:
+        raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
 
 
 def text_pairs(source: SourceSpec) -> Iterator[Unit]:
     paths = [Path(name) for name in source.paths]
     sides = [_checked_lines(path, side, source.langs) for side, path in enumerate(paths[:2])]
-    heads = [list(islice(side, HEAD_LINES)) for side in sides]
+    heads = [take_head(side, HEAD_LINES) for side in sides]
     check_sides(paths[0], paths[1], [[line for _, line in head] for head in heads])
     columns = [chain(head, side) for head, side in zip(heads, sides, strict=True)] + [read_lines(p) for p in paths[2:]]
     for number, row in enumerate(_together(paths, columns), start=1):
@@ -71,7 +76,7 @@ def _together(paths: list[Path], columns: list[Iterator[tuple[int, str]]]) -> It
 
 def _checked_lines(path: Path, side: int, langs: tuple[str, ...]) -> Iterator[tuple[int, str]]:
     lines = read_lines(path)
-    head = list(islice(lines, HEAD_LINES))
+    head = take_head(lines, HEAD_LINES)
     check_text(path, [line for _, line in head], side, langs[side])
     yield from chain(head, lines)
 
@@ -89,13 +94,13 @@ def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
 
 def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
     """Translation units that have both languages; `de` is also found as de-DE."""
-    import defusedxml
     from defusedxml.ElementTree import ParseError, iterparse
 
     path, number, found = Path(source.paths[0]), 0, 0
     try:
         with _open_bytes(path) as file:
-            elements = iterparse(file, events=("start", "end"))
+            bounded = _Bounded(file, path)
+            elements = iterparse(bounded, events=("start", "end"))
             _, body = next(elements)
             if body.tag != "tmx":
                 raise UserError(f"{path}: its first element is {body.tag}, not tmx; give a TMX")
@@ -103,14 +108,17 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
                 body = element if event == "start" and element.tag == "body" else body
                 if event == "end" and element.tag == "tu":
                     number += 1
+                    bounded.read_bytes = 0
                     texts = _variants(element, source.langs)
                     body.clear()
                     if None not in texts:
                         found += 1
                         yield Unit(number, cast(list[str], texts))
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
-    except (ParseError, defusedxml.DefusedXmlException, StopIteration, *_damages()) as error:
+    except (ParseError, ValueError, LookupError, StopIteration, *_damages()) as error:
         raise UserError(
             f"{path}: after translation unit {number}: {error or 'the file is empty'}; fix the TMX"
         ) from None
@@ -127,6 +135,22 @@ def _variants(unit: Any, langs: tuple[str, ...]) -> list[str | None]:
             texts.setdefault(language, "".join(segment.itertext()).replace("\n", " "))
     return [next((text for name, text in texts.items() if f"{name}-".startswith(f"{lang.lower()}-")), None)
             for lang in langs]  # fmt: skip
+
+
+class _Bounded:
+    """A file of translation units, of which each has a bounded size."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self.file, self.path = file, path
+        self.read_bytes = 0
+        """The bytes that were read since the end of the last unit."""
+
+    def read(self, size: int) -> bytes:
+        data = self.file.read(size)
+        self.read_bytes += len(data)
+        if self.read_bytes > UNIT_BYTES:
+            raise UserError(f"{self.path}: more than {UNIT_BYTES:,} bytes and no translation unit ends; fix the TMX")
+        return data
 
 
 def _open_bytes(path: Path) -> BinaryIO:
@@ -159,9 +183,11 @@ def opus_pairs(source: SourceSpec) -> Iterator[Unit]:
             members = [cast(Path, zipfile.Path(archive, of_side[0])) for of_side in names]
             sides = [_checked_lines(member, side, source.langs) for side, member in enumerate(members)]
             yield from (Unit(number, row) for number, row in enumerate(_together(members, sides), start=1))
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(f"{path} not found") from None
-    except (zipfile.BadZipFile, RuntimeError) as error:  # RuntimeError: a zip with a password
+    except (zipfile.BadZipFile, RuntimeError, ValueError) as error:  # RuntimeError: a zip with a password
         raise UserError(f"{path} is damaged, or no zip: {error}; download it again") from None
 
 
@@ -219,7 +245,7 @@ def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
 def table_rows(source: SourceSpec) -> Iterator[Unit]:
     """Rows of a parquet file, or of a folder that `save_to_disk` wrote."""
     path = source.paths[0]
-    for number, fields in enumerate((_parquet if source.format == "parquet" else _data_set)(path), start=1):
+    for number, fields in enumerate(_rows_in(path, *TABLES[source.format]), start=1):
         if source.mono:
             yield _document(f"{path}: row {number}", number, fields, source.field)
             continue
@@ -234,26 +260,38 @@ def table_rows(source: SourceSpec) -> Iterator[Unit]:
         yield Unit(number, [str(text).replace("\n", " ") for text in texts])
 
 
-def _parquet(name: str) -> Iterator[dict[str, Any]]:
-    import pyarrow
+def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
+    """The rows of Arrow's batches. Raises UserError, whatever a damaged file makes of them."""
+    number = 0
+    try:
+        for batch in batches(name):
+            batch.validate(full=True)
+            for row in batch.to_pylist():
+                yield row
+                number += 1
+    except Exception as error:
+        raise UserError(f"{name} is damaged after row {number}, or is no {form}: {error}") from None
+
+
+def _parquet(name: str) -> Iterator[Any]:
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(name) as file:
-            for batch in file.iter_batches(1024):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{name} is missing, damaged or no parquet file: {error}") from None
+    with pyarrow.parquet.ParquetFile(name) as file:
+        yield from file.iter_batches(1024)
 
 
-def _data_set(name: str) -> Iterator[dict[str, Any]]:
+def _data_set(name: str) -> Iterator[Any]:
     import datasets
 
-    try:
-        found = datasets.load_from_disk(name)
-        return iter(found["train"] if isinstance(found, datasets.DatasetDict) else found)
-    except (OSError, ValueError, LookupError) as error:
-        raise UserError(f"{name} must be a folder of save_to_disk, with a split `train`: {error}") from None
+    found = datasets.load_from_disk(name)
+    found = found["train"] if isinstance(found, datasets.DatasetDict) else found
+    yield from found.with_format("arrow").iter(1024)
+
+
+TABLES = {
+    "parquet": (_parquet, "parquet file"),
+    "datasets": (_data_set, "folder of save_to_disk that has a split `train`, or none"),
+}
 
 
 def shard_records(source: SourceSpec) -> Iterator[Unit]:

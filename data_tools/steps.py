@@ -4,6 +4,7 @@ wrote, and writes whole files of its own. All files are in one folder:
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
     clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
+    links/N.priors              priors: the aligner's statistics of a sample of a large direction's pairs
     links/CHUNK                 align: word links for a chunk's kept or held-out pairs that came without links
     result/tokenizer/           tokenizer: trained on a sample of what is kept
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
@@ -19,6 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +34,8 @@ from xscale.errors import UserError
 from xscale.record import Record
 
 from . import index as indexing
-from .align import align
+from .align import align, in_words
+from .align import make_priors as write_priors
 from .cleaning import Cleaner, Removed, text_hashes
 from .corpus import Corpus, Rules, SourceSpec, group_of
 from .engine import Step, put
@@ -46,6 +49,8 @@ KEPT, REPEATED, NEAR, HELD = range(4)
 """The states of a unit: kept, an exact duplicate, a near duplicate, held out."""
 HELD_SHARE = 10
 """At most about one in this many kept sentences or pairs is held out."""
+PART_PAIRS = 250_000
+"""A pair of languages with at least twice this number of pairs is aligned in parts."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
@@ -96,8 +101,6 @@ def cut(folder: Path, number: int) -> None:
             chunks, size, lines = chunks + 1, 0, []
         lines.append(to_line(unit))
         size, total = size + len(lines[-1]), total + 1
-    if not total:
-        raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
     write_lines(folder / f"raw/{number}/{chunks:06d}.jsonl", lines)
     write_json(folder / f"raw/{number}.json", {"chunks": chunks + 1, "units": total})
 
@@ -222,22 +225,57 @@ def is_unlinked(unit: Unit, state: int) -> bool:
     return unit.links is None and state in (KEPT, HELD)
 
 
+class Part(NamedTuple):
+    """The chunks of a direction whose pairs are aligned together."""
+
+    direction: int
+    chunks: list[Chunk]
+    alone: bool
+    """Whether they are all of the direction."""
+
+
+@lru_cache(maxsize=1)
+def parts_of(folder: Path) -> list[Part]:
+    """All parts, after `select`. Those of a direction have about the same number of pairs, at least PART_PAIRS."""
+    corpus, parts = corpus_of(folder), list[Part]()
+    for number, langs in enumerate(corpus.directions):
+        chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs]
+        sizes = [int(np.isin(state_of(folder, chunk), (KEPT, HELD)).sum()) for chunk in chunks]
+        count = max(sum(sizes) // PART_PAIRS, 1)
+        starts = (start * count // max(sum(sizes), 1) for start in accumulate(sizes, initial=0))
+        places = [min(place, count - 1) for place in starts][:-1]
+        for part in range(count):
+            of_part = [chunk for chunk, place in zip(chunks, places, strict=True) if place == part]
+            parts.append(Part(number, of_part, count == 1))
+    return parts
+
+
+def unlinked(folder: Path, chunk: Chunk) -> list[tuple[str, str]]:
+    """The texts of the chunk's pairs that are aligned."""
+    return [(u.texts[0], u.texts[1]) for u, state in units_and_states(folder, chunk) if is_unlinked(u, state)]
+
+
+def make_priors(folder: Path, number: int) -> None:
+    """Write what an even sample of a direction's pairs says of its words, if the direction has several parts."""
+    parts = [part for part in parts_of(folder) if part.direction == number and not part.alone]
+    if parts:
+        pairs = (pair for part in parts for chunk in part.chunks for pair in unlinked(folder, chunk))
+        with put(folder / f"links/{number}.priors") as partial:
+            write_priors(in_words(islice(pairs, 0, None, len(parts))), partial)
+
+
 def make_links(folder: Path, number: int) -> None:
-    """Align all pairs of a direction that came without links, as one text, and write their links by chunk."""
-    corpus = corpus_of(folder)
-    langs, made = corpus.directions[number], folder / f"links/{number}.all"
-
-    def unlinked(chunk: Chunk) -> list[Unit]:
-        return [unit for unit, state in units_and_states(folder, chunk) if is_unlinked(unit, state)]
-
-    chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs and unlinked(c)]
+    """Write the links of a part's pairs, aligned as one text."""
+    part, made = parts_of(folder)[number], folder / f"links/{number}.all"
+    chunks = [chunk for chunk in part.chunks if unlinked(folder, chunk)]
     if not chunks:
         return
     made.parent.mkdir(exist_ok=True)
-    align(((unit.texts[0], unit.texts[1]) for chunk in chunks for unit in unlinked(chunk)), made, SYMMETRIZE)
+    priors = None if part.alone else folder / f"links/{part.direction}.priors"
+    align((pair for chunk in chunks for pair in unlinked(folder, chunk)), made, SYMMETRIZE, priors)
     with made.open(encoding="utf-8") as lines:
         for chunk in chunks:
-            write_lines(folder / f"links/{chunk.number}", [next(lines).rstrip("\n") for _ in unlinked(chunk)])
+            write_lines(folder / f"links/{chunk.number}", [next(lines).rstrip("\n") for _ in unlinked(folder, chunk)])
 
 
 def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
@@ -414,7 +452,8 @@ STEPS: dict[str, tuple[Step, Callable[[Path], int]]] = {
     "cut": (cut, lambda folder: len(corpus_of(folder).sources)),
     "clean": (clean, lambda folder: len(chunks_of(folder))),
     "select": (select, lambda folder: len(corpus_of(folder).groups)),
-    "align": (make_links, lambda folder: len(corpus_of(folder).directions)),
+    "priors": (make_priors, lambda folder: len(corpus_of(folder).directions)),
+    "align": (make_links, lambda folder: len(parts_of(folder))),
     "tokenizer": (train_tokenizer, lambda folder: int(corpus_of(folder).tokenizer is not None)),
     "shards": (shards, lambda folder: len(chunks_of(folder))),
     "gather": (gather, lambda folder: len(corpus_of(folder).sources) + len(corpus_of(folder).groups)),

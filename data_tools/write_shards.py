@@ -16,7 +16,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby, islice, zip_longest
+from itertools import chain, groupby, zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from xscale.record import Record
 from . import align
 from . import index as indexing
 from .documents import FORMS, passages
-from .formats import HEAD_LINES, check_sides, check_text
+from .formats import HEAD_LINES, check_sides, check_text, take_head
 from .ranks import Ranks, run
 
 SHARD_LINES = 8192
@@ -111,7 +111,7 @@ def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[i
     """The numbered lines of the source file and of the target file. Raises UserError if the first lines of a file are
     not plain text, or if one file is a copy of the other."""
     lines = [read_lines(path) for path in (src, tgt)]
-    heads = [list(islice(of_side, HEAD_LINES)) for of_side in lines]
+    heads = [take_head(of_side, HEAD_LINES) for of_side in lines]
     texts = [[line for _, line in head] for head in heads]
     for side, path in enumerate((src, tgt)):
         check_text(path, texts[side], side, langs[side])

@@ -8,12 +8,17 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from xscale.errors import UserError, can_be_encoded
 
 _BLOCK = 1 << 15
+_LONGEST_LINE = 1 << 26
+"""The bytes of a line from which on a file is refused, so that memory is bounded."""
+_ZSTD_BLOCK = 1 << 10
+"""The bytes of .zst that are decompressed at once. A frame may hold 32,768 times its size."""
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
@@ -49,6 +54,8 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(_OPENERS.get(path.suffix, _plain)(file), start=1):
+                if len(raw) > _LONGEST_LINE:
+                    raise UserError(f"{path}: line {number} has more than {_LONGEST_LINE:,} bytes; split or remove it")
                 if number == 1:
                     _check_form(path, raw)
                 yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -90,56 +97,71 @@ def _check_folder(path: Path) -> None:
             )
 
 
-def _plain(file: BinaryIO) -> Iterable[bytes]:
-    return file
+def _plain(file: BinaryIO) -> Iterator[bytes]:
+    return iter(partial(file.readline, _LONGEST_LINE + 1), b"")
 
 
-def _gunzip(file: BinaryIO) -> Iterable[bytes]:
+def _gunzip(file: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as lines:
-        yield from lines
+        yield from _plain(cast(BinaryIO, lines))
     if not file.tell():
         raise EOFError("it has no byte")
 
 
 def _unxz(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of all streams of an .xz file. lzma.open ignores trailing bytes that are no stream."""
-    decoder, form, data, rest = None, lzma.FORMAT_AUTO, b"", b""
+    """Yield the text of all streams of an .xz file. lzma.open ignores trailing bytes that are no stream."""
+    decoder, form, data = None, lzma.FORMAT_AUTO, b""
     while data := data or file.read(_BLOCK):
         if decoder is None:
             data = data.lstrip(b"\0") if form == lzma.FORMAT_XZ else data  # padding between streams
             decoder, form = lzma.LZMADecompressor(form) if data else None, lzma.FORMAT_XZ
             continue
-        *lines, rest = (rest + decoder.decompress(data)).split(b"\n")
-        yield from lines
+        yield decoder.decompress(data, _LONGEST_LINE)
+        while not (decoder.eof or decoder.needs_input):
+            yield decoder.decompress(b"", _LONGEST_LINE)
         data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
     if decoder or not file.tell():
         raise EOFError("it ends inside a stream" if decoder else "it has no byte")
-    if rest:
-        yield rest
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the lines of all frames of a .zst file. zstandard's reader does not notice a cut-off frame."""
+    """Yield the text of all frames of a .zst file. zstandard's reader does not notice a cut-off frame."""
     try:
         import zstandard
     except ImportError:
         raise UserError(".zst files need zstandard: `pip install 'xscale[prepare]'`, or `zstd -d` them") from None
-    decoder, data, rest = None, b"", b""
+    decoder, data = None, b""
     try:
-        while data := data or file.read(_BLOCK):
+        while data := data or file.read(_ZSTD_BLOCK):
             decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-            *lines, rest = (rest + decoder.decompress(data)).split(b"\n")
-            yield from lines
+            yield decoder.decompress(data)
             data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from None
     if decoder or not file.tell():
         raise EOFError("it ends inside a frame" if decoder else "it has no byte")
-    if rest:
-        yield rest
 
 
-_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {".gz": _gunzip, ".xz": _unxz, ".zst": _unzstd}
+def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a text that comes in blocks, without their ends; a line that is too long as it was found so."""
+    rest, size = list[bytes](), 0
+    for block in blocks:
+        first, *others = block.split(b"\n")
+        rest.append(first)
+        size += len(first)
+        if others or size > _LONGEST_LINE:
+            yield b"".join(rest)
+            yield from others[:-1]
+            rest, size = others[-1:], len(others[-1]) if others else 0
+    if size:
+        yield b"".join(rest)
+
+
+_OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
+    ".gz": _gunzip,
+    ".xz": lambda file: _lines_of(_unxz(file)),
+    ".zst": lambda file: _lines_of(_unzstd(file)),
+}
 
 
 def files_of(paths: list[Path]) -> list[Path]:
