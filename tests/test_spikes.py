@@ -42,13 +42,12 @@ def plain(curve: list[dict[str, Any]], border: int) -> list[set[str]]:
         window = [
             e for e in curve if first <= e["step"] < entry["step"] and (e["step"] > border) >= (entry["step"] > border)
         ]
-        for name, scale, least, most in (("loss", np.arcsinh, 0.02, 6), ("grad_norm", np.log, 0.1, 12)):
+        for name, scale, least, most in (("loss", np.arcsinh, 0.02, 6), ("grad_norm", np.log, 0.1, 15)):
             usable = [e[name] for e in [*window, entry] if not e["skipped"] and e[name] is not None]
             if entry["skipped"] or entry[name] is None or len(usable) < 33:
                 continue
             *before, now = scale(np.array(usable))
-            middle = np.median(before)
-            if (now - middle) / max(1.4826 * np.median(np.abs(before - middle)), least) > most:
+            if (now - np.median(before)) / max(1.4826 * np.median(np.abs(np.diff(before))) / 2**0.5, least) > most:
                 found[-1].add(name)
     return found
 
@@ -61,7 +60,7 @@ def spiky(steps: int = 400) -> list[dict[str, Any]]:
         entry["loss"] -= 2.5 if entry["step"] > 300 else 0
         kind = random.integers(12)
         if kind < 2:
-            entry["loss" if kind else "grad_norm"] *= 1 + 20 * random.random()
+            entry["loss" if kind else "grad_norm"] *= 1 + 100 * random.random()
         elif kind == 2:
             entry |= {"loss": None, "grad_norm": None, "skipped": 1}
         elif kind == 3:
@@ -85,10 +84,10 @@ def test_no_alarm_while_a_loss_falls() -> None:
 
 
 def test_another_level_is_no_spike_behind_a_border() -> None:
-    for border in (0, 500):
+    for border in (0, 100):
         detector = SpikeDetector([border])
-        found = [e["step"] for e in entries(600) if detector.find(e | {"loss": e["loss"] * (1 + (e["step"] > 500))})]
-        assert found[:1] == ([] if border else [501])
+        found = [e["step"] for e in entries(200) if detector.find(e | {"loss": e["loss"] * (1 + (e["step"] > 100))})]
+        assert found[:1] == ([] if border else [101])
 
 
 def test_the_first_step_with_a_verdict() -> None:
