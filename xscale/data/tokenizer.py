@@ -118,7 +118,7 @@ class Tokenizer:
         except BaseException as error:  # a panic of Rust is not an Exception
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            wrong = f"tokenizer {path} cannot join two sentences ({error}); mend post_processor in its tokenizer.json"
+            wrong = f"tokenizer {path} cannot join two sentences ({error}); fix post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
         """True if a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
