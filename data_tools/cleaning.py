@@ -132,7 +132,7 @@ def letters_hash(text: str) -> bytes:
 
 @cache
 def excluded_letters(names: tuple[str, ...]) -> frozenset[bytes]:
-    """The `letters_hash` of every line of the files. Raises UserError."""
+    """The set of `letters_hash` of all lines of the exclusion files. Raises UserError."""
     return frozenset(letters_hash(line) for name in names for _, line in read_lines(Path(name))) - {b""}
 
 

@@ -39,7 +39,7 @@ class Sentence:
     """The number of a word -> the empty nodes after it; -1 -> those before the first word."""
 
     def units(self) -> list[tuple[str, range]]:
-        """The words and multiword tokens, each of which moves as a whole: (written form, numbers of its words)."""
+        """The units of reordering, which are words and multiword tokens: (written form, indices of its words)."""
         found, number = [], 0
         while number < len(self.words):
             row, size = self.ranges.get(number, (self.words[number], 1))

@@ -58,7 +58,7 @@ def do_task(folder: Path, name: str, step: Step, number: int) -> None:
 
 
 class Executor:
-    """Runs steps with a number of workers."""
+    """Runs the tasks of a step: in this process, in a pool of processes, or as a SLURM job array."""
 
     def __init__(self, kind: str, workers: int, folder: Path):
         self.kind, self.workers, self.folder = kind, workers, folder

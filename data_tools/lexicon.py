@@ -44,7 +44,8 @@ def counted_links(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
     for source in sources:
         if source.langs not in flips:
             raise UserError(
-                f"{source.directory} holds {'-'.join(source.langs)}, --out is of {'-'.join(langs)}; leave it out"
+                f"{source.directory} holds {'-'.join(source.langs)}, but --out is for {'-'.join(langs)}; remove this "
+                f"directory from the command"
             )
 
     def count() -> tuple[Counter, Counter, Counter]:

@@ -59,7 +59,7 @@ class Links(NamedTuple):
     tokenised: tuple[Path, Path] | None = None
     """The texts whose white-space words the links number; None: the texts of the pairs themselves."""
     by_words: bool = False
-    """True if the links number the words of data/words.py instead."""
+    """True if the links count words as data/words.py splits them, not white-space words."""
 
     @property
     def paths(self) -> tuple[Path, ...]:

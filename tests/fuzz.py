@@ -977,7 +977,7 @@ def environment_case(case: Case) -> None:
         )
     variables = {name: rng.choice(VARIABLES[name]) for name in chosen}
     case.story.append(variables)
-    case.names = [*variables, "SLURM_STEP_TASKS_PER_NODE", "MASTER_ADDR", "one process in a SLURM job"]
+    case.names = [*variables, "SLURM_STEP_TASKS_PER_NODE", "MASTER_ADDR", "this SLURM job has"]
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES and name != "LOCAL_SIZE"}
     joined = mock.patch.multiple(Ranks, _join_mpi=lambda self: None, _join_slurm=lambda self: ranks.find_process())
     with mock.patch.dict(os.environ, clean | variables, clear=True), joined:

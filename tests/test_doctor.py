@@ -159,7 +159,7 @@ def test_a_file_system_without_atomic_renames(tmp_path: Path, monkeypatch: pytes
 def test_one_process_where_several_were_meant(alone: None, capsys: pytest.CaptureFixture) -> None:
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
     assert doctor.main([]) == 2
-    assert "error: one process in a SLURM job of 2 tasks; start it with srun" in capsys.readouterr().out
+    assert "error: this SLURM job has 2 tasks, but this process was started without srun" in capsys.readouterr().out
 
 
 def test_a_disk_that_has_no_room_for_checkpoints(

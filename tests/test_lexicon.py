@@ -584,7 +584,7 @@ def test_shards_without_links(tmp_path: Path, corpus_files, write_pairs) -> None
     write_pairs(*corpus_files(["a b"], ["c d"]), tmp_path / "shards")
     with pytest.raises(UserError, match=r"no word links.*--align"):
         make(tmp_path / "en-de.txt", "--from_links", tmp_path / "shards")
-    with pytest.raises(UserError, match="holds en-de, --out is of en-fr"):
+    with pytest.raises(UserError, match="holds en-de, but --out is for en-fr"):
         make(tmp_path / "en-fr.txt", "--from_links", tmp_path / "shards")
 
 

@@ -101,7 +101,8 @@ class DataConfig:
     If a language would be read more often, its excess samples go to the other languages in proportion. If all languages
     reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
-    """Data loading processes per rank. 0 loads in the training process; auto is 2, and 4 to 6 for a GPU."""
+    """Data loading processes per rank. 0 loads in the training process. auto: 2 on a CPU; 4 to 6 on a GPU, by
+    the number of cores per rank."""
     cache: str | None = None
     """The folder on each machine in which shards of --data that are at a URL are cached; null: ~/.cache/xscale."""
     cache_gb: PositiveFloat = 100.0
@@ -115,8 +116,8 @@ class DataConfig:
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
     """Dictionary files, named after the pair: en-de.txt. Without any, `lexicon/*.txt` in the first --data directory or
-    its parent is used. A stream reads the dictionaries of its languages. Dictionaries that no stream reads are used for
-    evaluation only."""
+    its parent is used. A stream whose objective uses dictionaries reads those of its languages. Dictionaries that no
+    stream reads are used for evaluation only."""
     truecase: bool = True
     """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
     MUSE's words are lower-case, but German text has `Hund`, not `hund`. No effect if the tokenizer lower-cases. The

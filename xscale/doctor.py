@@ -259,7 +259,8 @@ def first_number(text: str | None) -> int:
 
 
 def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """Lines about the shipped ds_configs that can train this recipe here, and why the others cannot."""
+    """Lines that list the shipped ds_configs that can train this recipe on this machine, and why each other one
+    cannot."""
     good: list[str] = []
     refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):

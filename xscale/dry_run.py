@@ -73,7 +73,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """The assumed hardware of another machine: GPUs if the ds_config asks for half precision, else that of this one."""
+    """The hardware to plan for: this machine's, or, if it has no GPU and the ds_config asks for half precision,
+    GPUs."""
     here, asked = Hardware.here(), read_ds_config(ds_config)
     return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
 

@@ -59,7 +59,8 @@ def publish(path: Path) -> Iterator[Path]:
 
 
 def beside(path: Path) -> Path:
-    """The path under which `path` is written at first. Raises UserError for `.`, `..`, links and devices."""
+    """The temporary path to which `path` is written before it is renamed. Raises UserError for `.`, `..`, links and
+    devices."""
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} cannot be written; choose a new name")
     if path.is_symlink() and not path.is_file():

@@ -161,7 +161,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if (args.how == "weighted") != bool(args.weights) or (args.weights and len(args.weights) != len(args.models)):
         parser.error(f"--how weighted takes --weights, a number for each of the {len(args.models)} models")
     if args.weights and (min(args.weights) < 0 or not 0 < sum(args.weights) < float("inf")):
-        parser.error(f"--weights {args.weights}: give numbers from 0 on that are not all 0")
+        parser.error(
+            f"--weights {args.weights}: the weights must be finite and not negative, and at least one must be above 0"
+        )
     if (args.how == "ties") != bool(args.base):
         parser.error("--how ties takes --base, the model that the others come from")
     if not (0 < args.density <= 1 and 0 < args.decay <= 1):

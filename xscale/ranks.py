@@ -96,8 +96,8 @@ def check_launch() -> None:
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher_variables():
         raise UserError(
-            f"one process in a SLURM job of {tasks} tasks; start it with srun, which makes them all ranks of one run "
-            f"(srun --ntasks=1 for a lone one)"
+            f"this SLURM job has {tasks} tasks, but this process was started without srun; start it with srun, so that "
+            f"every task is a rank (srun --ntasks=1 for a single rank)"
         )
     said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if len(said) == 1 and not _launcher_variables():

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Estimate:
-    """The correction from byte-based token estimates to a stream's real lengths in rows."""
+    """Statistics that correct a stream's byte-based token estimates to its real token counts in packed rows."""
 
     ratio: float = 1.0
     """Real tokens in packed rows per estimated token, without the pairs that are estimated over data.max_length."""

@@ -60,7 +60,8 @@ class Lexicon:
         return "-".join(self.langs)
 
     def kept(self, heldout: float) -> "Lexicon":
-        """The dictionary without the entries withheld from the objectives. heldout: their approximate share."""
+        """The dictionary without the entries withheld from the objectives. heldout: the approximate share of withheld
+        entries."""
         return _kept(self, heldout)
 
     def summary(self) -> str:

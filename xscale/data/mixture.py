@@ -52,7 +52,7 @@ class SampledRecords:
     """Records of some samples of one stream. All arrays are [n_records]. A sample's records are in reading order."""
 
     sample: np.ndarray
-    """Number of the record's sample within the stream's global batch."""
+    """Index, in the stream's global batch, of the sample to which the record belongs."""
     source: np.ndarray
     epoch: np.ndarray
     shard: np.ndarray

@@ -25,7 +25,7 @@ from xscale.ranks import HostGroup, name_process
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError, or an OSError of the machine, as a value that another process sends to the main one."""
+    """A UserError or an environment OSError, in a form that another process can send to the main one."""
 
     message: str
     errno: int | None = None

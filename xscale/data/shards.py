@@ -297,7 +297,8 @@ class Source:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """The record with its part of a long text. most: the maximum number of the text's further parts."""
+        """The record, with only its part of a long text, which has one index entry per part. most: the maximum number
+        of other parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._idx_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset

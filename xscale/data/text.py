@@ -187,15 +187,15 @@ def files_of(paths: list[Path]) -> list[Path]:
 
 
 def stretch(text: str, number: int, of: int) -> str:
-    """Stretch `number` of the `of` stretches of about the same length that make up the text, without outer white space.
+    """Piece `number` of a text cut into `of` pieces of similar length, with outer white space removed.
 
-    A stretch ends at the last white space in its second half, or else before any character that is not a mark.
+    A piece ends at the last white space in its second half, or else before any character that is not a mark.
     """
     return text[_end_of(text, number, of) : _end_of(text, number + 1, of)].strip()
 
 
 def _end_of(text: str, number: int, of: int) -> int:
-    """The index at which the first `number` stretches end."""
+    """The index at which the first `number` pieces end."""
     end = len(text) * number // of
     if number in (0, of):
         return end

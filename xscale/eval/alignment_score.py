@@ -134,7 +134,7 @@ def trained_tokens(lexicon: Lexicon, heldout: float) -> np.ndarray:
 
 
 def tokens_of(language: str, sources: list[Source], tokenizer: Tokenizer) -> np.ndarray:
-    """The distinct token ids in a sample (data/sample.py) of the text of all sources that have the language."""
+    """The distinct token ids in a sample (data/sample.py) of a language's text, over all sources that contain it."""
     counted = np.zeros(tokenizer.vocab_size, dtype=bool)
     for texts in texts_of(language, sources):
         for ids in tokenizer.encode(texts):

@@ -44,7 +44,8 @@ def attention(
 
 
 def runs_flash(qkv_NX: Tensor, heads: int) -> bool:
-    """True if the flash kernel supports the input: 16 bits, Ampere or newer, a head width up to 128."""
+    """True if the flash kernel supports the input: 16 bits, Ampere or newer, a head width that is a multiple of 8,
+    up to 128."""
     head = qkv_NX.shape[1] // (3 * heads)
     fits = qkv_NX.dtype in (torch.float16, torch.bfloat16) and head % 8 == 0 and head <= 128
     return fits and qkv_NX.is_cuda and torch.cuda.get_device_capability(qkv_NX.device) >= (8, 0)
@@ -98,7 +99,7 @@ class Block(NamedTuple):
 def _blocks(
     lengths: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> list[Block]:
-    """Return the blocks of the non-empty sequences, in their order."""
+    """Group consecutive non-empty sequences of similar length into blocks, in the order of the packed row."""
     groups: list[list[int]] = []
     for length in filter(None, lengths):
         most, of = SIMILAR

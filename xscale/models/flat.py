@@ -105,8 +105,8 @@ def padded_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor:
 
 
 def padded_layers(model: Any, row: Tokens, every: bool = False) -> list[Tensor]:
-    """Return the last hidden states, or with `every` those of every layer, from the model's own forward pass over
-    padded sequences [N, H]."""
+    """Run the model's own forward pass on padded sequences. Return the last layer's hidden states [N, H], or with
+    `every` those of the embeddings and of all layers."""
     B, L = len(row.lengths), int(row.lengths.max())
     N, device, pad = len(row.input_ids), row.input_ids.device, model.config.pad_token_id or 0
     lengths_B = row.starts.diff().long()

@@ -40,8 +40,8 @@ def problem_of(old: Tokenizer, new: Tokenizer) -> str | None:
 
 
 def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
-    """Return the ids of the pieces into which `old` cuts a new token, or [] if it knows no piece of the token. added:
-    the token comes from add_tokens and is plain text."""
+    """Return the ids of the pieces into which `old` cuts a new token, or [] if it has none. added: the token comes
+    from add_tokens and is plain text."""
     if added:
         return old.encode([token])[0]
     model: Any = old.backend.model

@@ -48,7 +48,8 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the masters towards the query. It is called after each optimizer step that changed the query."""
+        """Update the fp32 weights (masters) as a moving average of the query's. Called after each optimizer step that
+        changed the query."""
         self.masters.to(self._query_parameter().device)
         masters: list[Tensor] = list(self.masters.parameters())
         query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]

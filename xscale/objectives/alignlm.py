@@ -48,7 +48,7 @@ class AlignLMOptions:
     expand: Literal["all", "first"] = "all"
     """Which sub-words of two linked words are linked. all: each with each; first: the first with the first."""
     normalize: Literal["sum", "mean"] = "sum"
-    """H* is the sum or the mean of the linked states."""
+    """How the hidden states of the sub-words linked to a masked token are combined (H* of the paper): sum or mean."""
     shuffle_sides: bool = False
     """Swap the two sentences of a pair with probability 1/2."""
 

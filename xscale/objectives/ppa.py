@@ -341,7 +341,7 @@ vectors are equal."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:
-    """Return whether each positive is above all its negatives [B]."""
+    """Return whether each positive has a higher similarity than all its negatives [B]."""
     return (positive_B1 - TIE * positive_B1.abs() > negative_BK).all(-1)
 
 

@@ -194,7 +194,8 @@ def without_row(task: str, row: str, name: str) -> str:
 
 
 def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
-    """The cells of LATE. The last value is NaN if the last number is missing; a constant curve has no best value."""
+    """A curve's cells for the columns LATE. The last value is NaN if the curve ends with a missing number. A constant
+    curve has no best value, and neither has a metric for which neither high nor low is better."""
     if curve is None or not curve.notna().any():
         return [None] * 4
     last: list[Cell] = [float(curve.iloc[-1]), float(last_tenth(curve).mean())]

@@ -222,8 +222,8 @@ class Heldout:
         targets: dict[tuple[str, str], int],
         counts: dict[tuple[str, str, str], int],
     ) -> Results:
-        """Return a results row for each stream and for each of its languages. All arguments but `sums` are sums over
-        ranks."""
+        """Return a results row for each stream and for each of its languages. `sums` is this rank's; the other
+        arguments are already summed over all ranks."""
         found = sums.shares(totals_K, self.run_spec.recipe, targets)
         results: Results = {}
         for name, number in (found | sums.by_language(totals_K, self.run_spec.recipe, counts)).items():

@@ -135,8 +135,8 @@ class Trainer:
         pending_step = self.synchronizer.next(batches)
         if self.stop.late and not self.stop.moved and self.process.is_main:
             LOG.warning(
-                f"train.time_limit: {recipe.train.time_limit:g} minutes were over before step {self.step + 1} began; "
-                f"this start makes a few steps, saves and stops. Set a longer limit"
+                f"train.time_limit: {recipe.train.time_limit:g} minutes passed before step {self.step + 1} began; "
+                f"the run trains a few steps, saves a checkpoint and stops. Set a longer limit"
             )
         while pending_step:
             self.watch.note(f"at the beginning of step {self.step + 1}")
@@ -354,7 +354,8 @@ class Trainer:
         )
 
     def write_records(self, name: str, step: int, what: str, batch: StepBatch, **more: Any) -> Path:
-        """Write the keys of a step's records, with a line for each rank, to a file of the run. Returns its path."""
+        """Append the keys of a step's records, one line per rank, to a file in the run's directory. Returns its
+        path."""
         path, ranks = self.out / name, self.host_group.gather({"rank": self.process.rank, **more, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]

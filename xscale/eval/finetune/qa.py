@@ -81,7 +81,7 @@ def _make_example(question: dict[str, Any], context: str, answers: Any, language
     if answers is not None:
         gold = tuple((answer["text"], answer["answer_start"]) for answer in answers)
         if not gold:
-            raise UserError(f"{where} has no answer; every question of SQuAD 1.1 has one: leave the others out")
+            raise UserError(f"{where} has no answer; remove questions without answers, which SQuAD 1.1 does not have")
     return LabelledExample(str(question["id"]), (language, language), (question["question"], context), gold)
 
 
@@ -123,7 +123,7 @@ def encode(examples: list[LabelledExample], encoding: Encoding) -> list[Feature]
 
 
 def stretches(tokens: int, room: int) -> Iterator[tuple[int, int]]:
-    """(first token, end) of the span of a context that each of its sequences has."""
+    """Yield (first token, end) of each of the overlapping windows into which a context is cut."""
     step = min(STRIDE, max(room // 2, 1))
     start = 0
     while start + room < tokens:

@@ -29,12 +29,12 @@ PREDICTED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """The numbers that decide how an encoder is fine-tuned."""
+    """The hyperparameters of fine-tuning."""
 
     epochs: int
     lr: float
     batch: int
-    """Sequences of a step, over all ranks."""
+    """Global batch size: the sequences of a step over all ranks."""
     max_length: int
     warmup: float
     """Steps of warm-up; below 1, the share of all steps."""

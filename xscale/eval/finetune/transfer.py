@@ -85,7 +85,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
     """Sentence-level code-switching (Pan et al. 2021, 2.3): a pair (a, b) and its translation (a', b') become (a', b)
     and (a, b'). A question's answers are those of its context, b or b'. Raises UserError."""
     if source is None:
-        raise UserError("--code_switch needs --train of the source language, which was translated")
+        raise UserError("--code_switch needs --train with the source-language file from which --translated was made")
     originals = {example.key: example for example in source.examples}
     groups = []
     for example in translated.examples:
@@ -113,7 +113,7 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
 
 
 def group_features(task: Task, training: TrainingText, encoding: Encoding) -> list[list[Feature]]:
-    """Groups of features that must be in one batch; without code-switching each feature is its own group."""
+    """Features in groups that must not be split over batches; without code-switching, each group is one feature."""
     flat = [example for group in training.groups for example in group]
     group_of = [number for number, group in enumerate(training.groups) for _ in group]
     features = task.encode(flat, encoding)
