@@ -225,7 +225,7 @@ def is_unlinked(unit: Unit, state: int) -> bool:
     return unit.links is None and state in (KEPT, HELD)
 
 
-class Part(NamedTuple):
+class AlignmentPart(NamedTuple):
     """The chunks of a direction whose pairs are aligned together."""
 
     direction: int
@@ -235,9 +235,9 @@ class Part(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def parts_of(folder: Path) -> list[Part]:
+def parts_of(folder: Path) -> list[AlignmentPart]:
     """All parts, after `select`. Those of a direction have about the same number of pairs, at least PART_PAIRS."""
-    corpus, parts = corpus_of(folder), list[Part]()
+    corpus, parts = corpus_of(folder), list[AlignmentPart]()
     for number, langs in enumerate(corpus.directions):
         chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs]
         sizes = [int(np.isin(state_of(folder, chunk), (KEPT, HELD)).sum()) for chunk in chunks]
@@ -246,7 +246,7 @@ def parts_of(folder: Path) -> list[Part]:
         places = [min(place, count - 1) for place in starts][:-1]
         for part in range(count):
             of_part = [chunk for chunk, place in zip(chunks, places, strict=True) if place == part]
-            parts.append(Part(number, of_part, count == 1))
+            parts.append(AlignmentPart(number, of_part, count == 1))
     return parts
 
 
