@@ -4,7 +4,7 @@
                                      [--part 25000] [--runs 3]
 
 The gold's sentences stand in the middle of the text. The whole is aligned at once; the parts one after the other, with
-eflomal's priors from an evenly spread sample of the size of a part, and without. Gold as in benchmarks/words.py.
+priors from an evenly spread sample of the size of two parts, and without. Gold as in benchmarks/words.py.
 Memory is the largest process's.
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.common import print_table
 from benchmarks.words import Gold, glued, read_gold, scores, tokens_of
 from data_tools import align
+from data_tools.steps import SAMPLE_PARTS
 from xscale.data.link_projection import parse
 from xscale.data.text import read_lines
 from xscale.data.words import split
@@ -32,7 +33,7 @@ def links_of(pairs: Pairs, part: int, with_priors: bool, folder: Path) -> list[s
     priors, found, out = None, list[str](), folder / "links"
     if with_priors:
         priors = folder / "priors"
-        align.make_priors(pairs[:: max(1, len(pairs) // part)], priors)
+        align.write_priors(pairs[:: max(1, len(pairs) // part // SAMPLE_PARTS)], priors)
     for start in range(0, len(pairs), part):
         align.align_words(pairs[start : start + part], out, "grow-diag-final-and", priors)
         found += [line for _, line in read_lines(out)]

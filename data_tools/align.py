@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from itertools import zip_longest
 from pathlib import Path
 
@@ -80,12 +82,12 @@ def in_words(pairs: Iterable[tuple[str, str]]) -> Iterator[Iterator[str]]:
     return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
 
 
-def find_program(name: str = PROGRAM) -> str:
-    """The path of a program of eflomal. Raises UserError if it is not installed."""
-    program = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+def find_program() -> str:
+    """The path of eflomal's program. Raises UserError if it is not installed."""
+    program = shutil.which(PROGRAM) or shutil.which(PROGRAM, path=str(Path(sys.executable).parent))
     if not program:
         raise UserError(
-            f"{name} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
+            f"{PROGRAM} is not installed; `pip install 'xscale[align]'` (it is built with a C compiler), or align with "
             f"another program and give its links to --links"
         )
     return program
@@ -108,11 +110,22 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str, prio
     return f"{given:,} pairs aligned, {total / max(given, 1):.1f} links a pair, {unlinked:,} pairs without"
 
 
-def make_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
-    """Write what an alignment of these texts says of words, with which other texts are aligned. Raises UserError."""
+def write_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
+    """Write how often words are linked in both directions, for `align_words` of other texts. Raises UserError.
+
+    eflomal-makepriors instead counts the links of each direction alone, and fertilities and jumps too. With its priors,
+    parts were aligned worse than with these (benchmarks/RESULTS.md).
+    """
+    counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="priors.", dir=out.parent) as folder:
         _, flags = _align_directions(pairs, Path(folder), None)
-        _run("eflomal-makepriors", flags | {"-p": out}, out)
+        with ExitStack() as stack:
+            files_of = [stack.enter_context(path.open(encoding="utf-8", newline="\n")) for path in flags.values()]
+            for src, tgt, forward, reverse in zip(*files_of, strict=True):
+                both, of_src, of_tgt = parse_links(forward) & parse_links(reverse), src.split(), tgt.split()
+                counts.update((of_src[i], of_tgt[j]) for i, j in both)
+    with out.open("w", encoding="utf-8") as file:
+        file.writelines(f"LEX\t{src}\t{tgt}\t{count}\n" for (src, tgt), count in sorted(counts.items()))
 
 
 def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path | None) -> tuple[int, dict[str, Path]]:
@@ -125,16 +138,12 @@ def _align_directions(pairs: Iterable[Iterable[str]], folder: Path, priors: Path
             given += 1
             for text, file in zip(texts, (src, tgt), strict=True):
                 file.write(text.lower() + "\n")
-    _run(PROGRAM, flags | ({"-p": priors} if priors else {}), flags["-r"])
-    return given, flags
-
-
-def _run(name: str, flags: dict[str, Path], made: Path) -> None:
-    """Run a program of eflomal, which makes a file. Raises UserError."""
-    command = [find_program(name), *(str(word) for flag in flags.items() for word in flag)]
+    options = flags | ({"-p": priors} if priors else {})
+    command = [find_program(), *(str(word) for option in options.items() for word in option)]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not made.exists():
-        raise UserError(f"{name} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
+    if done.returncode or not flags["-r"].exists():
+        raise UserError(f"{PROGRAM} failed ({done.returncode}): {done.stderr.strip()[-500:] or 'it says nothing'}")
+    return given, flags
 
 
 def _lines(path: Path) -> Iterator[str]:

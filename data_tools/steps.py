@@ -34,8 +34,7 @@ from xscale.errors import UserError
 from xscale.record import Record
 
 from . import index as indexing
-from .align import align, in_words
-from .align import make_priors as write_priors
+from .align import align, in_words, write_priors
 from .cleaning import Cleaner, Removed, text_hashes
 from .corpus import Corpus, Rules, SourceSpec, group_of
 from .engine import Step, put
@@ -49,8 +48,9 @@ KEPT, REPEATED, NEAR, HELD = range(4)
 """The states of a unit: kept, an exact duplicate, a near duplicate, held out."""
 HELD_SHARE = 10
 """At most about one in this many kept sentences or pairs is held out."""
-PART_PAIRS = 250_000
-"""A pair of languages with at least twice this number of pairs is aligned in parts."""
+PART_PAIRS, SAMPLE_PARTS = 250_000, 2
+"""A pair of languages with pairs for 2 SAMPLE_PARTS parts of PART_PAIRS is aligned in parts of at least this size, with
+priors from an even sample of the size of SAMPLE_PARTS parts."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
@@ -241,7 +241,8 @@ def parts_of(folder: Path) -> list[AlignmentPart]:
     for number, langs in enumerate(corpus.directions):
         chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs]
         sizes = [int(np.isin(state_of(folder, chunk), (KEPT, HELD)).sum()) for chunk in chunks]
-        count = max(sum(sizes) // PART_PAIRS, 1)
+        count = sum(sizes) // PART_PAIRS
+        count = count if count >= 2 * SAMPLE_PARTS else 1
         starts = (start * count // max(sum(sizes), 1) for start in accumulate(sizes, initial=0))
         places = [min(place, count - 1) for place in starts][:-1]
         for part in range(count):
@@ -261,7 +262,7 @@ def make_priors(folder: Path, number: int) -> None:
     if parts:
         pairs = (pair for part in parts for chunk in part.chunks for pair in unlinked(folder, chunk))
         with put(folder / f"links/{number}.priors") as partial:
-            write_priors(in_words(islice(pairs, 0, None, len(parts))), partial)
+            write_priors(in_words(islice(pairs, 0, None, len(parts) // SAMPLE_PARTS)), partial)
 
 
 def make_links(folder: Path, number: int) -> None:

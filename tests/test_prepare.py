@@ -25,7 +25,7 @@ import yaml
 import zstandard
 
 from benchmarks.sentences import WRITTEN, joint
-from data_tools import cleaning, engine, prepare, readers, steps
+from data_tools import align, cleaning, engine, prepare, readers, steps
 from data_tools.corpus import Rules, SourceSpec, load_corpus
 from data_tools.demo_world import World
 from data_tools.sentences import split_sentences
@@ -406,6 +406,7 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(steps, "align", diagonal)
     monkeypatch.setattr(steps, "write_priors", write_priors)
     monkeypatch.setattr(steps, "PART_PAIRS", part)
+    monkeypatch.setattr(steps, "SAMPLE_PARTS", 1)
     monkeypatch.setattr(prepare.align, "find_program", lambda: "eflomal-align")
     monkeypatch.setattr(steps, "CHUNK_UNITS", 3)
     pairs = [("a " * n + "end", "b " * (n + 2) + "Ende") for n in range(8)]
@@ -435,6 +436,18 @@ def test_pairs_without_links_are_aligned(tmp_path: Path, monkeypatch: pytest.Mon
         expected = "1-0" if record.texts[0] == "c d" else " ".join(f"{i}-{i}" for i in range(size))
         assert record.links == expected, record
     assert len(records) == 10
+
+
+def test_priors_are_the_links_of_both_directions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def aligned(pairs: Iterable[Iterable[str]], folder: Path, priors: Path | None) -> tuple[int, dict[str, Path]]:
+        texts = {"-s": "a b\na c\n", "-t": "x y\ny x\n", "-f": "0-0 1-1 1-0\n0-1\n", "-r": "0-0 1-1\n0-1 1-0\n"}
+        for flag, text in texts.items():
+            (folder / flag).write_text(text, encoding="utf-8", newline="\n")
+        return 2, {flag: folder / flag for flag in texts}
+
+    monkeypatch.setattr(align, "_align_directions", aligned)
+    align.write_priors([], tmp_path / "priors")
+    assert (tmp_path / "priors").read_text().splitlines() == ["LEX\ta\tx\t2", "LEX\tb\ty\t1"]
 
 
 def test_shards_are_a_source_again(tmp_path: Path) -> None:
