@@ -117,7 +117,7 @@ def test_one_process_where_several_were_meant(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(os, "environ", right)
         ranks.check_launch()
     monkeypatch.setattr(os, "environ", BATCH)
-    with pytest.raises(UserError, match="job has 7 tasks.*start it with srun"):
+    with pytest.raises(UserError, match=r"job has 7 tasks.*start it with srun"):
         ranks.check_launch()
 
 
