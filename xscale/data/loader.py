@@ -286,7 +286,8 @@ def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: in
     )
     with children_that_begin():
         started = iter(loader)
-    for worker in getattr(started, "_workers", ()):  # workers ignore SIGTERM: the end would wait for them
+    for worker in getattr(started, "_workers", ()):  # workers ignore SIGTERM: whoever ends them would wait for ever
+        worker.terminate = worker.kill
         atexit.register(worker.kill)
     return map(_raise_failure, started)
 
