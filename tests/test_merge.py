@@ -167,7 +167,7 @@ def test_models_that_do_not_fit_are_refused(
     [
         (["a"], "two models"),
         (["a", "b", "--how", "weighted", "--weights", "1"], "2 models"),
-        (["a", "b", "--how", "weighted", "--weights", "0", "0"], "not all 0"),
+        (["a", "b", "--how", "weighted", "--weights", "0", "0"], "above 0"),
         (["a", "b", "--weights", "1", "1"], "--how weighted"),
         (["a", "b", "--how", "ties"], "--base"),
         (["a", "b", "--how", "ties", "--base", "c", "--density", "0"], "--density"),

@@ -118,9 +118,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+def faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(remote, "STALL", 0.4)
+    monkeypatch.setattr(remote, "STALL", 0.4 if given.get("fault") == "stall" else 20.0)
     monkeypatch.setattr(remote, "TOUCHED", 0.0)
     yield Faults()
     RELEASED.set()
