@@ -71,7 +71,7 @@ def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_
         )
 
 
-def check_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
+def refuse_equal_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
     """Raise UserError if the target is the source file, or looks like a copy of it."""
     pairs = [(a.strip(), b.strip()) for a, b in zip(*heads, strict=False) if a.strip() and b.strip()]
     same = sum(a == b for a, b in pairs)

@@ -23,7 +23,7 @@ from xscale.errors import UserError, can_be_encoded
 from .conllu import read_sentences
 from .corpus import SourceSpec
 from .documents import passages
-from .formats import HEAD_LINES, check_sides, check_text, object_of, take_head
+from .formats import HEAD_LINES, check_text, object_of, refuse_equal_sides, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
@@ -55,7 +55,7 @@ def text_pairs(source: SourceSpec) -> Iterator[Unit]:
     paths = [Path(name) for name in source.paths]
     sides = [_checked_lines(path, side, source.langs) for side, path in enumerate(paths[:2])]
     heads = [take_head(side, HEAD_LINES) for side in sides]
-    check_sides(paths[0], paths[1], [[line for _, line in head] for head in heads])
+    refuse_equal_sides(paths[0], paths[1], [[line for _, line in head] for head in heads])
     columns = [chain(head, side) for head, side in zip(heads, sides, strict=True)] + [read_lines(p) for p in paths[2:]]
     for number, row in enumerate(_together(paths, columns), start=1):
         yield Unit(number, row[:2], row[2] if len(row) > 2 else None)

@@ -33,7 +33,7 @@ from xscale.record import Record
 from . import align
 from . import index as indexing
 from .documents import FORMS, passages
-from .formats import HEAD_LINES, check_sides, check_text, take_head
+from .formats import HEAD_LINES, check_text, refuse_equal_sides, take_head
 from .ranks import Ranks, run
 
 SHARD_LINES = 8192
@@ -115,7 +115,7 @@ def sides(src: Path, tgt: Path, langs: tuple[str, str]) -> list[Iterator[tuple[i
     texts = [[line for _, line in head] for head in heads]
     for side, path in enumerate((src, tgt)):
         check_text(path, texts[side], side, langs[side])
-    check_sides(src, tgt, texts)
+    refuse_equal_sides(src, tgt, texts)
     return [chain(head, of_side) for head, of_side in zip(heads, lines, strict=True)]
 
 

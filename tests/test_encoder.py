@@ -32,6 +32,7 @@ from xscale.errors import UserError
 from xscale.models.build import PRESETS, build_encoder, decay_groups, dropout_fields, positions
 from xscale.models.encoder import HEADS, Encoder
 from xscale.models.flat import FLAT, first_position
+from xscale.models.momentum import MomentumEncoder
 from xscale.ops.masked_ce import masked_cross_entropy
 
 SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
@@ -164,6 +165,26 @@ def test_rotations_are_exact_in_a_model_of_16_bits() -> None:
     assert (narrow(row) - states).abs().mean() < 0.02 * states.abs().mean()
 
 
+def test_another_rope_theta_makes_the_model_of_that_theta() -> None:
+    """The momentum encoder, which is a copy of the encoder, has the same."""
+    encoder, row = make("modernbert"), row_of(LENGTHS[0])
+    before, momentum = encoder(row), MomentumEncoder(encoder, torch.nn.Identity(), 0.9)
+    encoder.set_rope_theta(50.0)
+    config = copy.deepcopy(CONFIGS["modernbert"])
+    config.update(dropout_fields("modernbert", 0.0))
+    for rope in config.rope_parameters.values():
+        rope["rope_theta"] = 50.0
+    theirs = AutoModelForMaskedLM.from_config(config).double()
+    theirs.load_state_dict(encoder.lm.state_dict())
+    inputs = padded_inputs(encoder, row)
+    expected = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    for found in (encoder, momentum.forward_modules(train=False)[0]):
+        torch.testing.assert_close(found(row), expected, rtol=0, atol=1e-10)
+    assert (before - expected).abs().max() > 1e-3
+    with pytest.raises(UserError, match=r"rope_theta.*bert"):
+        make("bert").set_rope_theta(50.0)
+
+
 def test_other_ropes_are_padded() -> None:
     rope = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
     both = {"full_attention": rope, "sliding_attention": dict(rope)}
@@ -171,6 +192,8 @@ def test_other_ropes_are_padded() -> None:
     same_states_and_gradients(encoder, row_of(LENGTHS[0]))
     with pytest.raises(UserError, match=r"modernbert.*train\.compile=false"):
         encoder.compile_forward()
+    with pytest.raises(UserError, match=r"rope_theta.*unscaled"):
+        encoder.set_rope_theta(50.0)
 
 
 # Heads

@@ -15,6 +15,7 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, ModernBertConfig, ModernBertForMaskedLM, PreTrainedTokenizerFast
 
 from tests import launch
 from tests.test_mixture import SOURCES, mixture
@@ -270,6 +271,7 @@ def test_a_longer_room_begins_at_once() -> None:
         ({"until": 0.5, "train.lr": 0.1}, r"train.lr: a phase cannot"),
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
+        ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: set it for the recipe"),
         ({"until": 1.5}, r"phases\[0\].until: 1.5 .*0.8"),
         ({"until": True}, r"until: True .*an integer from 0"),
         ({"data.alpha": 0.5}, r"until: None"),
@@ -303,10 +305,10 @@ def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
     assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
 
 
-def listed(demo: Path, folder: Path, outs: list[str], *sets: str) -> list[str]:
+def listed(demo: Path, folder: Path, outs: list[str], *sets: str, phases: list[dict[str, Any]] = PHASES) -> list[str]:
     """A runs' list for many_runs.py, of FOLDER/OUT for each."""
     folder.mkdir(exist_ok=True)
-    common = ["--ds_config", "zero2_cpu", "--recipe", write(folder), "--data", str(demo), "--set", *sets]
+    common = ["--ds_config", "zero2_cpu", "--recipe", write(folder, phases), "--data", str(demo), "--set", *sets]
     (folder / "list.json").write_text(json.dumps([[*common, "--trace", "--out", str(folder / out)] for out in outs]))
     return [str(folder / "list.json")]
 
@@ -314,17 +316,29 @@ def listed(demo: Path, folder: Path, outs: list[str], *sets: str) -> list[str]:
 @pytest.mark.slow
 def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_path: Path) -> None:
     """After kill -9 and from a checkpoint of each phase and border, the metrics and the last weights are those of a
-    whole run, bit for bit."""
+    whole run, bit for bit. The base of the rotary embeddings changes from phase to phase."""
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    words = len(PreTrainedTokenizerFast.from_pretrained(demo / "tokenizer"))
+    config = ModernBertConfig(**shape | ids, vocab_size=words, max_position_embeddings=128, local_attention=16)
+    ModernBertForMaskedLM(config).save_pretrained(tmp_path / "modern")
+    thetas = [10_000.0, 10_000.0, 40_000.0, 160_000.0]
+    phases = [phase | {"model.rope_theta": theta} for phase, theta in zip(PHASES, thetas, strict=True)]
+    model = [f"model.init={tmp_path / 'modern'}", f"model.tokenizer={demo / 'tokenizer'}", "model.rope_theta=80000"]
+
     script = str(launch.ROOT / "tests" / "many_runs.py")
-    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1"]
-    launch.run(2, listed(demo, tmp_path, ["whole"], *sets), script=script)
+    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1", *model]
+    launch.run(2, listed(demo, tmp_path, ["whole"], *sets, phases=phases), script=script)
     whole = tmp_path / "whole"
+    for end, theta in zip(ENDS, thetas, strict=True):
+        ropes = AutoConfig.from_pretrained(whole / f"checkpoints/step_{end:08d}" / "hf").rope_parameters
+        assert {rope["rope_theta"] for rope in ropes.values()} == {theta}, end
     copies = {step: tmp_path / str(step) for step in (2, 4, 6, 7, 10, 14, 17)}
     for step, copy in copies.items():
         shutil.copytree(whole, copy)
         for later in range(step + 1, 21):
             shutil.rmtree(copy / "checkpoints" / f"step_{later:08d}")
-    arguments = listed(demo, tmp_path, [str(step) for step in copies] + ["killed"], *sets)
+    arguments = listed(demo, tmp_path, [str(step) for step in copies] + ["killed"], *sets, phases=phases)
     process = launch.start(2, arguments, script=script)
     while not (tmp_path / "killed" / "checkpoints" / "step_00000005").exists() and process.poll() is None:
         time.sleep(0.05)

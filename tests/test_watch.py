@@ -19,7 +19,7 @@ from xscale.checkpoint import store as checkpoints
 from xscale.ranks import Process
 from xscale.run import watch
 from xscale.run.folder import STOPPED
-from xscale.run.metrics import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, Alike, Pace, Skips
+from xscale.run.metrics import ALIKE, ALIKE_STEPS, LOW_SCALE, MOST_SKIPS, SLOW_FLUSHES, CollapseDetector, Pace, Skips
 
 CONFIGS = ("zero0_fp32", "zero1_bf16", "zero2_cpu", "zero3_bf16")
 BAD = 7
@@ -55,7 +55,7 @@ def test_many_skipped_steps_and_a_low_scale_are_told() -> None:
 
 def test_vectors_that_hardly_differ_are_told_once() -> None:
     """Of each stream, whatever lies between the steps; not of those that do differ."""
-    alike, said = Alike(), []
+    alike, said = CollapseDetector(), []
     for i in range(4 * ALIKE_STEPS):
         cosines = {"ppa": 0.9999 if i % 2 else 0.5, "other": ALIKE}
         said += alike.warnings({"loss": 1.0} | {f"sentence_cosine/{name}": cosine for name, cosine in cosines.items()})

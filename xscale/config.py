@@ -47,6 +47,9 @@ class ModelConfig:
     as in transformers, which is a gain of 0.23 in preset tiny and 0.55 in base. At 0.23 attention adds little, all
     sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97 at 1), and contrastive losses learn late.
     Other losses learn somewhat later at 1."""
+    rope_theta: PositiveFloat | None = None
+    """The base of the rotary position embeddings in all layers (ModernBERT); null: that of `init`, or 160,000 in the
+    presets. A larger base suits longer sequences. A phase may change it if the recipe sets it."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -321,6 +324,7 @@ class EvalConfig:
 
 
 IN_PHASES = {
+    "model": frozenset({"rope_theta"}),
     "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
     "streams": frozenset({"samples", "tokens", "weight", "languages"}),
 }
@@ -560,13 +564,16 @@ def _build_phase(
     changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
 ) -> Recipe | None:
     """The recipe of a phase. tree: the recipe's fields, which are changed to the phase's."""
-    allowed = {f"data.{name}" for name in IN_PHASES["data"]}
+    allowed = {f"{section}.{name}" for section in ("model", "data") for name in IN_PHASES[section]}
     for name, stream in recipe.streams.items():
         own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
         allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}
     for name, value in changes.items():
         if name not in allowed:
             problems.append(f"{name}: a phase cannot change it; it may change {', '.join(sorted(allowed))}")
+            continue
+        if name == "model.rope_theta" and recipe.model.rope_theta is None:
+            problems.append(f"{name}: set it for the recipe too; the steps after the phase use that value")
             continue
         if name == "data.languages_add":
             before = changes.get("data.languages", recipe.data.languages)

@@ -105,7 +105,7 @@ def machine(hardware: Hardware) -> Lines:
 
 def file_system(out: Path) -> Lines:
     """The file system of --out, or of the nearest folder above it that exists."""
-    place = files.nearest_folder(out)
+    place = files.nearest_existing(out)
     if not place.is_dir():
         yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
         return

@@ -185,7 +185,7 @@ def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: st
     """The size of a checkpoint, and the time that rank 0 takes to write its part here."""
     whole, first = cost.checkpoint_bytes(module, ds_config, precision, world)
     try:
-        place = files.nearest_folder(out)
+        place = files.nearest_existing(out)
         speed = files.write_speed(place, PROBE_BYTES)
         told = f"about {first / speed:,.1f} s, at the {speed / 1e6:,.0f} MB/s that one process writes to {place} here"
     except OSError as error:
@@ -196,7 +196,7 @@ def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: st
 def check_room(size: float, keep: int, out: Path) -> str:
     """A warning, or "", if the disk of --out lacks room for all checkpoints that stay plus the one being written.
     Raises UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
-    place = files.nearest_folder(out)
+    place = files.nearest_existing(out)
     needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
     free = shutil.disk_usage(place).free if place.is_dir() else math.inf
     problem = (

@@ -214,7 +214,7 @@ def write_speed(folder: Path, size: int = 64 << 20) -> float:
         return size / (time.perf_counter() - started)
 
 
-def nearest_folder(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
     """The path, or the nearest path above it that exists, which may be a broken link."""
     path = path.absolute()
     while not os.path.lexists(path):

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from xscale.data.packed_row import Tokens
 from xscale.errors import UserError
-from xscale.models.flat import FLAT, padded_layers, padded_states, states_of
+from xscale.models.flat import FLAT, modernbert_states, padded_layers, padded_states, states_of
 from xscale.ops.masked_ce import masked_cross_entropy
 
 
@@ -121,6 +121,16 @@ class Encoder(nn.Module):
 
         last = self._states(self.lm.base_model, row, torch.zeros((), dtype=torch.int64), keep)
         return [*inputs, last]
+
+    def set_rope_theta(self, theta: float) -> None:
+        """Set the base of the rotary position embeddings in all layers. Raises UserError for a model without them."""
+        if self._states is not modernbert_states:
+            raise UserError(
+                f"model.rope_theta is for ModernBERT models with unscaled rotary embeddings; leave it null for this "
+                f"{self.lm.config.model_type} model"
+            )
+        for rope in self.lm.config.rope_parameters.values():
+            rope["rope_theta"] = float(theta)
 
     def checkpoint_activations(self) -> None:
         """Make forward passes keep only the layers' inputs; backward passes recompute the rest."""

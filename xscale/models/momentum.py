@@ -26,7 +26,8 @@ class MomentumEncoder:
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
         """The trained modules. DeepSpeed may change their type and device, but not the order of their parameters."""
         self.momentum = momentum
-        base: Any = copy.deepcopy(encoder.lm.base_model)
+        config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
+        base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
         self._cast: nn.ModuleList | None = None

@@ -46,7 +46,7 @@ TOKENS = "tokens.npz"
 """The file in a run's directory that holds the distinct tokens of each language's text."""
 
 
-def find_tasks(
+def find_measures(
     run_spec: RunSpec, engine: Any, process: Process, alignment: Callable[[], Results], note: Callable[[str], None]
 ) -> dict[str, Callable[[], Results]]:
     """Return the functions that measure the recipe's tasks, by the task's name. All ranks call a function together, and

@@ -24,10 +24,20 @@ from xscale.files import Lock
 from xscale.metric_keys import MetricKey
 from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
-from xscale.run.evals import Results, find_probes, find_tasks
+from xscale.run.evals import Results, find_measures, find_probes
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
 from xscale.run.fork import is_own
-from xscale.run.metrics import LOG, SPIKE_STEPS, Alike, JsonLines, Pace, Reporter, Skips, SpikeDetector, StepRecord
+from xscale.run.metrics import (
+    LOG,
+    SPIKE_STEPS,
+    CollapseDetector,
+    JsonLines,
+    Pace,
+    Reporter,
+    Skips,
+    SpikeDetector,
+    StepRecord,
+)
 from xscale.run.run_spec import RunSpec
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
@@ -96,7 +106,7 @@ class Trainer:
         and the counter of skipped steps."""
         self.warned = set(run_spec.dropped())
         self.unreported: list[UnreportedStep] = []
-        self.pace, self.alike = Pace(context.watch.names), Alike()
+        self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         auxiliary_states = self.engine.module.auxiliary_states.items()
         self.gathering = {stream: one for stream, one in auxiliary_states if isinstance(one, Gathering)}
         self.flops = StepFlops(self.engine.module.encoder)
@@ -105,7 +115,7 @@ class Trainer:
         """The detector of rank 0, if the recipe asks for one."""
         self.quiet_until = 0
         """The step after which a spike is logged again."""
-        tasks = find_tasks(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
+        tasks = find_measures(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
         self.checkpoint_manager = CheckpointManager(
@@ -309,7 +319,7 @@ class Trainer:
                 self.reporter.report(entry)
             self.reporter.flush()
             self.validation.hook.look()
-            for line in [*self.pace.warnings(), *chain.from_iterable(map(self.alike.warnings, entries))]:
+            for line in [*self.pace.warnings(), *chain.from_iterable(map(self.collapse.warnings, entries))]:
                 LOG.warning(line)
         spikes = [""] * len(entries)
         if self.recipe.train.spikes:

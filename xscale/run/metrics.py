@@ -432,7 +432,7 @@ class Skips:
         return None
 
 
-class Alike:
+class CollapseDetector:
     """A detector of streams whose vectors hardly differ between sentences."""
 
     def __init__(self) -> None:

@@ -281,6 +281,8 @@ class RunSpec:
             load=load,
         )
         encoder.lm.config.xscale["lexicon_heldout"] = self.unseen  # for eval/alignment_score.py
+        if theta := self.recipe.at(0).model.rope_theta:
+            encoder.set_rope_theta(theta)
         return encoder
 
     def phase_ends(self) -> list[int]:

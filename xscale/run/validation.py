@@ -44,7 +44,7 @@ class Validation:
         step: int,
         reporter: Reporter | None,
     ):
-        """Prepare to measure. tasks: the result of evals.find_tasks. step: the last step whose evaluation stays in
+        """Prepare to measure. tasks: the result of evals.find_measures. step: the last step whose evaluation stays in
         evals.jsonl, or -1 if none stays."""
         self.section, self.best_of = run_spec.recipe.eval, run_spec.recipe.checkpoint.best
         self.tasks, self.out, self.host_group, self.reporter = tasks, out, host_group, reporter

@@ -121,6 +121,8 @@ def optimizer_step(
     """
     recipe = recipe.at(step)
     engine.module.follow(recipe)
+    if recipe.model.rope_theta:
+        engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
     passes = [
         RowPass(engine.module, row, engine.device, (recipe.train.seed, step, number, rank))
