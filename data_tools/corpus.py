@@ -66,7 +66,7 @@ class Rules(Strict):
 
 
 class SourceSpec(Strict):
-    """A source of text. `pairs` or `mono` gives its languages, and one key of FORMATS its files."""
+    """A source of text: its languages are in `pairs` or `mono`, its files in one key of FORMATS."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None

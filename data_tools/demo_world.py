@@ -344,8 +344,8 @@ class Composer:
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
 
-    def voice(self, word: Word, key: str = "") -> Part:
-        """A new concept, which a form of a word expresses in both languages."""
+    def express(self, word: Word, key: str = "") -> Part:
+        """The part of a form of a word in both languages, with a new concept."""
         c = next(self.concepts)
         return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
@@ -360,7 +360,7 @@ class Composer:
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
         """An invariable word from a pool with this probability, otherwise NOTHING."""
-        return self.voice(self.draw(pos, kind)) if self.chance(probability) else NOTHING
+        return self.express(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
     def mark(self, sign: str) -> Part:
         c = next(self.concepts)
@@ -379,9 +379,9 @@ class Composer:
         noun = self.draw(owner, group)
         countable = "pl.nom" in noun.en
         if noun.kind == "P" and not countable:
-            return self.voice(noun, f"sg.{case}")
+            return self.express(noun, f"sg.{case}")
         number = "pl" if countable and self.chance(0.3) else "sg"
-        core = self.voice(noun, f"{number}.{case}")
+        core = self.express(noun, f"{number}.{case}")
         roll = self.rng.random()
         if roll < 0.14:
             front = self.some("determiner", number)
@@ -422,16 +422,16 @@ class Composer:
     def participant(self, verb: Word, role: str, case: str, depth: int) -> Part:
         """The subject or object of a verb."""
         if "P" in getattr(verb, f"{role}s") and self.chance(0.15):
-            return self.voice(self.draw("pronoun", "P"), case)
+            return self.express(self.draw("pronoun", "P"), case)
         return self.phrase(verb, role, case, depth)
 
     def back_reference(self, subject: Part) -> Part:
         """The pronoun for an earlier subject."""
         noun = subject.head
         if noun.pos == "pronoun":
-            return self.voice(noun, "nom")
+            return self.express(noun, "nom")
         singular = "it" if noun.kind == "A" else "she" if noun.en["sg.nom"] in FEMALE else "he"
-        return self.voice(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
+        return self.express(self.world.pronouns["they" if subject.person == "3pl" else singular], "nom")
 
     def complements(self, verb: Word, subject: Part, depth: int, gap: str) -> Part:
         """The complements of a verb. They follow it in English, and mostly precede it in xx."""

@@ -237,7 +237,7 @@ def work(args: argparse.Namespace) -> str:
                 file.write(line)
         report.append(f"{out}: {args.how} of {source}")
     if derivation.parses and (rest := next(derivation.parses, None)):
-        raise UserError(f"--conllu has more sentences than --in, from {rest[0]}; give only the parses of these files")
+        raise UserError(f"{rest[0]}: --conllu goes on, but --in has ended; give only the parses of --in")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
         report.append(f"{crossing} have crossing arcs and stay as they are")

@@ -83,7 +83,7 @@ def taken_in(corpus: Path, checkpoint: Checkpoint) -> tuple[RunSpec, dict[str, A
     known = frozenset(append.fingerprints(checkpoint.identity))
     run_spec = resolved(corpus / "after", known=known)
     assert folder.changed(checkpoint.identity, run_spec.identity(), append=True) == []
-    checkpoint_now = append.adapted(checkpoint, run_spec)
+    checkpoint_now = append.with_new_sources(checkpoint, run_spec)
     return run_spec.calibrated(calibration(run_spec, checkpoint_now, HostGroup())), checkpoint_now.state
 
 
@@ -146,7 +146,7 @@ def test_what_a_run_cannot_take_in(corpus: Path) -> None:
         "shards were not cut"
     )
     with pytest.raises(UserError, match=r"data\.first"):
-        append.adapted(checkpoint, resolved(corpus / "after", "data.first=900", known=frozenset({"x"})))
+        append.with_new_sources(checkpoint, resolved(corpus / "after", "data.first=900", known=frozenset({"x"})))
     new = find_sources([corpus / "after" / "mono_xx"])
     new[0].langs = ("sw",)
     more = Namespace(sources=[*first.sources, *new], recipe=first.recipe, languages=["en", "sw", "xx"])

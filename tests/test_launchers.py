@@ -259,7 +259,7 @@ print({found.laddr.ip for found in psutil.Process().net_connections() if found.s
 
 
 def test_a_lone_run_listens_to_no_other_host() -> None:
-    env = ranks.without_launcher({k: v for k, v in os.environ.items() if k not in ranks.SOCKETS})
+    env = ranks.environment_without_launcher({k: v for k, v in os.environ.items() if k not in ranks.SOCKETS})
     done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert ast.literal_eval(done.stdout.splitlines()[-1].replace("set()", "{}")) in ({}, {"127.0.0.1"})

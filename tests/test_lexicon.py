@@ -443,9 +443,9 @@ def test_a_run_reads_its_dictionaries_in_the_spelling_of_its_text(tmp_path: Path
     assert [" ".join(entry) for entry in lexicon.words] == AS_SPELLED
     assert [" ".join(entry) for entry in plain.words] == [" ".join(e) for e in same.words] == ENTRIES_GIVEN
     assert (lexicon.changed, plain.changed, same.changed, lexicon.unknown, plain.unknown) == (4, 0, 0, 1, 1)
-    for words in ("1 others have unknown tokens", "4 were spelled otherwise"):
+    for words in ("1 others have unknown tokens", "4 now have the text"):
         assert any(words in line for line in found.notes())
-    assert not any("spelled otherwise" in line for line in given.notes() + lower.notes())
+    assert not any("commonest spelling" in line for line in given.notes() + lower.notes())
     assert found.identity()["lexicons"] != given.identity()["lexicons"]
     assert found.identity()["recipe"] == given.identity()["recipe"]
     folder.write_lexicons(tmp_path, found.lexicons)

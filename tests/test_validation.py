@@ -26,7 +26,7 @@ from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.ranks import HostGroup, Process, without_launcher
+from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
 from xscale.run.evals import Heldout, check_number
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
@@ -345,7 +345,10 @@ def test_a_hook_runs_the_code_of_the_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_hook_is_no_rank() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "1", "SLURM_PROCID": "1", "SLURM_JOB_ID": "7", "PATH": "/bin"}
-    assert without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {"SLURM_JOB_ID": "7", "PATH": "/bin"}
+    assert environment_without_launcher(env | {"TORCHELASTIC_RUN_ID": "x", "OMPI_X": "y"}) == {
+        "SLURM_JOB_ID": "7",
+        "PATH": "/bin",
+    }
 
 
 def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path) -> None:

@@ -46,7 +46,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     run_spec = resolve_run(args.recipe, args.set, args.data, known=append.known_sources(args))
     folder.claim_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
     checkpoint = fork.find_checkpoint(args, run_spec.identity(), HostGroup())
-    checkpoint = checkpoint and append.adapted(checkpoint, run_spec)
+    checkpoint = checkpoint and append.with_new_sources(checkpoint, run_spec)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)

@@ -94,7 +94,7 @@ def lock_folder(folder: Path) -> int:
 
 
 def move_in(partial: Path, path: Path) -> None:
-    """Do the last step of `publish`, for files that several processes write together."""
+    """Rename `partial`, which several processes may have written together, to `path`."""
     if not partial.is_dir():
         sync(partial)
     elif path.is_dir():

@@ -82,8 +82,8 @@ def check_mergeable(models: list[Model]) -> None:
         if differing := [name for name in {**first, **ours} if first.get(name) != ours.get(name)]:
             name = differing[0]
             raise UserError(
-                f"{model.name} does not fit {models[0].name}: {name} is {ours.get(name)}, there {first.get(name)}; "
-                f"merge models that come from one model"
+                f"{model.name} has {name} {ours.get(name)}, but {models[0].name} has {first.get(name)}; merge models "
+                f"that come from one model"
             )
 
 

@@ -129,7 +129,7 @@ def _launcher_variables() -> tuple[str, str, str, str] | None:
     return None
 
 
-def without_launcher(env: dict[str, str]) -> dict[str, str]:
+def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
     """The environment without the variables that a launcher sets, for a process that is not a rank of this run."""
     said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")

@@ -14,7 +14,7 @@ from xscale.checkpoint.reshard import load_rescaled
 from xscale.checkpoint.store import Checkpoint
 from xscale.deepspeed_private import model_file, partition_files, saved_whole
 from xscale.errors import UserError
-from xscale.models.build import dropout_fields, load_pretrained, settle_neutral
+from xscale.models.build import dropout_fields, fill_neutral_row, load_pretrained
 from xscale.models.heads import KeptHeads, load_heads
 from xscale.ranks import HostGroup
 
@@ -77,7 +77,7 @@ def load_run(path: str | Path, dropout: float | None = None) -> tuple[PreTrained
     lost = [name for name in missing if name not in tied and not name.endswith(("position_ids", "token_type_ids"))]
     assert not lost and not unexpected, (lost, unexpected)
     lm.tie_weights()
-    settle_neutral(lm)
+    fill_neutral_row(lm)
     return lm, _heads(trained, store.read(path).identity["recipe"]["streams"])
 
 

@@ -69,10 +69,7 @@ class Lexicon:
             f"dictionary: {self.path}, {len(self.words):,} entries, {len(self.single()):,} of one token on either "
             f"side; {self.identical:,} have the same tokens on both and say nothing"
             + (f"; {self.unknown:,} others have unknown tokens and are left out" if self.unknown else "")
-            + (
-                f"; {self.changed:,} were spelled otherwise than mostly in the text, and are now so"
-                * bool(self.changed)
-            )
+            + (f"; {self.changed:,} now have the text's commonest spelling" * bool(self.changed))
         )
 
     @property

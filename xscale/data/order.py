@@ -89,7 +89,7 @@ class EpochOrder:
         self.size = int(self.ends[-1])
         self._part = EMPTY_PART
         self._leading = -1, NO_RECORDS
-        """A window's number, and the leading bits of its records' hashes, which determine each record's part."""
+        """A window's number, and the leading bits of its records' hashes. A record's bits determine its part."""
 
     def bounds(self, position: int) -> tuple[int, int, int]:
         """(window, first position, end position) of the window that holds `position`."""

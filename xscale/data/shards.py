@@ -246,7 +246,7 @@ class Source:
         return data
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """The value of `follows` for a single record."""
+        """Whether the record continues the document of the one before."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
@@ -433,8 +433,10 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
         if type(index[name]) is not kind:
             raise ValueError(f"{name} {index[name]!r} is not a {kind.__name__}")
     check_languages(index["langs"])
-    if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono") or index["layout"] not in LAYOUTS:
-        raise ValueError(f"kind {index['kind']!r} or layout {index['layout']!r} is wrong")
+    if index["kind"] != ("pair" if len(index["langs"]) == 2 else "mono"):
+        raise ValueError(f"kind {index['kind']!r} does not fit langs {index['langs']}")
+    if index["layout"] not in LAYOUTS:
+        raise ValueError(f"layout {index['layout']!r} is none of {', '.join(LAYOUTS)}")
     if not isinstance(index.get("segmentation", {}), dict):
         raise ValueError(f"segmentation {index['segmentation']!r} is not an object")
     if unknown := set().union(*index["shards"]) - {*Shard._fields}:
@@ -444,7 +446,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
         if not (type(records) is type(size) is int and records > 0 <= size and type(crc) is int):
             raise ValueError(f"shard {name!r}: {(records, size, crc)} are not records, bytes and a checksum")
         if type(sha256) is not str or "/" in name or not name.endswith(".tar") or not name.isprintable():
-            raise ValueError(f"shard {name!r} is not a name of a tar file, or has no hash")
+            raise ValueError(f"shard {name!r} is not a tar file's name, or has no hash")
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):

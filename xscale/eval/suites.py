@@ -77,7 +77,7 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
 
 
 def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:
-    """Name -> row. If several rows have the same name, the path is added to it."""
+    """Name -> row. If rows share a name, the path of each is added to its name."""
     times = Counter(row.name for row in rows)
     return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
 

@@ -84,7 +84,7 @@ def read_pretrained(named: str, init: str | Path, dropout: float | None = None) 
             f"config.json and its weights belong to different models"
         )
     run_fields(lm.config, f"{named} {init}")
-    settle_neutral(lm)
+    fill_neutral_row(lm)
     infinite = next((name for name, weight in lm.named_parameters() if not weight.isfinite().all()), None)
     if infinite:
         raise UserError(f"{named} {init}: {infinite} has weights that are not finite; use an earlier checkpoint")
@@ -236,7 +236,7 @@ def _token_types(config: Any) -> int:
     return rows
 
 
-def settle_neutral(lm: PreTrainedModel) -> None:
+def fill_neutral_row(lm: PreTrainedModel) -> None:
     """Set token type 0 of a model with language embeddings to the languages' mean, unless its run has trained it.
 
     Runs of older versions count languages from 0 and have no neutral row; their rows move up by one.

@@ -16,7 +16,7 @@ FILE = "xscale_heads.safetensors"
 
 
 class KeptHeads(NamedTuple):
-    """The heads of one stream, in fp32."""
+    """A stream's saved heads, in fp32."""
 
     stream: dict[str, Any]
     """The stream's fields in the recipe that trained the heads."""

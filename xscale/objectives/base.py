@@ -71,7 +71,7 @@ class Scheduled(AuxiliaryState, Protocol):
 
 @runtime_checkable
 class Gathering(AuxiliaryState, Protocol):
-    """An auxiliary state that exchanges the vectors it has read between all ranks, once a step."""
+    """An auxiliary state whose vectors all ranks exchange once a step, after it has read them."""
 
     counts: list[int] | None
     """Number of vectors that each rank reads in the current step; None if the ranks must first tell each other."""

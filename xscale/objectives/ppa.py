@@ -168,7 +168,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
 
 
 def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: Context) -> StreamBatch:
-    """Return the batch of the term `word_term`: TLM, or MLM on each side alone."""
+    """Return the batch of the term `word_term`: TLM, or MLM with `replace_tlm_with_mlm`."""
     if options.replace_tlm_with_mlm:
         both = [(pair, s) for pair, side in sides for s in (side, 1 - side)]
         # The masked places depend on a sequence's identity, so the two sequences of a pair need different ones.

@@ -30,7 +30,7 @@ def fingerprints(identity: dict[str, Any]) -> list[str]:
     return [entry["fingerprint"] for entry in identity["data"]]
 
 
-def adapted(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
+def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
     """Return the checkpoint with a position for each source of the run, which has all sources of the checkpoint and
     perhaps more. Raises UserError."""
     before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]

@@ -322,7 +322,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
     tokens = tokens_of_text(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
-        LOG.info(f"{lexicon.summary()}; only alignment scores read it")
+        LOG.info(f"{lexicon.summary()}; no stream trains on it")
     for name, probe in found.items():
         words = len(probe.withheld.queries)
         if heldout and words < FEWEST:

@@ -61,7 +61,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
         for note in [*config.notes, *run_spec.notes()]:
             LOG.info(note)
         checkpoint = fork.find_checkpoint(args, run_spec.identity(), host_group)
-        checkpoint = checkpoint and append.adapted(checkpoint, run_spec)
+        checkpoint = checkpoint and append.with_new_sources(checkpoint, run_spec)
         check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
         if checkpoint and first >= train.steps and not fork.is_own(checkpoint, args.out):
@@ -146,7 +146,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
     found = checkpoints.newest_valid(out, host_group, log, error.good)
     if found is None:
         raise error
-    found = append.adapted(found, trainer.run_spec)
+    found = append.with_new_sources(found, trainer.run_spec)
     excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
     load_engine(trainer.engine, found, host_group)

@@ -60,7 +60,7 @@ class PendingStep(NamedTuple):
     sums: Callable[[], list[int]]
     """The function that waits for the sums over ranks and returns them."""
     counts: Callable[[], GlobalCounts]
-    """The function that waits for the sums of a step that has not failed, and returns them by name."""
+    """The function that waits for the sums and returns them by name. A failed step has none."""
     arrived: Callable[[], bool]
     """The function that returns True once the sums have arrived."""
     sent: int

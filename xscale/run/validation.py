@@ -198,7 +198,7 @@ def hook_words(command: str, values: dict[str, str]) -> list[str]:
 def hook_environment() -> dict[str, str]:
     """Return the environment for a process that is not a rank. In it, `python -m xscale...` runs the same code as this
     process."""
-    env = ranks.without_launcher(dict(os.environ))
+    env = ranks.environment_without_launcher(dict(os.environ))
     for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):
         env[name] = os.pathsep.join(filter(None, [own, env.get(name)]))
     return env

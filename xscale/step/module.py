@@ -196,7 +196,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         if name == "loss":
             raise ValueError("a metric cannot be called loss")
         if (stream, term) not in row.targets:
-            raise ValueError(f"metric {name} is divided by {term!r}, which collate's targets do not have")
+            raise ValueError(f"metric {name} is of term {term!r}, which is not in collate's targets")
         check_scalar(f"metric {name}", value)
 
 

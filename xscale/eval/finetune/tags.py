@@ -40,15 +40,15 @@ def read_pos(path: Path, language: str) -> list[LabelledExample]:
         found = _read_sentences(path, _conllu_word)
     else:
         found = _read_sentences(path, partial(_column_word, is_tag=UPOS.__contains__, kinds=kinds))
-    return _make_examples(path, language, found, UPOS.__contains__, kinds)
+    return _checked_examples(path, language, found, UPOS.__contains__, kinds)
 
 
 def read_ner(path: Path, language: str) -> list[LabelledExample]:
     kinds = "O, B-TYPE or I-TYPE"
     if is_table(path):
-        return _make_examples(path, language, _read_table(path, NER_TAGS), is_bio, kinds)
+        return _checked_examples(path, language, _read_table(path, NER_TAGS), is_bio, kinds)
     found = _read_sentences(path, partial(_column_word, is_tag=is_bio, kinds=kinds))
-    return _make_examples(path, language, _without_prefix(found), is_bio, kinds)
+    return _checked_examples(path, language, _without_prefix(found), is_bio, kinds)
 
 
 def is_conllu(path: Path) -> bool:
@@ -61,7 +61,7 @@ def is_bio(tag: str) -> bool:
     return tag == "O" or (tag[:2] in ("B-", "I-") and len(tag) > 2)
 
 
-def _make_examples(
+def _checked_examples(
     path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
 ) -> list[LabelledExample]:
     """The sentences that were found, as examples. Raises UserError for a tag that is not one of `kinds`."""
