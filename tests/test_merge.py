@@ -154,7 +154,7 @@ def test_models_that_do_not_fit_are_refused(
     for name, saved in (("shape", model), ("headless", model.bert)):
         shutil.copytree(parts[0], of[name], ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
         saved.save_pretrained(of[name])
-    told = {"tokenizer": "tokenizer", "shape": "hidden_size", "field": "layer_norm_eps is 1e-05",
+    told = {"tokenizer": "tokenizer", "shape": "hidden_size", "field": "layer_norm_eps 1e-05",
             "types": "language_embeddings", "headless": "no masked-LM head"}  # fmt: skip
     for name, path in of.items():
         assert run(monkeypatch, tmp_path / "out", parts[0], path) == 2

@@ -81,6 +81,6 @@ def test_a_step_weighs_its_streams_by_its_own_number(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(stepping, "step_weights", weights)
     with pytest.raises(Stop):
         engine: Any = SimpleNamespace(module=SimpleNamespace(follow=lambda recipe: None))
-        recipe: Any = SimpleNamespace(at=lambda step: None)
+        recipe: Any = SimpleNamespace(at=lambda step: recipe, model=SimpleNamespace(rope_theta=None))
         stepping.optimizer_step(engine, recipe, [], {}, step=4, rank=0, world=1)
     assert asked == [4]
