@@ -412,6 +412,14 @@ def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) 
         aer.load_hand_links(("en", "fr"), *paths)
 
 
+def test_a_word_may_be_a_wide_space(tmp_path: Path) -> None:
+    """The Japanese gold of KFTT counts U+3000 between two spaces as a word."""
+    (tmp_path / "text").write_text("山 \u3000 くらま ||| kurama mountain \n", encoding="utf-8")
+    (tmp_path / "gold").write_text("1-2 3-1\n")
+    found = aer.load_hand_links(("ja", "en"), tmp_path / "text", tmp_path / "gold")
+    assert found.words == [(["山", "\u3000", "くらま"], ["kurama", "mountain"])] and found.sure == [{(0, 1), (2, 0)}]
+
+
 def test_real_gold(real: Path) -> None:
     """XL-WA's and WPT's files: counts by plain splitting."""
     folder = real / "eval" / "wordalign"
