@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.card:
             add_scores(args.model, results, intervals(results))
         if args.suite:
-            print(f"\n{markdown(table({args.model.resolve().name: results}))}")
+            print(f"\n{markdown(table({args.model.resolve().name: results}, model.languages[1:]))}")
         return code
     except OSError as error:  # of --out
         return report_environment_error(error)
