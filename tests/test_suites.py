@@ -12,7 +12,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_eval_tasks import random_model
 from tests.test_parallel import write_flores
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import bootstrap, compare, run, suites
+from xscale.eval import aer, bootstrap, compare, retrieval, run, suites
 
 PUBLISHED = """
 sib/data/annotated/eng_Latn/train.tsv sib/data/annotated/eng_Latn/test.tsv sib/data/annotated/deu_Latn/test.tsv
@@ -125,6 +125,29 @@ def test_the_table_has_alignment_error_rates(links: Path, tmp_path: Path, tokeni
     cells = cells_of(capsys.readouterr().out)
     rows = ("en-es argmax layer 2", "en-ru argmax layer 2", "mean over 2 languages argmax layer 2")
     assert [cells["aer", row, "AER"] for row in rows] == [["0 [0, 0]"], ["1 [1, 1]"], ["0.5 [0.5, 0.5]"]]
+
+
+def test_processes_that_share_a_suite_make_its_one_table(
+    links: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The joined scores, intervals and table are those of one process, and nothing is evaluated again."""
+    model = random_model(tmp_path / "one", tokenizer)
+    words = ["--model", str(model), "--suite", "retrieval", "--texts", str(links)]
+    parts, whole, joined = ["--parts", str(tmp_path / "parts")], tmp_path / "whole.json", tmp_path / "joined.json"
+    assert run.main([*words, "--out", str(whole)]) == 0
+    expected = capsys.readouterr().out
+    for part in ("2/3", "0/3", "1/3"):
+        assert run.main([*words, *parts, "--part", part, "--out", str(joined)]) == 0
+        assert "mean over" not in capsys.readouterr().out and not joined.exists()
+    for module, name in ((aer, "evaluate"), (retrieval, "evaluate_vectors")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("evaluated again"))
+    assert run.main([*words, *parts, "--out", str(joined)]) == 0
+    assert capsys.readouterr().out == expected and joined.read_text() == whole.read_text()
+    assert "mean over 2 languages argmax" in expected and '"intervals"' in whole.read_text()
+    assert run.main([*words, *parts, "--limit", "5"]) == 2
+    assert "has the scores of --limit 1000" in capsys.readouterr().err
+    assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
+    assert "--part 0/3 needs --parts" in (said := capsys.readouterr().err) and "--part 3/3 needs" in said
 
 
 def test_means_by_script_and_by_training() -> None:
