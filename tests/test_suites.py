@@ -85,10 +85,11 @@ def texts(tmp_path: Path, tokenizer: Tokenizer) -> Path:
 
 @pytest.fixture
 def links(texts: Path) -> Path:
-    """Word links of two "languages", whose texts are the English one: word by word, and in reverse order. A model links
-    equal words, so that the alignment error rates are 0 and 1."""
+    """Word links of four "languages", whose texts are the English one: word by word, or in reverse order. A model links
+    equal words, so that the alignment error rates are 0 or 1."""
     lines = (texts / "flores" / "eng_Latn.devtest").read_text().splitlines()
-    for language, numbers in (("es", range(6)), ("ru", range(5, -1, -1))):
+    forward, backward = range(6), range(5, -1, -1)
+    for language, numbers in {"es": forward, "pt": forward, "ru": backward, "uk": backward}.items():
         pairs = " ".join(f"{i}-{j}" for i, j in enumerate(numbers))
         (texts / "XL-WA" / "data" / language).mkdir(parents=True)
         rows = "".join(f"{line}\t{line}\t{pairs}\n" for line in lines)
@@ -120,11 +121,24 @@ def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokeni
 
 
 def test_the_table_has_alignment_error_rates(links: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
-    model = random_model(tmp_path / "one", tokenizer)
-    assert run.main(["--model", str(model), "--suite", "retrieval", "--texts", str(links)]) == 0
-    cells = cells_of(capsys.readouterr().out)
-    rows = ("en-es argmax layer 2", "en-ru argmax layer 2", "mean over 2 languages argmax layer 2")
-    assert [cells["aer", row, "AER"] for row in rows] == [["0 [0, 0]"], ["1 [1, 1]"], ["0.5 [0.5, 0.5]"]]
+    """Means by training are over the same languages in all columns, or there are none."""
+    models = [random_model(tmp_path / name, tokenizer) for name in "abc"]
+    for model, languages in zip(models, (["es", "pt"], ["es"]), strict=False):
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"xscale": {"languages": ["neutral", *languages]}}))
+    words = ["--suite", "retrieval", "--texts", str(links / "XL-WA")]
+    assert run.main(["--model", str(models[0]), *words]) == 0
+    cells = {row: found[0] for (_, row, name), found in cells_of(capsys.readouterr().out).items() if name == "AER"}
+    assert {row.removesuffix(" argmax layer 2"): cell for row, cell in cells.items() if "argmax" in row} == {
+        **dict.fromkeys(["en-es", "en-pt"], "0 [0, 0]"),
+        **dict.fromkeys(["en-ru", "en-uk"], "1 [1, 1]"),
+        "mean over 4 languages": "0.5 [0.5, 0.5]",
+        **{"mean over 2 languages in LATIN": "0 [0, 0]", "mean over 2 languages in CYRILLIC": "1 [1, 1]"},
+        **{"mean over 2 trained languages": "0 [0, 0]", "mean over 2 languages not trained": "1 [1, 1]"},
+    }
+    for others, means in ((models[2:], 4), (models[1:], 0)):
+        assert compare.main([*map(str, [models[0], *others]), *words, "--out", str(tmp_path / "out")]) == 0
+        assert (tmp_path / "out" / "table.md").read_text().count("trained") == means
 
 
 def test_processes_that_share_a_suite_make_its_one_table(
@@ -143,7 +157,7 @@ def test_processes_that_share_a_suite_make_its_one_table(
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("evaluated again"))
     assert run.main([*words, *parts, "--out", str(joined)]) == 0
     assert capsys.readouterr().out == expected and joined.read_text() == whole.read_text()
-    assert "mean over 2 languages argmax" in expected and '"intervals"' in whole.read_text()
+    assert "mean over 4 languages argmax" in expected and '"intervals"' in whole.read_text()
     assert run.main([*words, *parts, "--limit", "5"]) == 2
     assert "has the scores of --limit 1000" in capsys.readouterr().err
     assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
