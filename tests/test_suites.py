@@ -146,18 +146,18 @@ def test_processes_that_share_a_suite_make_its_one_table(
 ) -> None:
     """The joined scores, intervals and table are those of one process, and nothing is evaluated again."""
     model = random_model(tmp_path / "one", tokenizer)
-    words = ["--model", str(model), "--suite", "retrieval", "--texts", str(links)]
+    words = ["--model", str(model), "--suite", "all", "--texts", str(links), "--finetune", "--seeds 0 --epochs 1"]
     parts, whole, joined = ["--parts", str(tmp_path / "parts")], tmp_path / "whole.json", tmp_path / "joined.json"
     assert run.main([*words, "--out", str(whole)]) == 0
-    expected = capsys.readouterr().out
+    expected = cells_of(capsys.readouterr().out)
     for part in ("2/3", "0/3", "1/3"):
         assert run.main([*words, *parts, "--part", part, "--out", str(joined)]) == 0
         assert "mean over" not in capsys.readouterr().out and not joined.exists()
-    for module, name in ((aer, "evaluate"), (retrieval, "evaluate_vectors")):
+    for module, name in ((aer, "evaluate"), (retrieval, "evaluate_vectors"), (suites, "measure_transfer")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("evaluated again"))
     assert run.main([*words, *parts, "--out", str(joined)]) == 0
-    assert capsys.readouterr().out == expected and joined.read_text() == whole.read_text()
-    assert "mean over 4 languages argmax" in expected and '"intervals"' in whole.read_text()
+    assert cells_of(capsys.readouterr().out) == expected and joined.read_text() == whole.read_text()
+    assert ("aer", "mean over 4 languages argmax layer 2", "AER") in expected and '"intervals"' in whole.read_text()
     assert run.main([*words, *parts, "--limit", "5"]) == 2
     assert "has the scores of --limit 1000" in capsys.readouterr().err
     assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
