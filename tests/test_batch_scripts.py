@@ -106,13 +106,13 @@ def test_short_and_of_the_checkout(tmp_path: Path, script: Path) -> None:
     assert done.returncode and (script.stem == "container" or "submit from xscale's checkout" in done.stderr)
 
 
-@pytest.mark.parametrize("out", [["--out", "a b.json"], ["--out=a b.json"]])
-def test_each_job_of_an_evaluations_array_writes_its_own_scores(tmp_path: Path, out: list[str]) -> None:
+def test_each_job_of_an_evaluations_array_has_a_part(tmp_path: Path) -> None:
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 2\n')
     (tmp_path / "python").chmod(0o755)
-    variables = {"SLURM_ARRAY_TASK_ID": "1", "VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "slurm/evaluate.sbatch", "--model", "m", *out, "--limit", "5"]
+    array = {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_COUNT": "4"}
+    variables = array | {"VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    words = ["--model", "m", "--suite", "all", "--texts", "a b", "--parts", "parts"]
+    command = ["bash", "slurm/evaluate.sbatch", *words]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=20)
-    own = [word.replace("a b.json", "a b.retrieval.json") for word in out]
-    expected = ["-m", "xscale.eval.run", "--task", "retrieval", "--model", "m", *own, "--limit", "5"]
+    expected = ["-m", "xscale.eval.run", *words, "--part", "2/4"]
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (2, expected, "")

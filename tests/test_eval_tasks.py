@@ -412,6 +412,14 @@ def test_malformed_gold(tmp_path: Path, text: str, gold: str | None, said: str) 
         aer.load_hand_links(("en", "fr"), *paths)
 
 
+def test_a_word_may_be_a_wide_space(tmp_path: Path) -> None:
+    """The Japanese gold of KFTT counts U+3000 between two spaces as a word."""
+    (tmp_path / "text").write_text("山 \u3000 くらま ||| kurama mountain \n", encoding="utf-8")
+    (tmp_path / "gold").write_text("1-2 3-1\n")
+    found = aer.load_hand_links(("ja", "en"), tmp_path / "text", tmp_path / "gold")
+    assert found.words == [(["山", "\u3000", "くらま"], ["kurama", "mountain"])] and found.sure == [{(0, 1), (2, 0)}]
+
+
 def test_real_gold(real: Path) -> None:
     """XL-WA's and WPT's files: counts by plain splitting."""
     folder = real / "eval" / "wordalign"
@@ -546,6 +554,7 @@ def test_commands_of_the_page(
         for side in ("en", "de"):
             Path(name.format(side)).write_text(Path(side).read_text())
     Path("shards").symlink_to("heldout")
+    Path("texts").symlink_to("flores200")
     Path("en-de.txt").write_text((demo / "lexicon" / "en-xx.txt").read_text())
     for name in ("training", "test"):
         write_bitext(Path(f"bucc/de-en.{name}"), de, en, [(i, i) for i in range(20)])
@@ -554,7 +563,7 @@ def test_commands_of_the_page(
     Path("xlwa/en-es.tsv").write_text("".join(f"{a}\t{b}\t0-0\n" for a, b in zip(en, de, strict=True)))
     lines = [line for line in commands("docs/evaluation.md") if "xscale.eval.run --model hf/xlm" in line]
     listed = [shlex.split(line) for line in lines if "--task mteb" not in line]
-    assert len(listed) == 6 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
+    assert len(listed) == 7 and all(words[:3] == ["python", "-m", "xscale.eval.run"] for words in listed)
     for words in listed:
         assert run.main(words[3:]) == 0, words
     assert set(json.loads(Path("scores.json").read_text())["results"]) == {"heldout", "retrieval", "perplexity"}

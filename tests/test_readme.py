@@ -52,7 +52,7 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
             name, rest = Path(word).stem, words[n + 1 :]
             if name == "prepare":
                 return f"data_tools.{rest[0]}", rest[1:]
-            return SCRIPTS[name], rest + ["--task", "retrieval"] * (name == "evaluate")
+            return SCRIPTS[name], rest
         if word in ("-m", "--module"):
             return words[n + 1], words[n + 2 :]
         if word.endswith(".py"):

@@ -200,7 +200,7 @@ def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
 
 
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
-    """The demo corpus by two processes without MPI is that of one, byte for byte; scores of a task each."""
+    """The demo corpus by two processes without MPI is that of one, byte for byte; an array shares an evaluation."""
     made, output = tmp_path / "demo", tmp_path / "prepare.out"
     words = ["demo_corpus", "--out", str(made), "--pairs", "600", "--mono", "600"]
     job = submit(slurm, output, "prepare", *words)
@@ -210,14 +210,15 @@ def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_p
     assert wait_for_state(slurm, job, "FAILED", output)["ExitCode"] == "2:0"
     model = tmp_path / "hf"
     slurm.run("python", "-m", "xscale.export", reference, model)
-    flags = ["--model", str(model), "--data", str(demo / "heldout"), "--limit", "50"]
-    flags += ["--lexicons", str(next((demo / "lexicon").glob("*.txt"))), "--out", str(tmp_path / "scores.json")]
+    tasks, parts = ["heldout", "retrieval", "alignment", "perplexity"], tmp_path / "parts"
+    flags = ["--model", str(model), "--data", str(demo / "heldout"), "--limit", "50", "--task", *tasks]
+    flags += ["--lexicons", str(next((demo / "lexicon").glob("*.txt"))), "--parts", str(parts)]
     job = submit(slurm, tmp_path / "evaluate-%a.out", "evaluate", *flags)
-    names = {task: tmp_path / f"scores.{task}.json" for task in ("heldout", "retrieval", "alignment", "perplexity")}
     wait_for(lambda: not slurm.run("squeue", "-h"), 200, slurm.logs)
-    for task, path in names.items():
-        found = json.loads(path.read_text())
-        assert list(found["results"]) == [task] and not found["failed"]
+    saved = contents(parts)
+    slurm.run("python", "-m", "xscale.eval.run", *flags, "--out", tmp_path / "scores.json")
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert list(found["results"]) == tasks and not found["failed"] and len(saved) >= 4 and contents(parts) == saved
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from tests.rows import one_thread  # noqa: F401
 from tests.test_eval_tasks import random_model
 from tests.test_parallel import write_flores
 from xscale.data.tokenizer import Tokenizer
-from xscale.eval import bootstrap, compare, run, suites
+from xscale.eval import aer, bootstrap, compare, retrieval, run, suites
 
 PUBLISHED = """
 sib/data/annotated/eng_Latn/train.tsv sib/data/annotated/eng_Latn/test.tsv sib/data/annotated/deu_Latn/test.tsv
@@ -47,9 +47,23 @@ def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
     }
 
 
+def test_word_links_of_xlwa_and_of_awesome_align_are_found(tmp_path: Path) -> None:
+    """Only XL-WA's tests are found, and no text whose links are missing."""
+    found = "XL-WA-main/data/es/test.tsv w/xlwa-en-it.test.tsv.xz w/examples/jaen.src-tgt w/examples/jaen.gold"
+    others = "XL-WA-main/data/es/dev.tsv w/xlwa-en-it.dev.tsv.xz w/other/data/de/test.tsv w/examples/deen.src-tgt"
+    for name in f"{found} {others}".split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+    spanish, italian, *japanese = (str(tmp_path / name) for name in found.split())
+    links = suites.find_hand_links([tmp_path / "XL-WA-main", tmp_path / "w"])
+    assert sorted(links) == [["en-es", spanish], ["en-it", italian], ["ja-en", *japanese]]
+
+
 def test_real_files_are_found(real: Path) -> None:
     found = suites.find_transfer([real / "eval"])
     assert set(found) == {"pos", "ner"} and set(found["pos"]["test"]) == {"en", "de", "fr", "es", "zh"}
+    links = suites.find_hand_links([real / "eval"])
+    assert [(pair, len(files)) for pair, *files in links] == [("en-fr", 2), ("en-es", 1), ("en-it", 1)]
 
 
 @pytest.fixture
@@ -67,6 +81,20 @@ def texts(tmp_path: Path, tokenizer: Tokenizer) -> Path:
             rows = [f"{n}\t{'ab'[n % 3 > 0]}\t{line}\n" for n, line in enumerate(lines[language][:12])]
             path.write_text("index_id\tcategory\ttext\n" + "".join(rows))
     return tmp_path / "texts"
+
+
+@pytest.fixture
+def links(texts: Path) -> Path:
+    """Word links of four "languages", whose texts are the English one: word by word, or in reverse order. A model links
+    equal words, so that the alignment error rates are 0 or 1."""
+    lines = (texts / "flores" / "eng_Latn.devtest").read_text().splitlines()
+    forward, backward = range(6), range(5, -1, -1)
+    for language, numbers in {"es": forward, "pt": forward, "ru": backward, "uk": backward}.items():
+        pairs = " ".join(f"{i}-{j}" for i, j in enumerate(numbers))
+        (texts / "XL-WA" / "data" / language).mkdir(parents=True)
+        rows = "".join(f"{line}\t{line}\t{pairs}\n" for line in lines)
+        (texts / "XL-WA" / "data" / language / "test.tsv").write_text(rows)
+    return texts
 
 
 def cells_of(text: str) -> dict[tuple[str, ...], list[str]]:
@@ -90,6 +118,83 @@ def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokeni
     assert shown.startswith(f"{np.mean(of_pairs):.4g} [") and ("retrieval", "eng_Latn-fra_Latn xsim", "xsim") in cells
     assert run.main(["--model", str(model), "--suite", "retrieval", "--texts", str(model)]) == 2
     assert "has no test set that it knows" in capsys.readouterr().err
+
+
+def test_the_table_has_alignment_error_rates(links: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
+    """Means by training are over the same languages in all columns, or there are none."""
+    models = [random_model(tmp_path / name, tokenizer) for name in "abc"]
+    for model, languages in zip(models, (["es", "pt"], ["pt", "uk"]), strict=False):
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | {"xscale": {"languages": ["neutral", *languages]}}))
+    words = ["--suite", "retrieval", "--texts", str(links / "XL-WA")]
+    assert run.main(["--model", str(models[0]), *words]) == 0
+    cells = {row: found[0] for (_, row, name), found in cells_of(capsys.readouterr().out).items() if name == "AER"}
+    assert {row.removesuffix(" argmax layer 2"): cell for row, cell in cells.items() if "argmax" in row} == {
+        **dict.fromkeys(["en-es", "en-pt"], "0 [0, 0]"),
+        **dict.fromkeys(["en-ru", "en-uk"], "1 [1, 1]"),
+        "mean over 4 languages": "0.5 [0.5, 0.5]",
+        **{"mean over 2 languages in LATIN": "0 [0, 0]", "mean over 2 languages in CYRILLIC": "1 [1, 1]"},
+        **{"mean over 2 trained languages": "0 [0, 0]", "mean over 2 languages not trained": "1 [1, 1]"},
+    }
+    for others, means in ((models[2:], 4), (models[1:], 0)):
+        assert compare.main([*map(str, [models[0], *others]), *words, "--out", str(tmp_path / "out")]) == 0
+        assert (tmp_path / "out" / "table.md").read_text().count("trained") == means
+
+
+def test_processes_that_share_a_suite_make_its_one_table(
+    links: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The joined scores, intervals and table are those of one process, and nothing is evaluated again."""
+    model = random_model(tmp_path / "one", tokenizer)
+    words = ["--model", str(model), "--suite", "all", "--texts", str(links), "--finetune", "--seeds 0 --epochs 1"]
+    parts, whole, joined = ["--parts", str(tmp_path / "parts")], tmp_path / "whole.json", tmp_path / "joined.json"
+    assert run.main([*words, "--out", str(whole)]) == 0
+    expected = cells_of(capsys.readouterr().out)
+    for part in ("2/3", "0/3", "1/3"):
+        assert run.main([*words, *parts, "--part", part, "--out", str(joined)]) == 0
+        assert "mean over" not in capsys.readouterr().out and not joined.exists()
+    for module, name in ((aer, "evaluate"), (retrieval, "evaluate_vectors"), (suites, "measure_transfer")):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("evaluated again"))
+    assert run.main([*words, *parts, "--out", str(joined)]) == 0
+    assert cells_of(capsys.readouterr().out) == expected and joined.read_text() == whole.read_text()
+    assert ("aer", "mean over 4 languages argmax layer 2", "AER") in expected and '"intervals"' in whole.read_text()
+    assert run.main([*words, *parts, "--limit", "5"]) == 2
+    assert "has the scores of --limit 1000" in capsys.readouterr().err
+    assert run.main([*words, "--part", "0/3"]) == run.main([*words, *parts, "--part", "3/3"]) == 2
+    assert "--part 0/3 needs --parts" in (said := capsys.readouterr().err) and "--part 3/3 needs" in said
+
+
+def test_means_by_script_and_by_training() -> None:
+    """Languages are known by their codes of two and of three letters; a group has two languages or more."""
+    values = {"deu_Latn-eng_Latn": 0.1, "eng_Latn-fra_Latn": 0.2, "en-ru": 0.4, "eng-ukr": 0.8, "en-zh-CN": 0.5}
+    rows: dict[str, Any] = {
+        f"{row} {variant}": {"accuracy": bootstrap.Score(value, lambda value=value: np.full(3, value + 1))}
+        for variant in ("cosine", "xsim")
+        for row, value in values.items()
+        if variant == "cosine" or row != "eng-ukr"
+    }
+    found = {row: of for row, of in suites.with_means(rows, ["de", "uk"]).items() if row not in rows}
+    assert {row: of["accuracy"] for row, of in found.items()} == pytest.approx(
+        {
+            "mean over 5 languages cosine": 0.4,
+            "mean over 2 languages in LATIN cosine": 0.15,
+            "mean over 2 languages in CYRILLIC cosine": 0.6,
+            "mean over 2 trained languages cosine": 0.45,
+            "mean over 3 languages not trained cosine": 1.1 / 3,
+            "mean over 4 languages xsim": 0.3,
+        }
+    )
+    assert list(found["mean over 2 languages in CYRILLIC cosine"]["accuracy"].resampled()) == pytest.approx([1.6] * 3)  # type: ignore[attr-defined]
+    assert [row for row in suites.with_means(rows) if "trained" in row] == []
+    of_texts = {row: {"loss": bootstrap.Score(1, lambda: np.ones(3))} for row in ("en", "de", "ru", "uk", "ja", "sr")}
+    means = [row for row in suites.with_means(of_texts, ["en", "de"]) if row not in of_texts]
+    assert means == [
+        "mean over 6 languages",
+        "mean over 2 languages in LATIN",
+        "mean over 2 languages in CYRILLIC",
+        "mean over 2 trained languages",
+        "mean over 4 languages not trained",
+    ]
 
 
 def test_models_are_compared_on_the_same_sentences(texts: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:

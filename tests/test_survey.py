@@ -2,16 +2,18 @@
 
 import json
 import random
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers.models.nllb.tokenization_nllb import FAIRSEQ_LANGUAGE_CODES
 
 from data_tools import index, inspect, write_shards
 from data_tools.ranks import Ranks
 from xscale.data import survey as surveys
-from xscale.data.scripts import scripts_of
+from xscale.data.scripts import scripts_of, short_code
 from xscale.data.survey import Survey, script_of, warnings
 from xscale.data.text import read_lines
 
@@ -64,10 +66,24 @@ def test_joined_in_any_order(hashes: int, monkeypatch: pytest.MonkeyPatch) -> No
     assert whole["duplicates"] == results[0]["duplicates"] and whole["length_ratio"] == results[0]["length_ratio"]
 
 
+def test_codes_of_three_letters() -> None:
+    """FLORES-200's codes have the scripts that its names say; the codes themselves are those of ISO 639."""
+    for name in FAIRSEQ_LANGUAGE_CODES:
+        code, tag = name.split("_")
+        assert short_code(name) == short_code(code)
+        if tag != "Tfng" and name != "sat_Beng":  # no language has Tifinagh here; Santali is written in Ol Chiki
+            assert scripts_of(name) and set(scripts_of(name)) <= set(scripts_of(code) or scripts_of(name)), name
+    assert short_code("arb_Arab") == "ar" and short_code("zh-CN") == "zh" and short_code("ceb") == "ceb"
+    pytest.importorskip("mteb")
+    path = Path(find_spec("mteb").origin).parent / "languages" / "iso_639_1_to_3.json"  # type: ignore[union-attr, arg-type]
+    codes = json.loads(path.read_text())
+    assert [long for short, long in codes.items() if scripts_of(short) and short_code(long) != short] == []
+
+
 def test_scripts_of_languages() -> None:
     assert scripts_of("zh") == scripts_of("zh_Hant") == scripts_of("zh-Hans-CN") == ("CJK",)
     assert scripts_of("pt-BR") == scripts_of("sr_Latn") == ("LATIN",) and set(scripts_of("sr")) == {"LATIN", "CYRILLIC"}
-    assert scripts_of("xx") == ()
+    assert scripts_of("xx") == () and scripts_of("deu") == ("LATIN",)
     found = {
         "aÉ": "LATIN",
         "ж": "CYRILLIC",

@@ -29,7 +29,7 @@ _LANGUAGES = {
     "ARMENIAN": "hy",
     "ETHIOPIC": "am ti",
     "HANGUL": "ko",
-    "CJK": "cmn gan hak ja ko lzh nan wuu yue zh",
+    "CJK": "gan hak ja ko lzh nan wuu yue zh",
     "HIRAGANA": "ja",
     "KATAKANA": "ja",
     "MONGOLIAN": "mn",
@@ -44,12 +44,33 @@ _TAGS = {
     **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
 }
 """ISO 15924 tag, such as the one in zh_Hant -> its scripts."""
+_LONG_CODES = (
+    "ab abk af afr am amh an arg ar ara arb as asm av ava az aze azj ba bak be bel bg bul bn ben bo bod br bre bs bos "
+    "ca cat ce che co cos cs ces cv chv cy cym da dan de deu dv div dz dzo el ell en eng eo epo es spa et est ekk eu "
+    "eus fa fas pes fi fin fo fao fr fra fy fry ga gle gd gla gl glg gn grn gu guj ha hau he heb hi hin hr hrv ht hat "
+    "hu hun hy hye ia ina id ind ig ibo is isl it ita ja jpn jv jav ka kat kk kaz km khm kn kan ko kor ks kas ku kur "
+    "kmr ky kir la lat lb ltz li lim ln lin lo lao lt lit lv lav lvs mg mlg plt mi mri mk mkd ml mal mn mon khk mr "
+    "mar ms msa zsm mt mlt my mya nb nob ne nep npi nl nld nn nno no nor nv nav ny nya oc oci om orm gaz or ori ory "
+    "os oss pa pan pl pol ps pus pbt pt por qu que rm roh rn run ro ron ru rus rw kin sa san sc srd sd snd se sme si "
+    "sin sk slk sl slv sm smo sn sna so som sq sqi als sr srp st sot su sun sv swe sw swa swh ta tam te tel tg tgk th "
+    "tha ti tir tk tuk tl tgl tn tsn to ton tr tur ts tso tt tat ug uig uk ukr ur urd uz uzb uzn ve ven vi vie wa wln "
+    "wo wol xh xho yi yid ydd yo yor zh zho cmn zu zul"
+)
+"""Codes of two letters (ISO 639-1), each followed by the codes of three letters (ISO 639-3) of the same language."""
+_SHORT_CODES: dict[str, str] = {
+    long: short for short, of_short in re.findall(r"\b(\w\w)((?: \w{3})+)", _LONG_CODES) for long in of_short.split()
+}
+
+
+def short_code(lang: str) -> str:
+    """The code of a language by any of its names: "de" for de, deu, deu_Latn and de-AT."""
+    code = re.split("[-_]", lang.lower())[0]
+    return _SHORT_CODES.get(code, code)
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
     """The scripts in which a language's texts may be written; () if the code is unknown."""
-    code, *tags = re.split("[-_]", lang.lower())
-    for tag in tags:
-        if len(tag) == 4 and tag.isalpha():
-            return _TAGS.get(tag, ())
-    return tuple(script for script, codes in _LANGUAGES.items() if code in codes.split())
+    for tag in re.split("[-_]", lang.lower())[1:]:
+        if tag in _TAGS:
+            return _TAGS[tag]
+    return tuple(script for script, codes in _LANGUAGES.items() if short_code(lang) in codes.split())

@@ -158,7 +158,8 @@ def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = Non
         if len(cells) != columns or not all(map(str.split, cells[:2])):
             form = "`sentence<TAB>sentence<TAB>links`" if links is None else "`sentence ||| sentence`"
             raise UserError(f"{text}: line {number}: {line[:60]!r} is not {form}")
-        words.append((cells[0].split(), cells[1].split()))
+        first, second = ([word for word in cell.split(" ") if word] for cell in cells[:2])
+        words.append((first, second))  # not at other spaces: a word may be one, such as U+3000 in Japanese
         rows.append((number, cells[2] if links is None else given))
     return HandLinks(langs, words, *parse_links(rows, words, links or text))
 

@@ -50,13 +50,16 @@ def compare(args: argparse.Namespace) -> int:
     files.check_writable(args.out / "table.md")
     rows = plan_rows(args, [])
     found: dict[str, Results] = {}
+    trained: set[tuple[str, ...]] = set()
     code = 0
     for name, path in zip(names, args.models, strict=True):
         print(f"\n{name}", flush=True)
         publish = partial(write_results, args.out / f"{name}.json", path)
-        found[name], _, failed = evaluate_rows(Exported(path), rows, publish)
+        model = Exported(path)
+        found[name], _, failed = evaluate_rows(model, rows, publish)
         code = code or failed
-        text = markdown(table(found))
+        trained |= {tuple(sorted(model.languages[1:]))} - {()}
+        text = markdown(table(found, min(trained) if len(trained) == 1 else ()))
         files.write_text(args.out / "table.md", text)
     print(f"\n{text}")
     return code

@@ -2,6 +2,8 @@
 
 python -m xscale.eval.run --model HF_DIR --task NAME ... --data DIR --out FILE.json
 python -m xscale.eval.run --model HF_DIR --suite retrieval --texts DIR       all public test sets in DIR
+python -m xscale.eval.run ... --parts DIR --part K/N       one of N processes that share the work; then, without --part:
+python -m xscale.eval.run ... --parts DIR                  the results of all of them
 """
 
 import argparse
@@ -14,6 +16,7 @@ from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.bootstrap import intervals
 from xscale.eval.card import CARD, add_scores
 from xscale.eval.model import Exported, check_out, write_results
+from xscale.eval.parts import add_part_flags, share_rows
 from xscale.eval.suites import SUITES, add_suite_flags, evaluate_rows, markdown, plan_rows, table
 from xscale.eval.tasks import TASKS, add_flags
 from xscale.plugins import load_plugins
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     add_flags(parser)
     add_suite_flags(parser)
+    add_part_flags(parser)
     args = parser.parse_args(argv)
     try:
         if args.lexicon_heldout is not None and not 0 <= args.lexicon_heldout <= 1:
@@ -43,15 +47,17 @@ def main(argv: list[str] | None = None) -> int:
         sources = find_sources(args.data)
         rows = plan_rows(args, sources)
         model = Exported(args.model)
+        rows = share_rows(rows, args)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        results, _, code = evaluate_rows(model, rows, partial(write_results, args.out, args.model))
-        if args.card:
+        out = None if args.part else args.out
+        results, _, code = evaluate_rows(model, rows, partial(write_results, out, args.model))
+        if args.card and not args.part:
             add_scores(args.model, results, intervals(results))
-        if args.suite:
-            print(f"\n{markdown(table({args.model.resolve().name: results}))}")
+        if args.suite and not args.part:
+            print(f"\n{markdown(table({args.model.resolve().name: results}, model.languages[1:]))}")
         return code
     except OSError as error:  # of --out
         return report_environment_error(error)

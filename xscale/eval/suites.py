@@ -2,7 +2,8 @@
 
 The folder has the test sets as they are published, in folders of any depth:
 
-    retrieval   plain parallel text (eval/parallel.py) by cosine and by xSIM; BUCC's `de-en.test.gold` and its lists
+    retrieval   plain parallel text (eval/parallel.py) by cosine and by xSIM; BUCC's `de-en.test.gold` and its lists;
+                word links made by hand: `enfr.src-tgt` with `enfr.gold`, and XL-WA's `data/es/test.tsv`
     transfer    fine-tuning in English, tested in all languages: SIB-200's `annotated/LANG/train.tsv` and `test.tsv`,
                 `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos (pos), panx (ner) or taxi1500,
                 and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
@@ -16,10 +17,11 @@ import tempfile
 import traceback
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from xscale.data.scripts import scripts_of, short_code
 from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.eval.bootstrap import Score, combine, describe, mean, p_value
@@ -38,7 +40,7 @@ FILES = (
     (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|dev|test)\.conllu"), "pos"),
 )
 """The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS)."""
-MAIN = ("accuracy", "xsim", "F1", "f1", "perplexity", "tlm_loss")
+MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "perplexity", "tlm_loss")
 """The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
 
@@ -58,13 +60,16 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
     rows: dict[str, list[TaskRow]] = {}
     if args.suite != "transfer":
         chosen = args.margin if args.margin != [MARGINS[0]] else [MARGINS[0], XSIM]
-        settings = Namespace(**vars(args) | {"margin": chosen, "data": []})
+        settings = Namespace(**vars(args) | {"margin": chosen, "data": [], "layer": args.layer or [-1]})
         if any(text for folder in args.texts for text in find_parallel(folder)):
             rows["retrieval"] = TASKS["retrieval"](settings, sources)
         golds = [path for folder in args.texts for path in sorted(folder.rglob("*.test.gold*"))]
         if golds:
             settings.mining = [path.with_name(path.name.partition(".gold")[0]) for path in golds]
             rows["mining"] = TASKS["mining"](settings, sources)
+        if links := find_hand_links(args.texts):
+            settings.aer = links
+            rows["aer"] = TASKS["aer"](settings, sources)
     if args.suite != "retrieval":
         for task, parts in find_transfer(args.texts).items():
             rows[task] = [TaskRow("", parts["test"][min(parts["test"])], partial(transfer, task, parts, args.finetune))]
@@ -82,15 +87,32 @@ def name_rows(rows: list[TaskRow]) -> dict[str, TaskRow]:
     return {f"{row.name} ({row.path})" if times[row.name] > 1 else row.name: row for row in rows}
 
 
+def find_files(folders: Sequence[Path]) -> list[tuple[Path, str]]:
+    """The files in folders, each with its whole path without the ending .gz or .xz."""
+    paths = [path for folder in folders for path in sorted(folder.absolute().rglob("*")) if path.is_file()]
+    return [(path, re.sub(r"\.[gx]z$", "", path.as_posix())) for path in paths]
+
+
+def find_hand_links(folders: Sequence[Path]) -> list[list[str]]:
+    """The values of --aer for the word links made by hand: `XL-WA/data/es/test.tsv` (or `xlwa-en-es.test.tsv`), whose
+    first language is English, and `enfr.src-tgt` with `enfr.gold`."""
+    found, files = [], {text: path for path, text in find_files(folders)}
+    for text, path in files.items():
+        gold = files.get(text.removesuffix(".src-tgt") + ".gold")
+        if match := re.search(r"(?i:/xl-?wa)(?:[^/]*/data/|-en-)([a-z]{2})[/.]test\.tsv$", text):
+            found.append([f"en-{match[1]}", str(path)])
+        elif gold and (match := re.search(r"/([a-z]{2})([a-z]{2})\.src-tgt$", text)):
+            found.append([f"{match[1]}-{match[2]}", str(path), str(gold)])
+    return found
+
+
 def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path]]]:
     """The files of each task that has an English training text and tests: part -> language -> file. Of several files of
     a language the first by name is taken, or UD's PUD, which has the same sentences in all languages."""
     found: dict[str, dict[str, dict[str, Path]]] = {}
-    paths = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
-    for path in sorted(paths, key=lambda path: "_pud-" not in path.name):
-        text = re.sub(r"\.[gx]z$", "", path.as_posix())
+    for path, text in sorted(find_files(folders), key=lambda file: "_pud-" not in file[0].name):
         for pattern, name in FILES:
-            match = re.search(rf"(?:^|/){pattern.pattern}$", text)
+            match = re.search(rf"/{pattern.pattern}$", text)
             task = match and (name or FOLDERS.get(match["folder"].lower()))
             if match and task:
                 parts = found.setdefault(task, {"train": {}, "dev": {}, "test": {}})
@@ -146,9 +168,10 @@ def evaluate_rows(
     return results, failed, code
 
 
-def with_means(rows: Mapping[str, Scores]) -> dict[str, Scores]:
-    """The results rows and, after the rows of each variant, a row of the means of those numbers that all of them have.
-    A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
+def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dict[str, Scores]:
+    """The results rows and, after the rows of each variant, rows of the means of those numbers that all of them have:
+    over all languages; by script; and over the languages that are `trained` and those that are not. There are means of
+    groups if two groups have two languages or more. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
     variants: dict[str, list[str]] = {}
     for row in rows:
         variants.setdefault(row.partition(" ")[2], []).append(row)
@@ -156,19 +179,38 @@ def with_means(rows: Mapping[str, Scores]) -> dict[str, Scores]:
     for variant, names in variants.items():
         found |= {name: rows[name] for name in names}
         shared = [name for name in rows[names[0]] if all(isinstance(rows[row].get(name), Score) for row in names)]
-        if len(names) > 1 and shared:
-            means: Scores = {name: mean([rows[row][name] for row in names]) for name in shared}
-            found[f"mean over {len(names)} languages {variant}".strip()] = means
+        for label, group in (groups_of(names, trained) if shared else {}).items():
+            means: Scores = {name: mean([rows[row][name] for row in group]) for name in shared}
+            found[f"mean over {len(group)} {label} {variant}".strip()] = means
     return found
 
 
-def table(of_models: Mapping[str, Results]) -> list[list[str]]:
+def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[str]]:
+    """The rows of each mean, by what the mean is over. English counts only in rows without another language."""
+    kinds: list[dict[str, list[str]]] = [{}, {}]
+    for row in rows:
+        languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])
+        languages = [language for language in languages if not ENGLISH.match(language)] or languages
+        scripts = {scripts_of(language) for language in languages}
+        known = {short_code(language) in map(short_code, trained) for language in languages}
+        if len(scripts) == 1 and len(script := min(scripts)) == 1:
+            kinds[0].setdefault(f"languages in {script[0]}", []).append(row)
+        if trained and len(known) == 1:
+            kinds[1].setdefault("trained languages" if True in known else "languages not trained", []).append(row)
+    found = {"languages": list(rows)} if len(rows) > 1 else {}
+    for groups in kinds:
+        large = {label: group for label, group in groups.items() if len(group) > 1}
+        found |= large if len(large) > 1 else {}
+    return found
+
+
+def table(of_models: Mapping[str, Results], trained: Collection[str]) -> list[list[str]]:
     """A line for each results row: the task, the row, the number's name, each model's number, and for each model but
-    the first the difference from the first with its p. The first line names the columns."""
+    the first the difference from the first with its p. The first line names the columns. trained: see with_means."""
     first, *others = of_models
     lines = [["task", "row", "number", *of_models, *(f"{name} - {first}" for name in others)]]
     for task in dict.fromkeys(task for results in of_models.values() for task in results):
-        columns = {model: with_means(results.get(task, {})) for model, results in of_models.items()}
+        columns = {model: with_means(results.get(task, {}), trained) for model, results in of_models.items()}
         for row in dict.fromkeys(row for rows in columns.values() for row in rows):
             known = next(rows[row] for rows in columns.values() if row in rows)
             name = next((name for name in MAIN if name in known), next(iter(known)))

@@ -1,0 +1,69 @@
+"""An evaluation that several processes share: each evaluates a part of the rows, and saves them in a common folder.
+
+The same command without --part then reads all rows, and evaluates those that are missing. Its results are those of one
+process, because the values in resampled texts are saved too.
+"""
+
+import argparse
+import json
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from xscale import files
+from xscale.errors import UserError
+from xscale.eval.bootstrap import Score
+from xscale.eval.model import Exported, Scores
+from xscale.eval.tasks import TaskRow
+
+
+def add_part_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--parts", type=Path, metavar="DIR", help="folder for each row's scores; those that it has are not evaluated")
+    add("--part", metavar="K/N", help="evaluate only part K of N, from 0 to N - 1, of the rows, into --parts")
+
+
+def share_rows(rows: dict[str, dict[str, TaskRow]], args: Namespace) -> dict[str, dict[str, TaskRow]]:
+    """The rows of --part, which are saved in --parts; all rows without --part. Raises UserError."""
+    if not args.parts and not args.part:
+        return rows
+    match = re.fullmatch(r"(\d+)/(\d+)", args.part or "0/1")
+    if not args.parts or not match or int(match[1]) >= int(match[2]):
+        raise UserError(f"--part {args.part} needs --parts DIR, and numbers from 0/N to N-1/N, such as 0/4 to 3/4")
+    files.check_writable(args.parts / "0.json")
+    flags = {
+        f"--{name}": str(value) for name, value in vars(args).items() if name not in ("out", "card", "part", "parts")
+    }
+    flags["--model"] += f", written {(args.model / 'config.json').stat().st_mtime}"
+    numbered = enumerate((task, name, row) for task, of_task in rows.items() for name, row in of_task.items())
+    found: dict[str, dict[str, TaskRow]] = {}
+    for number, (task, name, row) in numbered:
+        if number % int(match[2]) == int(match[1]):
+            saved = partial(evaluate_once, args.parts / f"{number}.json", flags | {"row": f"{task} {name}"}, row)
+            found.setdefault(task, {})[name] = row._replace(evaluate=saved)
+    return found
+
+
+def evaluate_once(path: Path, flags: dict[str, str], row: TaskRow, model: Exported) -> Mapping[str, Scores]:
+    """The scores in a file, which is written if it does not exist. Raises UserError if they are of other flags."""
+    if not path.exists():
+        scores = {
+            variant: {
+                name: [score, *(score.resampled() if isinstance(score, Score) else ())] for name, score in of.items()
+            }
+            for variant, of in row.evaluate(model).items()
+        }
+        files.write_text(path, json.dumps({"flags": flags, "scores": scores}))
+    found = json.loads(path.read_text())
+    if changed := [f"{flag} {value}" for flag, value in found["flags"].items() if flags.get(flag) != value]:
+        raise UserError(f"{path} has the scores of {', '.join(changed)}; give another folder of --parts")
+    return {
+        variant: {
+            name: Score(score, partial(np.array, values)) if values else score for name, (score, *values) in of.items()
+        }
+        for variant, of in found["scores"].items()
+    }
