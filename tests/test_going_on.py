@@ -1,5 +1,6 @@
 """Going on from other models and runs: whose tokenizer, whose language embeddings, whose heads."""
 
+import copy
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertConfig, PreTrainedModel, pipeline
 
 from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
@@ -30,8 +31,9 @@ from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
+from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval import heldout, hf_directory, retrieval
+from xscale.eval import heldout, hf_directory, onnx_file, retrieval
 from xscale.eval.card import add_scores
 from xscale.eval.model import Exported, read_all
 from xscale.eval.sentence_files import trained_pooling
@@ -580,6 +582,80 @@ def test_the_first_layer_of_every_model_type_is_its_state_or_refused(kind: str, 
             hf_directory.check_states(lm, 1, tmp_path)
     else:
         hf_directory.check_states(lm, 1, tmp_path)
+
+
+def export_onnx(
+    checkpoint: Path, out: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, *more: str
+) -> tuple[int, str]:
+    """The exit code of the command, and what it says to stderr."""
+    monkeypatch.setattr(sys, "argv", ["export", str(checkpoint), str(out), "--onnx", *more])
+    code = export.main()
+    return code, capsys.readouterr().err
+
+
+def onnx_states(folder: Path, inputs: dict[str, Tensor]) -> Tensor:
+    """The states by onnxruntime, which refuses inputs that the model does not take."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / "onnx" / "model.onnx")
+    (states,) = session.run(["last_hidden_state"], {name: tensor.numpy() for name, tensor in inputs.items()})
+    return torch.from_numpy(states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert"])
+def test_onnx_has_the_states_of_transformers(demo: Path, tokenizer: Tokenizer, tmp_path: Path, kind: str) -> None:
+    """For batches of one pair of texts and of several, of several lengths, padded; bert's have token types."""
+    lm = make(kind, torch.float32, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id).lm
+    lm.config.xscale = {"segments": kind == "bert"}
+    hf_directory.write_directory(tmp_path, lm, {}, demo / "tokenizer", "mean", kind)
+    onnx_file.write_onnx(tmp_path)
+    theirs, (source,) = AutoModel.from_pretrained(tmp_path).eval(), find_sources([demo / "heldout"])
+    encode, texts = AutoTokenizer.from_pretrained(tmp_path), [texts for _, _, texts in read_all(source, 40)]
+    assert ("token_type_ids" in encode("a")) == (kind == "bert")
+    for batch in (texts[:1], texts[1:8], texts[8:], [("a", "b"), ("word " * 600, "a")], [("", "")]):
+        first, second = map(list, zip(*batch, strict=True))
+        inputs = encode(first, second, padding=True, truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            expected = theirs(**inputs).last_hidden_state
+        kept = inputs["attention_mask"].bool()
+        torch.testing.assert_close(onnx_states(tmp_path, inputs)[kept], expected[kept], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_onnx_is_where_sentence_transformers_looks(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """By the command, of the first layer; what differs from PyTorch is refused and not written."""
+    from sentence_transformers.backend.utils import backend_should_export
+
+    assert export_onnx(ended[1], tmp_path / "hf", monkeypatch, capsys, "--layers", "1")[0] == 0
+    wanted = {"subfolder": "onnx", "file_name": "model.onnx"}
+    assert backend_should_export(tmp_path / "hf", True, {}, "model.onnx", "*.onnx", "ONNX") == (False, wanted)
+    inputs = AutoTokenizer.from_pretrained(tmp_path / "hf")("the dog sees a cat", return_tensors="pt")
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(tmp_path / "hf").eval()(**inputs).last_hidden_state
+    torch.testing.assert_close(onnx_states(tmp_path / "hf", inputs), expected, rtol=0, atol=1e-4)
+
+    write = torch.onnx.export
+
+    def write_other(encoder: torch.nn.Module, *given: Any, **more: Any) -> None:
+        other = copy.deepcopy(encoder)
+        next(other.parameters()).mul_(1.1)
+        write(other, *given, **more)
+
+    monkeypatch.setattr(torch.onnx, "export", write_other)
+    code, said = export_onnx(ended[1], tmp_path / "other", monkeypatch, capsys)
+    assert code == 2 and re.search(r"--onnx: .*away from PyTorch", said)
+    assert (tmp_path / "other" / "model.safetensors").exists() and not (tmp_path / "other" / "onnx").exists()
+
+
+def test_onnx_needs_its_packages(
+    ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    code, said = export_onnx(ended[1], tmp_path / "hf", monkeypatch, capsys)
+    assert code == 2 and re.search(r"--onnx needs .*onnxscript.*'xscale\[onnx\]'", said) and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["mixed", "mlm", "xlm"])

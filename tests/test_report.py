@@ -36,7 +36,7 @@ from xscale.models.heads import KeptHeads, save_heads
 from xscale.objectives import alignlm
 from xscale.report import __main__ as command
 from xscale.report import curves, models, tables, transfer
-from xscale.report.draw import Pictures
+from xscale.report.draw import COLOURS, Pictures
 from xscale.report.page import page
 from xscale.report.read import Run, read_runs, read_scores
 
@@ -274,6 +274,100 @@ def test_noise_does_not_fill_the_axis() -> None:
     svg, _ = Pictures().chart(curves.Chart("x", {"all": [values]}, ["a"]))
     ticks = [float(text) for text in re.findall(r">([\d.]+)</text>", svg) if float(text) > 50]
     assert max(ticks) - min(ticks) >= 2
+
+
+STEPS = {8: (0.5, 0.4, 0.55), 16: (0.6, 0.52, 0.7), 24: (0.8, 0.75, 0.83)}
+"""Step of an evaluation -> its score, and the score's interval."""
+
+
+def scores_at(step: int, shifts: dict[str, float]) -> Entry:
+    """An evaluation by the numbers of STEPS; a results row's shift is added to them."""
+    value, *ends = STEPS[step]
+    rows = {row: {"accuracy": value + shift, "sentences": 1000} for row, shift in shifts.items()}
+    intervals = {row: {"accuracy": [end + shift for end in ends]} for row, shift in shifts.items()}
+    return {"step": step, "results": {"retrieval": rows}, "intervals": {"retrieval": intervals}}
+
+
+def run_of_scores(folder: Path, shifts: dict[str, float]) -> Run:
+    """Two evaluations of the run's own, and one of its hook."""
+    make_run(folder, [{"step": 24, "loss": 1.0}], [scores_at(step, shifts) for step in (8, 16)])
+    (folder / "evals").mkdir()
+    (folder / "evals" / "step_24.json").write_text(json.dumps(scores_at(24, shifts)))
+    return read_runs([folder])[0]
+
+
+def paths_of(svg: str, colour: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The points of each line of a colour, and of each band, which SVG defines once and then moves to its place."""
+    tree = ElementTree.fromstring(svg)
+    points = {
+        path: np.array(re.findall(r"[ML] (\S+) (\S+)", path.get("d", "")), dtype=float) for path in tree.iter("path")
+    }
+    lines = [of for path, of in points.items() if re.match(f"fill: none.*stroke: {colour}", path.get("style", ""))]
+    bands = [
+        np.add(of, (float(use.get("x", 0)), float(use.get("y", 0))))
+        for use in tree.iter("use")
+        if f"fill: {colour}; fill-opacity: 0.15" in use.get("style", "")
+        for path, of in points.items()
+        if use.get("href") == f"#{path.get('id')}"
+    ]
+    return lines, bands
+
+
+@pytest.mark.parametrize("lines", [1, 4, 5])
+def test_intervals_are_drawn_where_they_are(tmp_path: Path, lines: int) -> None:
+    """A band has the ends of the intervals of all steps, and a bar those of the last; five lines have only bars."""
+    shifts = {f"en-x{n}": -n / 50 for n in range(lines)}
+    (chart,) = curves.eval_charts([run_of_scores(tmp_path / "run", shifts)])
+    svg, _ = Pictures().chart(chart)
+    at, numbers = np.array([*STEPS]), np.array([*STEPS.values()])
+    for n, (shift, colour) in enumerate(zip(shifts.values(), COLOURS, strict=False)):
+        drawn, bands = paths_of(svg, colour)
+        line = next(points for points in drawn if len(points) == len(at))  # the legend's comes later
+        x, y = np.poly1d(np.polyfit(at, line[:, 0], 1)), np.poly1d(np.polyfit(numbers[:, 0] + shift, line[:, 1], 1))
+        (bar,) = (points for points in drawn if len(points) == 2)
+        aside = 2 * (n - (lines - 1) / 2)
+        assert np.abs(bar - [[x(24) + aside, y(end + shift)] for end in (0.75, 0.83)]).max() < 0.2
+        assert len(bands) == (lines < 5)
+        for band in bands:
+            corners = [(x(step), y(end + shift)) for step, (_, *ends) in STEPS.items() for end in ends]
+            assert all(np.abs(band - corner).max(1).min() < 0.2 for corner in corners)
+            assert band[:, 1].min() > y(0.83 + shift) - 0.2 and band[:, 1].max() < y(0.4 + shift) + 0.2
+
+
+def test_tables_say_what_is_noise(tmp_path: Path) -> None:
+    """✓ marks runs whose interval overlaps the best one's; a mean over rows has the mean of their intervals."""
+    shifts = {"best": 0.1, "near": 0.04, "far": -0.1}
+    runs = [run_of_scores(tmp_path / name, {"en-de": shift, "en-fr": shift - 0.02}) for name, shift in shifts.items()]
+    (row,) = (row for row in tables.headline_table(runs).rows if "retrieval" in str(row[0]))
+    assert row[1:] == ["✓ 0.89 [0.84, 0.92]", "✓ 0.83 [0.78, 0.86]", "0.69 [0.64, 0.72]"]
+    assert tables.is_numeric(row[1:])
+    rows = {row[0]: [tables.number(cell) for cell in row[1:]] for row in tables.summary(runs[:1]).rows}
+    assert rows["retrieval accuracy, en-de"] == ["0.9 [0.85, 0.93]", "0.9", "0.9", "24"]
+    assert rows["retrieval accuracy, mean over 2 languages"][0] == "0.89 [0.84, 0.92]"
+    curve = runs[0].evals["retrieval", "en-fr", "accuracy"]
+    assert curve.attrs[16] == pytest.approx((0.6, 0.78))
+    without = curve.copy()
+    without.attrs = {}
+    mean = tables.mean_curve([curve, without])
+    assert mean is not None and not mean.attrs
+    scores = tmp_path / "near" / "evals" / "step_24.json"
+    _, parsed = page_of(tmp_path / "far", "--scores", scores, out=tmp_path / "r.html")
+    assert parsed.row("retrieval accuracy, en-fr")[0][0] == "0.68 [0.63, 0.71]"
+    (row,) = (row for row in parsed.rows if row[:2] == [("step_24", None), ("en-de", None)])
+    assert row[2][0] == "0.84 [0.79, 0.87]"
+
+
+def test_a_number_without_an_interval_takes_none_of_another(tmp_path: Path) -> None:
+    """A hook's number replaces the run's own number of the step, and its interval too."""
+    folder = make_run(tmp_path / "run", [{"step": 8, "loss": 1.0}], [scores_at(8, {"en-de": 0.0})])
+    (folder / "evals").mkdir()
+    odd: list[Any] = [None, [0.1], [0.1, "x"], [0.1, math.inf], {"low": 0.1}, 0.1]
+    for ends in odd:
+        found = {"results": {"retrieval": {"en-de": {"accuracy": 0.9}}}}
+        found |= {"intervals": {"retrieval": {"en-de": {"accuracy": ends}}}}
+        (folder / "evals" / "step_8.json").write_text(json.dumps(found))
+        curve = read_runs([folder])[0].evals["retrieval", "en-de", "accuracy"]
+        assert curve[8] == 0.9 and not curve.attrs
 
 
 def test_the_summary_says_which_run_is_better(one: tuple[Path, list[Entry]]) -> None:

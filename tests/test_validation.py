@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
+from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
@@ -294,6 +296,26 @@ def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pyt
         ["heldout", "mlm", "loss", "2", "✓", "best"],
         ["retrieval", "en-x0", "accuracy", "0.4", "best", "0.5", "at", "step", "10"],
     ]
+
+
+def test_an_evaluation_is_written_with_its_intervals(tmp_path: Path) -> None:
+    """The report reads the bootstrap's intervals; a loss that is a plain number has none."""
+    recipe = SimpleNamespace(
+        eval=SimpleNamespace(tasks=["t"], every=5),
+        checkpoint=SimpleNamespace(best=None, hook=None),
+        train=SimpleNamespace(steps=20),
+    )
+    validation = Validation(SimpleNamespace(recipe=recipe), {}, tmp_path, HostGroup(), -1, None)  # type: ignore[arg-type]
+    vectors = torch.eye(40)
+    scores = accuracies(vectors, vectors[[*range(1, 11), 0, *range(11, 40)]], "cosine", ("en", "xx"))
+    validation.report(5, {"heldout": {"mlm": {"loss": 3.0}}, "retrieval": {"en-xx": scores}}, 1.0)
+    validation.close()
+    (tmp_path / "metrics.jsonl").touch()
+    (run,) = read_runs([tmp_path])
+    right = np.random.default_rng(40).integers(0, 40, (1000, 40)) > 10
+    low, high = np.quantile(right.mean(1), (0.025, 0.975))
+    assert run.evals["retrieval", "en-xx", "accuracy"].attrs[5] == pytest.approx((low, high))
+    assert run.evals["retrieval", "en-xx", "sentences"].attrs == run.evals["heldout", "mlm", "loss"].attrs == {}
 
 
 def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:

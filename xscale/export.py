@@ -9,6 +9,7 @@ place, it is loaded and compared with the trained model.
 import argparse
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -18,6 +19,7 @@ from xscale.checkpoint.restore import load_run
 from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.card import describe_checkpoint
 from xscale.eval.hf_directory import check_new, write_directory
+from xscale.eval.onnx_file import write_onnx
 from xscale.eval.retrieval import POOLINGS
 from xscale.eval.sentence_files import trained_pooling
 from xscale.plugins import load_plugins
@@ -69,6 +71,7 @@ def main() -> int:
         "--pooling", choices=POOLINGS, help="for sentences' vectors (default: as PPA trained it, or mean)"
     )
     parser.add_argument("--layers", type=int, metavar="K", help="only the first K layers, whose states are the output")
+    parser.add_argument("--onnx", action="store_true", help="write the encoder as onnx/model.onnx too")
     parser.add_argument("--push", metavar="REPO", help="upload the export to this repository of the hub, USER/NAME")
     parser.add_argument("--plugin", nargs="+", default=[], metavar="MODULE", help="see xscale.plugins")
     args = parser.parse_args()
@@ -77,7 +80,12 @@ def main() -> int:
         load_plugins(args.plugin)
         if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
             raise UserError(f"--push {args.push} is no repository of the hub; give USER/NAME")
+        absent = [name for name in ("onnx", "onnxruntime", "onnxscript") if args.onnx and find_spec(name) is None]
+        if absent:
+            raise UserError(f"--onnx needs {', '.join(absent)}: pip install 'xscale[onnx]'")
         path = export(args.source, args.out, args.best, args.pooling, args.layers)
+        if args.onnx:
+            write_onnx(args.out)
         print(f"{path} -> {args.out}")
         if args.push:
             push(args.out, args.push)

@@ -220,11 +220,13 @@ def measured_at(folder: Path, step: int) -> tuple[Results, Results]:
     found: dict[str, Any] = {}
     intervals: Results = {}
     for entry in lines(folder / "evals.jsonl"):
-        found |= entry.get("results", {}) if entry["step"] == step else {}
+        if entry["step"] == step:
+            found, intervals = entry.get("results", {}), entry.get("intervals", {})
     hook = folder / "evals" / f"step_{step}.json"
     if hook.is_file():
         written = json.loads(hook.read_text(encoding="utf-8"))
-        found, intervals = found | written.get("results", {}), written.get("intervals", {})
+        kept = {task: of_task for task, of_task in intervals.items() if task not in written.get("results", {})}
+        found, intervals = found | written.get("results", {}), kept | written.get("intervals", {})
     return found, intervals
 
 

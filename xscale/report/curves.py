@@ -190,6 +190,12 @@ def last_tenth(curve: pd.Series) -> pd.Series:
     return curve.iloc[-math.ceil(len(curve) / 10) :]
 
 
+def interval_ends(curve: pd.Series) -> list[pd.Series]:
+    """The curves of the lower and of the upper ends of a curve's intervals (see Run.evals); NaN where it has none."""
+    none = math.nan, math.nan
+    return [pd.Series([curve.attrs.get(step, none)[end] for step in curve.index], curve.index, float) for end in (0, 1)]
+
+
 def thin(curve: pd.Series, columns: int) -> pd.DataFrame:
     """The downsampled curve. The steps are divided into `columns` equal ranges; each has the mean, minimum and maximum
     of its values, at its mean step. A curve of at most `columns` steps is kept as it is. Missing values are ignored."""

@@ -12,9 +12,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
 
 from xscale import files
-from xscale.report.curves import Chart, last_tenth, thin
+from xscale.report.curves import Chart, interval_ends, last_tenth, thin
 from xscale.report.read import LONGEST_LABEL
 
 WIDTH, HEIGHT = 3.3, 2.0
@@ -27,6 +28,8 @@ DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.2, 1, 1.2)))
 MARKERS, GLYPHS = "os^Dv<>P", "●■▲◆▼◀▶✚"
 FEW = 12
 """Each point of a line with at most this many points has a marker."""
+MOST_BANDS = 4
+"""A chart with at most this many lines has a band for each line's 95 % intervals; others have only bars at the end."""
 STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 8,
@@ -158,10 +161,14 @@ def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, smal
     for number, (label, curve) in enumerate(lines.items()):
         if curve is None or not curve.notna().any():
             continue
-        points = thin(curve, COLUMNS // 2 if small else COLUMNS)
+        columns = COLUMNS // 2 if small else COLUMNS
+        points = thin(curve, columns)
         known = np.flatnonzero(points["mean"].notna())
         marked = known if len(known) <= FEW else known[:: len(known) // 6]
-        if len(curve) > COLUMNS and len(lines) <= 3 and not small:
+        if curve.attrs:
+            low, high = (thin(end, columns)["mean"].dropna() for end in interval_ends(curve))
+            draw_intervals(axes, low, high, number, len(lines))
+        elif len(curve) > COLUMNS and len(lines) <= 3 and not small:
             axes.fill_between(points.index, points["min"], points["max"], color=COLOURS[number % 8], alpha=0.15, lw=0)
         look = look_of(number) | ({} if len(lines) > 1 or len(known) <= FEW else {"marker": ""})
         axes.plot(points.index, points["mean"], label=cut(label), markevery=marked.tolist(), **look)
@@ -177,6 +184,16 @@ def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, smal
         axes.set_ylim(low - room / 2, high + room / 2)
     axes.yaxis.set_major_locator(MaxNLocator(ticks))
     axes.yaxis.set_major_formatter(FuncFormatter(short))
+
+
+def draw_intervals(axes: Axes, low: pd.Series, high: pd.Series, number: int, lines: int) -> None:
+    """Draw the 95 % intervals of line `number` of several: a bar at the last point, and a band if the lines are few.
+    The bars of several lines are side by side, 2 points (1/36 inch) apart."""
+    if lines <= MOST_BANDS:
+        axes.fill_between(low.index, low, high, color=COLOURS[number % 8], alpha=0.15, lw=0)
+    place = axes.transData + ScaledTranslation((number - (lines - 1) / 2) / 36, 0, axes.figure.dpi_scale_trans)
+    bar = low.index[-1], low.iloc[-1], high.iloc[-1]
+    axes.vlines(*bar, color=COLOURS[number % 8], lw=1, transform=place, clip_on=False)
 
 
 def look_of(number: int) -> dict[str, Any]:

@@ -23,11 +23,13 @@ TSNE = (
 )
 COMPARED = (
     "✓ marks the best run and each run that differs from it by less than both standard deviations (±) in the last "
-    "tenth of the run. Runs of other streams have other losses, which are not compared."
+    "tenth of the run, or whose 95 % interval [from, to] overlaps that of the best run. Runs of other streams have "
+    "other losses, which are not compared."
 )
 THINNED = (
     "In a run of many steps, a point of a line is the mean of a range of steps, and the band around a line goes from "
-    "the least to the largest number there. All axes span at least 5 % of their numbers."
+    "the least to the largest number there. The bar at the end of a line of scores, and the band around it, are the "
+    "95 % interval of the score. All axes span at least 5 % of their numbers."
 )
 
 

@@ -24,6 +24,17 @@ EvalKey = tuple[str, str, str]
 """(task, results row, name of the number)."""
 
 
+class Measured(float):
+    """A number with its 95 % interval, (low, high)."""
+
+    interval: tuple[float, ...]
+
+    def __new__(cls, value: float, *interval: float) -> "Measured":
+        made = super().__new__(cls, value)
+        made.interval = interval
+        return made
+
+
 @dataclass(frozen=True)
 class Run:
     name: str
@@ -33,6 +44,7 @@ class Run:
     metrics: dict[str, pd.Series]
     """Metric -> its curve, which has a float for each step; null and infinite numbers of the file are NaN."""
     evals: dict[EvalKey, pd.Series]
+    """A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
     failed: list[tuple[str, float, str, str]]
     """(run's label, step, task, reason) of each failed evaluation."""
     config: dict[str, Any]
@@ -70,11 +82,16 @@ def read_run(folder: Path, name: str, label: str) -> Run:
     if not path.is_file():
         raise UserError(f"{folder} has no metrics.jsonl; give the directories that runs were started with as --out")
     evals = [*json_lines(folder / "evals.jsonl"), *hook_scores(folder / "evals")]
+    numbers = {(key, entry["step"]): number for entry in evals for key, number in measured(entry)}
+    eval_curves = curves((step, [(key, number)]) for (key, step), number in numbers.items())
+    for (key, step), number in numbers.items():
+        if isinstance(number, Measured):
+            eval_curves[key].attrs[step] = number.interval
     return Run(
         name,
         label,
         curves((entry["step"], entry.items()) for entry in json_lines(path)),
-        curves((entry["step"], flat(entry.get("results"))) for entry in evals),
+        eval_curves,
         [(label, e["step"], text(task), text(why)) for e in evals for task, why in mapping(e.get("failed")).items()],
         read_yaml(config) if config.is_file() else {},
         mapping(read_json(status)) if status.is_file() else {},
@@ -136,7 +153,7 @@ def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
         except UserError as error:
             yield {"step": int(name[1]), "failed": {path.name: error}}
             continue
-        yield {"step": int(name[1]), "results": found.get("results"), "failed": dict(flat_failures(found))}
+        yield found | {"step": int(name[1]), "failed": dict(flat_failures(found))}
 
 
 def flat_failures(scores: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -148,6 +165,16 @@ def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
     for task, rows in mapping(results).items():
         for row, numbers in mapping(rows).items():
             yield from (((text(task), text(row), text(name)), n) for name, n in mapping(numbers).items())
+
+
+def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
+    """The numbers of an evaluation's results, as Measured if they have an interval."""
+    intervals = dict(flat(entry.get("intervals")))
+    for key, value in flat(entry.get("results")):
+        found = intervals.get(key)
+        ends = [finite(end) for end in found if isinstance(end, int | float)] if isinstance(found, list) else []
+        sound = isinstance(value, int | float) and len(ends) == 2 and not any(map(math.isnan, ends))
+        yield key, Measured(finite(value), *ends) if sound else value
 
 
 def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, pd.Series]:
@@ -175,9 +202,10 @@ def read_scores(paths: list[Path]) -> list[Scores]:
     of_model = {model: Scores(name, label) for model, name, label in zip(distinct, names, labels(names), strict=True)}
     for path, scores in found.items():
         own = of_model[models[path]]
-        for (task, row, name), value in flat(scores["results"]):
+        for (task, row, name), value in measured(scores):
             if isinstance(value, int | float):
-                own.results.setdefault(task, {}).setdefault(row, {})[name] = finite(value)
+                number = value if isinstance(value, Measured) else finite(value)
+                own.results.setdefault(task, {}).setdefault(row, {})[name] = number
         own.failed += ((own.name, *failure) for failure in flat_failures(scores))
     return list(of_model.values())
 

@@ -13,12 +13,13 @@ from xscale.report.curves import (
     SECTIONS,
     column,
     eval_title,
+    interval_ends,
     is_empty,
     is_size,
     last_tenth,
     section_of,
 )
-from xscale.report.read import Run, Scores, mapping
+from xscale.report.read import Measured, Run, Scores, mapping
 
 Cell = str | float | None
 SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|tokens_per_s$")
@@ -46,7 +47,9 @@ class Headline(NamedTuple):
 
 
 def number(value: Cell) -> str:
-    """The text of a cell, with four digits of a number."""
+    """The text of a cell, with four digits of a number, and its interval."""
+    if isinstance(value, Measured):
+        return "{} [{:,.4g}, {:,.4g}]".format(number(float(value)), *value.interval)
     if value is None or isinstance(value, str):
         return value or "–"
     if not math.isfinite(value):
@@ -55,7 +58,9 @@ def number(value: Cell) -> str:
 
 
 def is_numeric(values: Sequence[Cell]) -> bool:
-    return all(not isinstance(value, str) or re.fullmatch(r"(✓ )?-?[\d.,]+( ± [\d.e-]+)?", value) for value in values)
+    return all(
+        not isinstance(value, str) or re.fullmatch(r"(✓ )?-?[\d.,]+( ± [\d.e-]+| \[.*\])?", value) for value in values
+    )
 
 
 def run_table(runs: list[Run]) -> Table:
@@ -116,11 +121,16 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
 def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
     """The mean of the curves of streams, languages or pairs. A curve without a number at a step counts with its last
-    number before."""
+    number before. The mean has the mean of the intervals, which is as wide as its own or wider, if all have some."""
     if not curves:
         return None
     together = pd.concat(curves, axis=1).sort_index()
-    return together.ffill().mean(axis=1).where(together.notna().any(axis=1))
+    mean = together.ffill().mean(axis=1).where(together.notna().any(axis=1))
+    if all(curve.attrs for curve in curves):
+        sides = zip(*map(interval_ends, curves), strict=True)
+        ends = [pd.concat(side, axis=1).sort_index().ffill().mean(axis=1, skipna=False) for side in sides]
+        mean.attrs = {step: of_step for step, *of_step in pd.concat(ends, axis=1).dropna().itertuples(name=None)}
+    return mean
 
 
 def headline_table(runs: list[Run]) -> Table:
@@ -133,17 +143,20 @@ def headline_table(runs: list[Run]) -> Table:
 
 
 def compared(headline: Headline) -> list[Cell]:
-    """A headline's row: each run's mean and standard deviation of the last tenth. ✓ marks the best run, and those whose
-    difference from it is at most the sum of both deviations."""
+    """A headline's row: each run's mean of the last tenth, with its interval or the standard deviation. ✓ marks the
+    best run, and those whose intervals overlap or whose difference from it is at most the sum of both deviations."""
     late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
     means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
     best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
+    ends = [[end.mean() for end in interval_ends(curve)] for curve in late]
     row: list[Cell] = [headline.title]
-    for curve, mean, deviation in zip(late, means, deviations, strict=True):
+    for curve, mean, deviation, (low, high) in zip(late, means, deviations, ends, strict=True):
         noise = 0 if best is None else np.nansum([deviation, deviations[best]])
-        mark = "✓ " if best is not None and mean >= means[best] - noise else ""
+        alike = best is not None and low <= ends[best][1] and ends[best][0] <= high
+        mark = "✓ " if alike or (best is not None and mean >= means[best] - noise) else ""
         spread = f" ± {deviation:.2g}" if curve.count() > 2 else ""
-        row.append(f"{mark}{number(float(curve.mean()))}{spread}" if curve.notna().any() else None)
+        shown = number(float(curve.mean())) + spread if math.isnan(low) else number(Measured(curve.mean(), low, high))
+        row.append(mark + shown if curve.notna().any() else None)
     return row
 
 
@@ -194,11 +207,12 @@ def without_row(task: str, row: str, name: str) -> str:
 
 
 def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
-    """A curve's cells for the columns LATE. The last value is NaN if the curve ends with a missing number. A constant
-    curve has no best value, and neither has a metric for which neither high nor low is better."""
+    """A curve's cells for the columns LATE. The last value is NaN if the curve ends with a missing number, and has its
+    interval. A constant curve has no best value, and neither has a metric for which neither high nor low is better."""
     if curve is None or not curve.notna().any():
         return [None] * 4
-    last: list[Cell] = [float(curve.iloc[-1]), float(last_tenth(curve).mean())]
+    interval, now = curve.attrs.get(curve.index[-1]), float(curve.iloc[-1])
+    last: list[Cell] = [Measured(now, *interval) if interval else now, float(last_tenth(curve).mean())]
     values = curve.dropna()
     if not better or (len(values) > 1 and values.nunique() == 1):
         return [*last, None, None]

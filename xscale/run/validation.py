@@ -1,7 +1,7 @@
 """Validation measures a run, finds its best checkpoint, and starts the user's command for each checkpoint.
 
-evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "seconds"}. A resume removes
-the lines of steps after its checkpoint.
+evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "intervals", "seconds"}; the
+95 % intervals have the form of the results. A resume removes the lines of steps after its checkpoint.
 """
 
 import json
@@ -19,6 +19,7 @@ from typing import Any
 from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.config import HOOK_FIELDS
+from xscale.eval.bootstrap import intervals
 from xscale.metric_keys import is_better
 from xscale.ranks import HostGroup
 from xscale.run.evals import Results, check_number
@@ -106,7 +107,8 @@ class Validation:
         return self.host_group.from_main(lambda: self.compare(step, check_number(results, best)))
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
-        self.lines.write({"step": step, "results": results, "seconds": round(seconds, 3)})
+        numbers = {"results": results, "intervals": intervals(results)}
+        self.lines.write({"step": step, **numbers, "seconds": round(seconds, 3)})
         flat = {
             f"eval/{t}/{row}/{n}": v for t, rows in results.items() for row, of in rows.items() for n, v in of.items()
         }
