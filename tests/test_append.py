@@ -166,10 +166,13 @@ def test_a_run_takes_in_more_data(corpus: Path, tmp_path: Path) -> None:
 
     def words(name: str, out: Path, steps: int, *more: str) -> list[str]:
         common = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", "xlm", "--trace", "--out", str(out)]
-        return [*common, "--data", str(corpus / name), "--steps", str(steps), *more, "--set", *SETS]
+        data = ["--data", str(corpus / name), "--steps", str(steps)]
+        return [*common, *data, *more, "--set", *SETS, "checkpoint.every=4", "checkpoint.keep=9"]
 
     launch.run(1, words("before", alone, 12))
-    launch.run(1, words("before", out, 4))
+    shutil.copytree(alone, out)
+    for step in (8, 12):
+        shutil.rmtree(out / "checkpoints" / f"step_{step:08d}")
     code, output = launch.try_run(1, words("after", out, 8))
     assert code and "--data_change append" in output
     launch.run(1, words("after", out, 8, "--data_change", "append"))

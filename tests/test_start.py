@@ -207,7 +207,7 @@ from xscale.deepspeed_private import import_muon_uncompiled
 import_muon_uncompiled()
 from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 assert compiler.compile is before
-deepspeed.comm.init_distributed("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+deepspeed.comm.init_distributed("gloo", False, init_method="file://" + sys.argv[1], rank=0, world_size=1)  # no MPI
 assert is_zero_supported_optimizer(torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))]))
 assert "torch._inductor.compile_fx" not in sys.modules
 """

@@ -49,7 +49,7 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
     recipe.write_text(RECIPE)
     arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(recipe), "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", *SETS]
-    launch.run(2, arguments, "deepspeed")
+    launch.run(2, arguments)
     for step in (0, STEPS):
         export.export(out / "checkpoints" / f"step_{step:08d}", tmp_path / str(step))
     model = AutoModelForMaskedLM.from_pretrained(tmp_path / "0").train()
@@ -76,7 +76,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     arguments = ["--ds_config", str(tmp_path / "ds.json"), "--recipe", "mixed", "--data", str(demo)]
     arguments += ["--out", str(out), "--steps", str(STEPS), "--set", "model.dropout=0.0", *SETS, *sets]
     arguments += ["streams.tlm.warm_in=4", "streams.alignlm.warm_in=0.9", "train.measure_every=5"]
-    launch.run(2, arguments, "deepspeed")
+    launch.run(2, arguments)
     measured = launch.metrics(out)
     run_spec = launch.run_spec_of([*arguments, "data.workers=0"])
     module = StepModule(run_spec.encoder(), run_spec.recipe)
