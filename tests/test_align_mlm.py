@@ -1,5 +1,6 @@
 """ALIGN-MLM: the equation by loops against the real path, and every dictionary entry once a step."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -280,24 +281,33 @@ def test_options() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["dict_mlm", "align_mlm"])
-def test_two_ranks_train_as_one(demo: Path, tmp_path: Path, recipe: str) -> None:
+def test_two_ranks_train_as_one(demo: Path, tmp_path: Path) -> None:
     """Losses, dictionary metrics and gradient norms of six steps, in one row or several; the cosine rises."""
-    entries = []
+    recipes = ("dict_mlm", "align_mlm")
     for world, max_tokens in ((1, 4096), (2, 256)):
         out = tmp_path / str(world)
-        arguments = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", recipe, "--data", str(demo)]
-        sets = ["model.dropout=0.0", f"streams.{recipe}.samples=9", f"train.max_tokens={max_tokens}"]
-        launch.run(world, [*arguments, "--out", str(out), "--steps", "6", "--set", *sets, "train.precision=fp32"])
-        entries.append([{k: v for k, v in e.items() if "loss" in k or "/" in k} for e in launch.metrics(out)])
-    for one, two in zip(*entries, strict=True):
-        assert one.keys() == two.keys()
-        assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5, abs=1e-6)
-    if recipe == "align_mlm":
-        cosine = [entry["dictionary_cosine/align_mlm"] for entry in entries[0]]
-        assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
-    else:
-        assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.95 for entry in entries[0])
+        out.mkdir()
+        common = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--steps", "6"]
+        sets = ["--set", "model.dropout=0.0", f"train.max_tokens={max_tokens}", "train.precision=fp32"]
+        runs = [
+            [*common, "--recipe", recipe, "--out", str(out / recipe), *sets, f"streams.{recipe}.samples=9"]
+            for recipe in recipes
+        ]
+        (out / "list.json").write_text(json.dumps(runs))
+        launch.run(world, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+    for recipe in recipes:
+        entries = [
+            [{k: v for k, v in e.items() if "loss" in k or "/" in k} for e in launch.metrics(tmp_path / world / recipe)]
+            for world in ("1", "2")
+        ]
+        for one, two in zip(*entries, strict=True):
+            assert one.keys() == two.keys()
+            assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5, abs=1e-6)
+        if recipe == "align_mlm":
+            cosine = [entry["dictionary_cosine/align_mlm"] for entry in entries[0]]
+            assert cosine == sorted(cosine) and cosine[-1] > cosine[0] + 0.1
+        else:
+            assert all(0.05 < entry["dictionary_share/dict_mlm"] < 0.95 for entry in entries[0])
 
 
 def test_entries_of_the_same_tokens_are_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:

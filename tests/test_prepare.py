@@ -681,19 +681,19 @@ def command(folder: Path, tree: dict, out: str, workers: int, **environment: str
 
 @pytest.mark.slow
 def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Path, dict]) -> None:
-    """1, 2 and 4 workers write the same bytes, and so does a command that is killed at 10 random moments, which does no
-    finished task again."""
+    """1 and 4 workers write the same bytes, and so does a command of 1 or 2 that is killed at 7 random moments, which
+    does no finished task again."""
     _, tree = raw
-    for out, workers in (("one", 1), ("two", 2), ("four", 4)):
+    for out, workers in (("one", 1), ("four", 4)):
         assert command(tmp_path, tree, out, workers).wait(300) == 0, (tmp_path / "log").read_text()
     expected, choose, kills = hashes(tmp_path / "one"), random.Random(0), 0
-    assert hashes(tmp_path / "two") == expected == hashes(tmp_path / "four") and len(expected) > 20
+    assert hashes(tmp_path / "four") == expected and len(expected) > 20
     marks = tmp_path / "killed.incomplete" / "done"
     before: dict[str, int] = {}
     while not (tmp_path / "killed").exists():
         running = command(tmp_path, tree, "killed", 1 + kills % 2)
         tasks = len(list(marks.rglob("*"))) + choose.randrange(1, 5)  # it has done some more when it is killed
-        while running.poll() is None and (kills >= 10 or len(list(marks.rglob("*"))) < tasks):
+        while running.poll() is None and (kills >= 7 or len(list(marks.rglob("*"))) < tasks):
             time.sleep(0.01)
         time.sleep(choose.random() / 20)
         kills += running.poll() is None
@@ -703,7 +703,7 @@ def test_the_same_bytes_for_any_workers_and_kills(tmp_path: Path, raw: tuple[Pat
         again = before.items() - now.items()  # marks go at the end, when the result is there
         assert not again or (tmp_path / "killed").exists(), f"done again: {sorted(again)}"
         before = now
-    assert 5 <= kills <= 10 and hashes(tmp_path / "killed") == expected
+    assert 5 <= kills <= 7 and hashes(tmp_path / "killed") == expected
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_the_wheel_is_whole(wheel: Path) -> None:
 
 @pytest.mark.slow
 def test_the_wheel_trains_from_another_folder(elsewhere: Path, tmp_path: Path) -> None:
-    """The tools, a dry run, 5 steps by deepspeed's launcher and an evaluation; the checkout cannot be imported."""
+    """The tools, 5 steps by deepspeed's launcher and an evaluation; the checkout cannot be imported."""
     bin, environment = elsewhere / "env" / "bin", launch.environment()
     environment = {k: v for k, v in environment.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     environment["PATH"] = f"{bin}:{os.environ['PATH']}"
@@ -104,7 +104,6 @@ def test_the_wheel_trains_from_another_folder(elsewhere: Path, tmp_path: Path) -
     run("xscale-data", "demo_corpus", "--out", "data/demo", "--pairs", "200", "--mono", "200")
     assert "write_shards" in run("xscale-data", code=2)
     sets = ["--steps", "5", "--set", "data.workers=0", "streams.ppa.queue_size=64", "train.lr=0.001"]
-    assert "out: runs/mixed, a new run" in run("xscale-train", "--ds_config", "zero2_cpu", "--dry_run", *sets)
     (tmp_path / "empty").mkdir()
     told = run("xscale-train", "--ds_config", "zero2_cpu", "--dry_run", "--data", "empty", code=2)
     assert "`python -m xscale.data_tools.write_shards`" in told  # a remedy that works there
