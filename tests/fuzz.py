@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -43,7 +42,6 @@ from transformers import AutoModelForMaskedLM, BertConfig
 from data_tools import demo_corpus, index, inspect, lexicon, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
-from xscale import ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.config import RECIPES, load_recipe
 from xscale.data.lexicon import load_lexicon
@@ -51,14 +49,12 @@ from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import retrieval
-from xscale.eval.finetune import classification, qa, tags
 from xscale.eval.model import Exported
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.record import Record
 from xscale.run import folder as folders
 from xscale.step.ds_config import Hardware, load_ds_config
-from xscale.train import main as train
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60
@@ -819,87 +815,7 @@ def tokenizer_case(case: Case) -> None:
         assert ids == given.encode(texts), "the same fingerprint, other tokens"
 
 
-# Evaluation
-
-
-LABELS = ("entailment", "neutral", "contradiction")
-BIO = ("O", "B-PER", "I-PER")
-
-
-def plain_words(case: Case, longest: int) -> list[str]:
-    return [case.rng.choice(WORDS[:-1]) for _ in range(case.rng.randrange(1, longest))]
-
-
-def sentence_pairs(case: Case) -> tuple[list[str], Any]:
-    rng = case.rng
-    rows = [(*(" ".join(plain_words(case, 6)) for _ in "ab"), rng.choice(LABELS)) for _ in range(rng.randrange(1, 6))]
-    return ["\t".join(row) for row in rows], [((a, b), (label,)) for a, b, label in rows]
-
-
-def tagged(case: Case, pos: bool) -> tuple[list[str], Any]:
-    """As CoNLL-U, or as two columns."""
-    lines, wanted = [], []
-    for _ in range(case.rng.randrange(1, 5)):
-        words = plain_words(case, 6)
-        tags = [case.rng.choice(("NOUN", "VERB", "X") if pos else BIO) for _ in words]
-        for number, (word, tag) in enumerate(zip(words, tags, strict=True), start=1):
-            lines.append(f"{number}\t{word}\t_\t{tag}" + "\t_" * 6 if pos else f"{word}\t{tag}")
-        lines.append("")
-        wanted.append((tuple(words), tuple(tags)))
-    return lines, wanted
-
-
-def questions(case: Case) -> tuple[list[str], Any]:
-    rng, paragraphs, wanted = case.rng, [], []
-    for number in range(rng.randrange(1, 4)):
-        words = plain_words(case, 8)
-        answer, context = rng.choice(words), " ".join(words)
-        answers = [{"text": answer, "answer_start": context.index(answer)}]
-        paragraphs.append({"context": context, "qas": [{"id": f"q{number}", "question": "Who?", "answers": answers}]})
-        wanted.append((("Who?", context), ((answer, context.index(answer)),)))
-    return json.dumps({"data": [{"paragraphs": paragraphs}]}, ensure_ascii=False, indent=1).splitlines(), wanted
-
-
-ODD_LINES = [
-    "",
-    "x",
-    "\t",
-    "a\tb\tc\td",
-    "1\tx",
-    "\u2028",
-    "{",
-    "[]",
-    '"id": 3,',
-    "a\tX-PER",
-    "-DOCSTART-",
-    "# a",
-    "1-2\tx",
-]
-
-
-def labelled_case(case: Case) -> None:
-    """What fine-tuning reads."""
-    kinds = {"pairs": (sentence_pairs, classification.read), "qa": (questions, qa.read)}
-    kinds |= {"pos": (lambda c: tagged(c, True), tags.read_pos), "ner": (lambda c: tagged(c, False), tags.read_ner)}
-    make, read = kinds[case.pick(*kinds)]
-    lines, wanted = make(case)
-    how, whole = case.pick("sound", "sound", "line", "drop", "leaf"), lines
-    if how == "line":
-        lines = [*lines]
-        lines.insert(case.rng.randrange(len(lines) + 1), case.pick(*ODD_LINES))
-    elif how == "drop":
-        at = case.rng.randrange(len(lines))
-        lines = [line for number, line in enumerate(lines) if number != at]
-    elif how == "leaf" and read is qa.read:
-        tree = json.loads("\n".join(lines))
-        change_leaf(case, tree)
-        lines = json.dumps(tree, indent=1).splitlines()
-    path, sound = write_text(case, "labelled.txt", lines)
-    case.names = [str(path)]
-    found = [(example.texts, example.gold) for example in read(path, "en")]
-    assert sound, "a damaged file was taken"
-    if lines == whole:
-        assert found == wanted, "other examples"
+# Exported models, commands
 
 
 def model_case(case: Case) -> None:
@@ -939,53 +855,6 @@ def given_model(demo: Path) -> Path:
         AutoModelForMaskedLM.from_config(config).save_pretrained(path)
         tokenizer.hf.save_pretrained(path)
     return path
-
-
-# Environment and commands
-
-
-VARIABLES = {
-    "RANK": ("0", "1", "-1", "x", "", "1.5", "9" * 30),
-    "WORLD_SIZE": ("1", "2", "0", "-2", "x", "", "9" * 30),
-    "LOCAL_RANK": ("0", "1", "x", ""),
-    "LOCAL_WORLD_SIZE": ("1", "2", "0", "x", "2(x2)", ""),
-    "MASTER_PORT": ("29500", "0", "-1", "70000", "x", "80", ""),
-    "MASTER_ADDR": ("127.0.0.1", "nowhere.invalid", ""),
-    "OMPI_COMM_WORLD_RANK": ("0", "3", "x"),
-    "OMPI_COMM_WORLD_SIZE": ("1", "4", "x", "0"),
-    "PMI_RANK": ("0", "x"),
-    "PMI_SIZE": ("1", "2", "x"),
-    "SLURM_PROCID": ("0", "1", "x", "-3"),
-    "SLURM_STEP_NUM_TASKS": ("1", "2", "x", ""),
-    "SLURM_LOCALID": ("0", "x"),
-    "SLURM_NODEID": ("0", "5", "x"),
-    "SLURM_STEP_TASKS_PER_NODE": ("1", "2(x3),1", "x(x2)", "2(x", "", "(x3)"),
-    "SLURM_NTASKS": ("1", "2", "x", "4(x2)"),
-    "SLURM_NNODES": ("1", "2", "x"),
-    "SLURM_JOB_ID": ("1", "77", "x", "9" * 40),
-    "SLURM_STEP_ID": ("0", "batch", "4294967291", "x"),
-    "SLURM_STEP_NODELIST": ("n[1-2]", ""),
-}
-
-
-def environment_case(case: Case) -> None:
-    rng = case.rng
-    chosen = rng.sample(sorted(VARIABLES), rng.randrange(1, 6))
-    if rng.random() < 0.5:
-        chosen += rng.choice(
-            (["RANK", "WORLD_SIZE"], ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"], ["PMI_RANK", "PMI_SIZE"])
-        )
-    variables = {name: rng.choice(VARIABLES[name]) for name in chosen}
-    case.story.append(variables)
-    case.names = [*variables, "SLURM_STEP_TASKS_PER_NODE", "MASTER_ADDR", "this SLURM job has"]
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES and name != "LOCAL_SIZE"}
-    joined = mock.patch.multiple(Ranks, _join_mpi=lambda self: None, _join_slurm=lambda self: ranks.find_process())
-    with mock.patch.dict(os.environ, clean | variables, clear=True), joined:
-        ranks.check_launch()
-        process = ranks.find_process()
-        assert 0 <= process.rank < process.world and process.local_world >= 1
-        assert os.environ["RANK"] == str(process.rank) and 0 < int(os.environ["MASTER_PORT"]) < 65536
-        Ranks()
 
 
 def argument(case: Case) -> str:
@@ -1037,20 +906,6 @@ def in_folder(case: Case, call: Callable[[], int]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def train_words(case: Case) -> list[str]:
-    words = ["--ds_config", str(ROOT / "ds_configs/zero2_cpu.json"), "--recipe", "mlm", "--data", str(case.demo)]
-    words += ["--out", str(case.folder / "run"), "--resume", "auto", "--steps", "9", "--seed", "3", "--dry_run"]
-    return [*words, "--set", "streams.mlm.samples=4", "train.warmup=0"]
-
-
-def command_case(case: Case) -> None:
-    words = mutated(case, train_words(case))
-    words = words if "--dry_run" in words else [*words, "--dry_run"]
-    with mock.patch.dict(os.environ):
-        code, out, err = in_folder(case, lambda: train(words))
-    check_end(code, out, err, "parameters: ")
-
-
 def check_end(code: int, out: str, err: str, told: str) -> None:
     if code in (2, 4):
         raise UserError(err)
@@ -1090,44 +945,6 @@ def tool_case(case: Case) -> None:
     check_end(code, out_text, err, "")
 
 
-def process_case(case: Case) -> None:
-    """The real commands, in odd surroundings."""
-    unwritable = {"HOME": "/proc", "XDG_CACHE_HOME": "/proc", "TRITON_CACHE_DIR": "/proc/x", "MPLCONFIGDIR": "/proc"}
-    odd = [unwritable, {"TMPDIR": "/nowhere"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
-    odd += [{"LC_ALL": "xx_XX.UTF-8"}, {"MASTER_PORT": "x"}, {"RANK": "1", "WORLD_SIZE": "x"}, {"COLUMNS": "x"}, {}]
-    more = case.pick(*odd)
-    shards = str(case.demo / "pairs")
-    text = case.file("g.txt", "Größe zwei.\n日本語。\n")
-    commands = [
-        ([str(ROOT / "xscale/train.py"), *train_words(case)], "parameters: "),
-        (["-m", "data_tools.inspect", shards, "--show", "3"], "records"),
-        (
-            [
-                "-m",
-                "data_tools.write_shards",
-                "mono",
-                "--text",
-                str(text),
-                "--lang",
-                "de",
-                "--out",
-                str(case.folder / "o"),
-            ],
-            "2 ",
-        ),
-        (["-m", "data_tools.inspect", str(case.folder / "absent")], ""),
-        ([str(ROOT / "xscale/train.py"), *mutated(case, train_words(case))], ""),
-    ]
-    words, told = case.rng.choice(commands)
-    if "train.py" in words[0] and "--dry_run" not in words:
-        words.append("--dry_run")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | more
-    done = subprocess.run([sys.executable, *words], capture_output=True, env=environment, cwd=case.folder, timeout=240)
-    out, err = done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
-    assert "Traceback" not in err, err[-3000:]
-    check_end(done.returncode, out, err, told)
-
-
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
@@ -1139,12 +956,8 @@ KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "checkpoint": (checkpoint_case, 14),
     "lexicon": (lexicon_case, 8),
     "tokenizer": (tokenizer_case, 6),
-    "labelled": (labelled_case, 10),
     "model": (model_case, 4),
-    "environment": (environment_case, 8),
     "tool": (tool_case, 10),
-    "command": (command_case, 4),
-    "process": (process_case, 1),
 }
 """Kinds of cases, and how many of a round are of each."""
 ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]
@@ -1163,7 +976,7 @@ def run_case(kind: str, seed: int, demo: Path, folder: Path) -> Result:
         raise Hang(f"no end after {LIMIT} s")
 
     signal.signal(signal.SIGALRM, late)
-    signal.alarm(300 if kind == "process" else LIMIT)
+    signal.alarm(LIMIT)
     try:
         KINDS[kind][0](case)
         return Result(kind, seed, "good", "")
