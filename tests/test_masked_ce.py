@@ -89,32 +89,6 @@ class Calls(TorchDispatchMode):
 # 1. Value and gradients
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("m", [0, 1, ROWS - 1, ROWS, ROWS + 1, 4000])
-def test_equals_plain_in_fp64(m: int, bias: bool) -> None:
-    arguments = inputs(m, bias=bias)
-    loss, losses, right = masked_cross_entropy(*arguments)
-    expected, each, best = plain(*arguments)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(losses, each, rtol=1e-12, atol=1e-14)
-    assert torch.equal(right, best) and not (losses.requires_grad or right.requires_grad)
-    real, wanted = gradients(loss, arguments, 0.37), gradients(expected, arguments, 0.37)
-    for name, mine, other in zip(("features", "weight", "bias"), real, wanted, strict=False):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.1, 0.0), (0.0, 0.03), (0.3, 1e-4)])
-def test_label_smoothing_and_z_loss(label_smoothing: float, z_loss: float) -> None:
-    arguments = inputs(1600)
-    loss, losses, _ = masked_cross_entropy(*arguments, label_smoothing, z_loss)
-    expected, each, _ = plain(*arguments, label_smoothing, z_loss)
-    torch.testing.assert_close(losses, each, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    assert (losses - plain(*arguments)[1]).abs().max() > 0.01
-    for mine, other in zip(gradients(loss, arguments), gradients(expected, arguments), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.0, 0.0), (0.2, 0.05)])
 def test_gradcheck(label_smoothing: float, z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finite differences, with several chunks of several blocks."""
@@ -181,18 +155,6 @@ def test_error_is_no_larger_than_that_of_plain_torch(dtype: torch.dtype, slack: 
         assert 0 < mine <= slack * other, (name, mine, other)
     loss, expected = masked_cross_entropy(*arguments)[0].double(), plain(*reference)[0]
     assert abs(loss - expected) <= 1.1 * abs(plain(*arguments)[0] - expected) + 1e-6 * expected
-
-
-@pytest.mark.parametrize("loss_scale", [1.0, 2.0**16])
-def test_fp16_under_loss_scaling(loss_scale: float) -> None:
-    """Sum over targets / targets * loss scale: gradients are those of fp32, whatever the scale."""
-    arguments: Any = inputs(3000, torch.float16)
-    wide: Any = (*(t.detach().float().requires_grad_() for t in arguments[:3]), arguments[3])
-    real = gradients(masked_cross_entropy(*arguments)[0], arguments, loss_scale / 3000)
-    for mine, other in zip(real, gradients(plain(*wide)[0], wide, 1 / 3000), strict=True):
-        error = rms(mine.double() / loss_scale - other.double()) / rms(other)
-        # rows' entries are near fp16's smallest where nothing scales them
-        assert error < (1e-3 if loss_scale > 1 else 5e-3), error
 
 
 def test_fp16_keeps_what_would_vanish_or_overflow_before_the_loss_scale() -> None:
@@ -301,19 +263,22 @@ OPTIONS = [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 1e-3)]
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "no weights"])
 @pytest.mark.parametrize(("label_smoothing", "z_loss"), OPTIONS)
-@pytest.mark.parametrize("m", [0, 1, 130, 4000])
-def test_weights_in_fp64(m: int, label_smoothing: float, z_loss: float, bias: bool) -> None:
-    """Also of several chunks; each row's own loss stays what it is without them."""
+@pytest.mark.parametrize("m", [0, 1, ROWS - 1, ROWS, ROWS + 1, 4000])
+def test_equals_plain_in_fp64(m: int, label_smoothing: float, z_loss: float, weights: bool, bias: bool) -> None:
+    """Also of several chunks; each row's own loss is the same with weights and without."""
     arguments = inputs(m, bias=bias)
-    weighted = label_smoothing, z_loss, weights_of(m).double(), 250.0
+    weighted = (label_smoothing, z_loss, *((weights_of(m).double(), 250.0) if weights else ()))
     loss, losses, right = masked_cross_entropy(*arguments, *weighted)
     expected, each, best = plain(*arguments, *weighted)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(losses, each, rtol=1e-12, atol=1e-14)
     assert torch.equal(right, best) and losses.shape == right.shape == (m,) and right.dtype == torch.bool
+    assert not (losses.requires_grad or right.requires_grad)
+    atol = 1e-12 if not weights and (label_smoothing, z_loss) == (0.0, 0.0) else 1e-11
     for mine, other in zip(gradients(loss, arguments, 0.37), gradients(expected, arguments, 0.37), strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-11)
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=atol)
 
 
 def test_no_rows_give_every_leaf_a_zero_gradient() -> None:
@@ -555,7 +520,7 @@ def interpret() -> None:
     torch.manual_seed(0)
     block = kernel.LAUNCH["BLOCK"]
     options = [(0.0, 0.0), (0.2, 0.0), (0.0, 0.03), (0.1, 1e-4)]
-    sizes, dtypes = (5, 61, block, 2 * block + 1), (torch.float32, torch.float16, torch.bfloat16)
+    sizes, dtypes = (61, block, 2 * block + 1), (torch.float32, torch.float16, torch.bfloat16)
     for number, (v, dtype) in enumerate(product(sizes, dtypes)):
         smoothing, z_loss = options[number % 4]
         for bias in (None, torch.randn(v).to(dtype)):
@@ -568,7 +533,7 @@ def interpret() -> None:
             rounding = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}[
                 dtype
             ]  # the interpreter truncates bf16
-            for factors in (None, torch.ones(4), torch.tensor([512.0, 0.0, 0.5, 3.0])):
+            for factors in (None, torch.tensor([512.0, 0.0, 0.5, 3.0])):
                 given, fence = strided(logits), None if factors is None else fenced(factors)
                 losses, right = kernel.losses_(
                     None if bias is None else fenced(bias), given, labels, fence, smoothing, z_loss
