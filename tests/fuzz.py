@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -39,7 +38,7 @@ import torch
 import yaml
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from data_tools import demo_corpus, index, inspect, lexicon, write_shards
+from data_tools import demo_corpus, index, lexicon, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
 from xscale.checkpoint import store as checkpoints
@@ -522,112 +521,6 @@ def finite(tree: Any) -> bool:
     return True
 
 
-FIELDS = [
-    *("train.steps", "train.lr", "train.warmup", "train.seed", "train.epochs", "train.max_tokens", "train.precision"),
-    *(
-        "train.compile",
-        "train.time_limit",
-        "data.max_length",
-        "data.alpha",
-        "data.workers",
-        "data.lexicons",
-        "data.first",
-    ),
-    *("model.preset", "model.init", "model.dropout", "checkpoint.keep", "checkpoint.every", "streams.mlm.samples"),
-    *("streams.mlm.tokens", "streams.mlm.weight", "streams.mlm.languages", "streams.mlm.mask_prob", "streams.mlm"),
-    *(
-        "streams.new.objective",
-        "streams",
-        "train",
-        "",
-        ".",
-        "train.",
-        ".train",
-        "train..lr",
-        "TRAIN.lr",
-        "train.x.y.z",
-        "é",
-    ),
-]
-TEXTS = [
-    *(
-        "1",
-        "0",
-        "-1",
-        "2.5",
-        "1e3",
-        "3e-4",
-        "1.0e+38",
-        ".nan",
-        "nan",
-        "inf",
-        "-.inf",
-        "true",
-        "yes",
-        "null",
-        "",
-        "~",
-        "x",
-    ),
-    *(
-        "[1",
-        "{a: 1, a: 2}",
-        "[en]",
-        "[en, xx]",
-        "{}",
-        "[]",
-        "9" * 400,
-        "9" * 5000,
-        "0x10",
-        "1_000",
-        "2020-01-01",
-        "1:30",
-    ),
-    *("'1'", "!!int x", "&a", "*a", "a: b", "[" * 3000, "\0", "é", "en-xx", "a=b", " 5 ", "mlm", "auto", "fp16"),
-]
-
-
-SOUND = {
-    "train.steps": ("500", "1000", "7"),
-    "train.lr": ("3e-4", "1", "0.5", ".01"),
-    "train.warmup": ("0", "0.5", "3", "3.5"),
-    "train.precision": ("bf16", "auto"),
-    "train.time_limit": ("5", "0.25", "null"),
-    "data.max_length": ("64", "0x40"),
-    "data.first": ("null", "1_000", "9"),
-    "data.lexicons": ("[en-xx.txt]", "[]"),
-    "model.init": ("some/where", "null", "'1'"),
-    "streams.mlm.languages": ("[en]", "[en, xx]"),
-    "streams.mlm.mask_prob": ("0.2", "2e-1"),
-    "streams.mlm.weight": ("2", "0.5"),
-}
-
-
-def set_case(case: Case) -> None:
-    sets, given = [], {}
-    sound = case.rng.random() < 0.5
-    for _ in range(case.rng.randrange(1, 4)):
-        name = case.rng.choice(sorted(SOUND) if sound else FIELDS)
-        text = case.rng.choice(SOUND[name] if sound else TEXTS)
-        sets.append(f"{name}={text}" if sound or case.rng.random() < 0.95 else name)
-        given[name] = text
-    case.story += sets
-    case.names = [name for name in given if name] + ["--set", "unknown section", "streams"]
-    recipe = load_recipe("mlm", sets, OPTIONS)
-    check_recipe(recipe, {}, case.folder)
-    assert all("=" in assignment for assignment in sets)
-    case.names = []
-    for name, text in given.items():
-        node: Any = recipe.to_dict()
-        for part in name.split("."):
-            node = node[part]
-        value = yaml.safe_load(text)
-        with contextlib.suppress(ValueError, TypeError):
-            value = float(value) if isinstance(value, str) else value
-        if name.count(".") and value is not None and not (name == "train.steps" and "train.epochs" in given):
-            assert node == value, (name, text, node)
-
-
 def ds_config_case(case: Case) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -815,7 +708,7 @@ def tokenizer_case(case: Case) -> None:
         assert ids == given.encode(texts), "the same fingerprint, other tokens"
 
 
-# Exported models, commands
+# Exported models
 
 
 def model_case(case: Case) -> None:
@@ -857,107 +750,17 @@ def given_model(demo: Path) -> Path:
     return path
 
 
-def argument(case: Case) -> str:
-    odd = [
-        "",
-        "x",
-        "/nowhere",
-        "..",
-        "/dev/null",
-        "/proc/nowhere/x",
-        str(case.file("plain", "text")),
-        "x" * 400,
-        "\u00e9",
-    ]
-    return str(case.pick(*odd, "-1", "0", "9" * 40, "nan", "{}", str(case.demo), str(case.folder), "en", "mlm"))
-
-
-def mutated(case: Case, words: list[str]) -> list[str]:
-    """A command line with a value or two that do not belong there."""
-    rng, words = case.rng, list(words)
-    for _ in range(rng.randrange(3)):
-        at = rng.randrange(len(words))
-        how = case.pick("replace", "replace", "replace", "drop", "double")
-        if how == "replace" and words[at].startswith("--"):
-            at = (at + 1) % len(words)
-        if how == "replace" and not words[at].startswith("--"):
-            words[at] = argument(case)
-        elif how == "drop" and words[at] != "--dry_run":
-            del words[at]
-        elif how == "double":
-            words.insert(at, words[at])
-        if not words:
-            break
-    case.story.append(words)
-    return words
-
-
-def in_folder(case: Case, call: Callable[[], int]) -> tuple[int, str, str]:
-    """Exit code, output and errors of a command in this process."""
-    out, err, before = io.StringIO(), io.StringIO(), Path.cwd()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.dict(os.environ):
-        os.chdir(case.folder)
-        try:
-            code = call()
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        finally:
-            os.chdir(before)
-    return code, out.getvalue(), err.getvalue()
-
-
-def check_end(code: int, out: str, err: str, told: str) -> None:
-    if code in (2, 4):
-        raise UserError(err)
-    assert code == 0, (code, err[-3000:])
-    assert told in out, out[-500:]
-
-
-def tool_case(case: Case) -> None:
-    text = case.file("a.txt", "One two.\nThree four.\n")
-    case.file("b.txt", "Eins zwei.\nDrei vier.\n")
-    pairs = ["pairs", "--src", str(text), "--tgt", str(case.folder / "b.txt"), "--langs", "en", "de", "--name", "n"]
-    out = ["--out", str(case.folder / "out")]
-    commands: list[tuple[Any, list[str]]] = [
-        (write_shards.main, [*pairs, *out, "--shard_lines", "2"]),
-        (write_shards.main, ["mono", "--text", str(text), "--lang", "en", "--documents", "lines", *out]),
-        (index.main, [str(shutil.copytree(case.demo / "pairs", case.folder / "p")), "--links_count", "unicode"]),
-        (inspect.main, [str(case.demo / "pairs"), "--verify", "--show", "2", "--json", str(case.folder / "f.json")]),
-        (
-            lexicon.main,
-            ["--dict", str(case.demo / "lexicon/en-xx.txt"), "--out", str(case.folder / "en-xx.txt"), "--share", "0.5"],
-        ),
-        (
-            lexicon.main,
-            ["--from_links", str(case.demo / "pairs"), "--out", str(case.folder / "en-xx.txt"), "--min_count", "1"],
-        ),
-    ]
-    main, words = case.rng.choice(commands)
-    words = mutated(case, words)
-    before = {path for path in case.folder.parent.iterdir()}
-
-    def call() -> int:
-        tools.run(lambda ranks: main(ranks, words))
-        return 0
-
-    code, out_text, err = in_folder(case, call)
-    assert {path for path in case.folder.parent.iterdir()} == before, "something was written elsewhere"
-    check_end(code, out_text, err, "")
-
-
 KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "mono": (mono_case, 12),
     "pairs": (pairs_case, 12),
     "foreign": (foreign_case, 10),
     "shards": (shards_case, 16),
     "recipe": (recipe_case, 14),
-    "set": (set_case, 14),
     "ds_config": (ds_config_case, 16),
     "checkpoint": (checkpoint_case, 14),
     "lexicon": (lexicon_case, 8),
     "tokenizer": (tokenizer_case, 6),
     "model": (model_case, 4),
-    "tool": (tool_case, 10),
 }
 """Kinds of cases, and how many of a round are of each."""
 ROUND = [kind for kind, (_, share) in KINDS.items() for _ in range(share)]
