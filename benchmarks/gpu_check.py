@@ -73,7 +73,9 @@ def test_device() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(128 * 128, 768, 4915), (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*[(128 * 128, 768, 4915)] * CUDA, (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str
+)
 def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Both directions, of single states and of sums of 0 to 9; the same bits every time."""
     places, width, masked = shape
@@ -109,7 +111,7 @@ def test_masked_cross_entropy(
     """Losses, hits and the three gradients of weighted rows in chunks, which an fp16 loss scale must not spoil."""
     monkeypatch.setattr(masked_ce, "ROWS", 512)
     monkeypatch.setattr(masked_ce, "GPU_LOGITS", 0)
-    H, V, scale, largest = 256, 20_011, 2.0**10, 1 / max(rows, 1)
+    H, V, scale, largest = 256, 20_011 if CUDA else 5_003, 2.0**10, 1 / max(rows, 1)
     inputs = [torch.randn(rows, H), torch.randn(V, H) * 0.1, torch.randn(V) * 0.1]
     on_device = [tensor.to(DEVICE, dtype).requires_grad_() for tensor in inputs]
     labels, weights = torch.randint(V, (rows,)), torch.rand(rows)

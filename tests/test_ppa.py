@@ -4,7 +4,6 @@ import copy
 import io
 import math
 import random
-import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -773,10 +772,7 @@ def _rank(rank: int, world: int, port: int, demo: Path, out: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_hold_what_one_holds(demo: Path, tmp_path: Path) -> None:
     """Prefill, three applied steps and a skipped one, 7 samples over 2 ranks: equal bits on both, one rank's values."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    spawn(_rank, (2, port, demo, tmp_path), nprocs=2)
+    spawn(_rank, (2, launch.free_port(), demo, tmp_path), nprocs=2)
     _rank(0, 1, 0, demo, tmp_path)
     first, second, alone = (torch.load(tmp_path / f"{name}.pt") for name in ("2-0", "2-1", "1-0"))
     same_state(first, second)

@@ -30,19 +30,12 @@ def arguments(demo: Path, out: Path, *more: str) -> list[str]:
     return [*SMALL, "--data", str(demo), "--out", str(out), *more]
 
 
-KILLS, KILL_STEPS = int(os.environ.get("KILLS", "3")), int(os.environ.get("KILL_STEPS", "20"))
-"""More of both for a longer trial: KILLS=20 KILL_STEPS=100 python -m pytest tests/test_training.py -m slow -k kills"""
-
-
-def run_reference(demo: Path, out: Path, steps: int) -> Path:
-    """Uninterrupted steps on 2 ranks, dropout on, with a trace."""
-    launch.run(2, arguments(demo, out, "--steps", str(steps), "--trace", "--set", "checkpoint.every=4"), "deepspeed")
-    return out
-
-
 @pytest.fixture(scope="module")
 def reference(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_reference(demo, tmp_path_factory.mktemp("run") / "reference", 20)
+    """Uninterrupted steps on 2 ranks, dropout on, with a trace."""
+    out = tmp_path_factory.mktemp("run") / "reference"
+    launch.run(2, arguments(demo, out, "--steps", "20", "--trace", "--set", "checkpoint.every=4"), "deepspeed")
+    return out
 
 
 def same_checkpoint(a: Path, b: Path) -> None:
@@ -54,20 +47,15 @@ def same_checkpoint(a: Path, b: Path) -> None:
 
 def test_kills_leave_no_trace(demo: Path, reference: Path, tmp_path: Path) -> None:
     """Kill -9 of everything at random moments, also inside saves; resumed, the end equals an uninterrupted run's."""
-    if KILL_STEPS != 20:
-        reference = run_reference(demo, tmp_path / "reference", KILL_STEPS)
-    out, last = tmp_path / "killed", f"checkpoints/step_{KILL_STEPS:08d}"
-    run = arguments(demo, out, "--steps", str(KILL_STEPS), "--trace")
+    out, last = tmp_path / "killed", "checkpoints/step_00000020"
+    run = arguments(demo, out, "--steps", "20", "--trace")
     chance = random.Random(1)
-    inside_saves = 0
-    for _ in range(KILLS):
+    for _ in range(3):
         process = launch.start(2, [*run, "--set", "checkpoint.every=1"])
         wait_for_progress(process, out)
         time.sleep(chance.random() * 0.8)
         if process.poll() is None:
             launch.kill(process)
-        inside_saves += bool(list(out.glob("checkpoints/*.incomplete")))
-    print(f"{KILLS} kills, {inside_saves} inside a save")
     launch.run(2, [*run, "--set", "checkpoint.every=4"])
     same_checkpoint(out / last, reference / last)
     assert launch.without_times(out) == launch.without_times(reference)
@@ -192,28 +180,6 @@ def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
     assert {"alignment/en-xx", "alignment_trained/en-xx"} <= whole[2].keys()
     lr = [entry["lr"] for entry in train(3, 12)[8:]]
     assert lr[0] - lr[1] == pytest.approx(lr[1] - lr[2]) and lr[1] > lr[2] > 0
-
-
-def test_epoch_has_every_record_once(demo: Path, tmp_path: Path) -> None:
-    """The trace of the first epoch of the pairs is every key exactly once."""
-    index = json.loads((demo / "pairs/index.json").read_text())
-    samples = 40
-    steps = index["records"] // samples
-    assert steps * samples == index["records"]
-    out = tmp_path / "epoch"
-    args = [
-        "--ds_config",
-        "ds_configs/zero2_cpu.json",
-        "--recipe",
-        "tlm",
-        "--data",
-        str(demo / "pairs"),
-        "--out",
-        str(out),
-    ]
-    launch.run(2, [*args, "--steps", str(steps), "--trace", "--set", f"streams.tlm.samples={samples}"])
-    keys = [key for keys in launch.trace(out).values() for key in keys]
-    assert sorted(keys) == [f"demo.en-xx-{i:09d}" for i in range(1, index["records"] + 1)]
 
 
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
