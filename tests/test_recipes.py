@@ -21,7 +21,8 @@ from xscale.step.adam import operators_directory
 
 pytestmark = pytest.mark.slow
 
-STEPS = 20
+STEPS, STEPS_OF_A_CURVE = 20, 12
+"""Of a recipe, which has to learn, and of a ds_config, whose curve is compared with another's."""
 RECIPE_NAMES = sorted(path.stem for path in RECIPES.glob("*.yaml"))
 DS_CONFIGS = sorted(path.stem for path in (launch.ROOT / "ds_configs").glob("*.json"))
 STAGE_3 = [name for name in DS_CONFIGS if name.startswith("zero3")]
@@ -39,7 +40,8 @@ def runs(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     def arguments(name: str, recipe: str, ds_config: str, *sets: str) -> list[str]:
         path = ds_config if ds_config.endswith(".json") else f"ds_configs/{ds_config}.json"
         common = ["--ds_config", path, "--recipe", recipe, "--data", str(demo)]
-        return [*common, "--out", str(out / name), "--steps", str(STEPS), "--set", *sets, "data.workers=0"]
+        steps = STEPS_OF_A_CURVE if name.startswith("ds-") else STEPS
+        return [*common, "--out", str(out / name), "--steps", str(steps), "--set", *sets, "data.workers=0"]
 
     listed = []
     for recipe in RECIPE_NAMES:
