@@ -34,8 +34,6 @@ def free_port() -> int:
 
 def command(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN) -> list[str]:
     port = str(free_port())
-    if launcher == "forked":
-        return [sys.executable, "-m", "tests.forked", json.dumps([[world, script, *arguments]], default=str)]
     if launcher == "deepspeed":
         head = [str(BIN / "deepspeed"), "--num_gpus", str(world), "--master_port", port, script]
     elif launcher == "mpirun":
@@ -63,8 +61,8 @@ def start(world: int, arguments: list[str], launcher: str = "torchrun", script: 
     )
 
 
-def run(world: int, arguments: list[str], launcher: str = "forked", script: str = TRAIN, timeout: int = 300) -> str:
-    """Output of a run that must succeed. Its ranks are forked (tests/forked.py), which saves their imports."""
+def run(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN, timeout: int = 300) -> str:
+    """Output of a run that must succeed."""
     code, output = try_run(world, arguments, launcher, script, timeout)
     assert code == 0, f"exit code {code}\n{output[-6000:]}"
     return output

@@ -4,7 +4,6 @@ made text, with few steps and a small model. What they name exists, and tables o
 import argparse
 import importlib
 import inspect
-import json
 import lzma
 import os
 import re
@@ -136,8 +135,7 @@ def test_examples_of_several_machines_add_gradients_up_in_fp32() -> None:
 
 @pytest.mark.slow
 def test_commands_of_the_pages(tmp_path: Path) -> None:
-    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py and test_mteb.py.
-    DeepSpeed's launcher starts the first training and the first module, tests/forked.py the others and the tools."""
+    """All but those of a cluster and of a GPU; docs/evaluation.md's are run by test_eval_tasks.py and test_mteb.py."""
     for name in ("xscale", "ds_configs"):
         (tmp_path / name).symlink_to(launch.ROOT / name)
     write_texts(tmp_path)
@@ -153,30 +151,15 @@ def test_commands_of_the_pages(tmp_path: Path) -> None:
     listed = [line for line in listed if re.match(r"(python|deepspeed) ", line)]
     assert len(listed) >= 20
     environment = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
-
-    def run(*words: str) -> None:
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
-        assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
-
-    waiting: list[list[int | str]] = []
-    launched = set[str]()
     for command in listed:
         for there, instead in SMALLER.items():
             command = re.sub(rf"{re.escape(there)}(?!\S)", instead, command)
-        program, *words = shlex.split(command)
-        if program == "python":
-            waiting.append([0, *words])
-            continue
-        ranks, started = int(words[1]), words[2]
-        assert words[0] == "--num_gpus" and started in ("xscale/train.py", "--module"), command
-        if started in launched:
-            waiting.append([ranks, *(["-m"] if started == "--module" else [started]), *words[3:]])
-            continue
-        launched.add(started)
-        run(sys.executable, "-m", "tests.forked", json.dumps(waiting))
-        waiting.clear()
-        run(str(launch.BIN / "deepspeed"), "--master_port", str(launch.free_port()), *words)
-    run(sys.executable, "-m", "tests.forked", json.dumps(waiting))
+        words = shlex.split(command)
+        words[:1] = [str(launch.BIN / words[0])]
+        if words[0].endswith("deepspeed"):
+            words[1:1] = ["--master_port", str(launch.free_port())]
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert (tmp_path / "hf" / "xlm" / "model.safetensors").exists()
 
 
