@@ -4,8 +4,8 @@ Shape letters: N entries.
 
 A file is named after the pair, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
-A share of the entries is withheld from all objectives, so that alignment can be measured on words that none has seen.
-An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
+A share of the entries is withheld from all objectives, so that alignment can be measured on words that no objective has
+seen. An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
 dictionaries that share a language withhold the same words. (If only one language's words were hashed, a word of the
 other would be withheld only if all its translations are: 3.7 % of MUSE's English words with German, 1.2 % once there is
 a Chinese dictionary too.)
@@ -51,9 +51,9 @@ class Lexicon:
     fingerprint: str
     path: Path
     unknown: int = 0
-    """Number of further entries of the file, left out because they have unknown tokens."""
+    """Number of entries of the file that are left out because they have unknown tokens."""
     changed: int = 0
-    """Number of entries whose spelling was changed to the one of the training text."""
+    """Number of entries whose spelling was changed to that of the training text (data/truecase.py)."""
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class Ragged:
         self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen lists laid end to end, and the index at which each starts."""
+        """The lists number `which`, laid end to end, and the index at which each of them starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
         return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths

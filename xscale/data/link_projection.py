@@ -1,4 +1,4 @@
-"""Converts word links of another tokenisation to links of the words of data/words.py, by the words' characters."""
+"""Converts links between words of another tokenisation to links between words of data/words.py, by characters."""
 
 import difflib
 import html
@@ -32,7 +32,7 @@ def pharaoh(links: list[tuple[int, int]]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """The links between words of data/words.py, and how many were dropped, e.g. links of a word and a symbol.
+    """The links between words of data/words.py, and how many given links were dropped, e.g. of a word and a symbol.
 
     tokenised: the texts whose white-space words the given links count; None: the texts themselves. by_words: the given
     links count words of data/words.py already. Raises ValueError.

@@ -52,7 +52,7 @@ class Node(NamedTuple):
 
     ranks: list[int]
     address: bytes
-    """The name of the planner's socket. The socket is in no folder, so nothing remains when processes are killed."""
+    """The name of the planner's socket. The socket is in no folder, so no file remains when processes are killed."""
     listener: socket.socket | None
     """The listening socket, on the first rank."""
 
@@ -73,8 +73,8 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 def start_planner(mixture: Mixture | PhasedMixture, steps: int, node: Node | None = None) -> Plans:
     """The plans of the next steps, from a background process, the planner. It works ahead of training until the buffers
-    of its connections are full, since ordering a new window may take longer than a step. node: all of its ranks share
-    one planner, which its first rank starts."""
+    of its connections are full, since ordering a new window may take longer than a step. node: the ranks that share
+    one planner, which the first of them starts; None: this rank has its own."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -160,7 +160,7 @@ def _plan(mixture: Mixture | PhasedMixture, steps: int, connect: Callable[[], di
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore the signals that the trainer handles, since it alone decides when to stop, and die when it dies."""
+    """Ignore the signals that the trainer handles, since it alone decides when to stop; die when the trainer dies."""
     with suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
