@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIMILAR = (3, 4)
-"""A sequence shorter than 3/4 of its block's first one starts a new block. This gives few blocks and little padding."""
+"""A sequence shorter than 3/4 of the first one of a block starts a new block: few blocks, and little padding."""
 
 
 def attention(
@@ -151,7 +151,7 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, SavedForBackward]]:
-    """Yield each block with its views of the buffer: one block after the other if `keep`, else all at its start."""
+    """Yield each block with its views of the buffer: one block behind the other if `keep`, else each at the start."""
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L

@@ -49,7 +49,7 @@ class AuxiliaryState(Protocol):
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
         """Return the loss's states["auxiliary"], computed from the stream batch's auxiliary sequences without gradient.
 
-        It runs once a row, on the trained encoder's device and in its type. index: the arguments of alignment_gather.
+        It runs once a row, on the device and in the data type of `trained`. index: the arguments of alignment_gather.
         """
 
     def update(self, applied: bool) -> None:
@@ -74,7 +74,7 @@ class Gathering(AuxiliaryState, Protocol):
     """An auxiliary state whose vectors all ranks exchange once a step, after it has read them."""
 
     counts: list[int] | None
-    """Number of vectors that each rank reads in the current step; None if the ranks must first tell each other."""
+    """Number of vectors that each rank reads in the current step; None if the ranks must first exchange it."""
 
     def gather(self) -> None:
         """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
@@ -92,7 +92,7 @@ class HasQueue(AuxiliaryState, Protocol):
 
     def finish_warmup(self) -> int:
         """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows
-        of a global batch. Returns the number of samples so far."""
+        of a global batch. Returns the number of samples in the queue."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Objective:
     terms: Callable[[Any], dict[str, float]]
     """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
-    """Loss term -> the count of the step that divides it, if that is not the number of its own targets."""
+    """Loss term -> the name of the count over the step that divides it, if not the term's own number of targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Metric -> (count of the stream batch, count that divides it)."""
     words: Callable[[Any], bool] = lambda options: False
