@@ -128,7 +128,7 @@ class Ragged:
         self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The lists number `which`, laid end to end, and the index at which each of them starts."""
+        """The lists with the numbers `which`, laid end to end, and the index at which each of them starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
         return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths

@@ -21,7 +21,7 @@ from xscale.data.stream_batch import StateIndices
 from xscale.errors import UserError
 
 Layout = list[list[int]]
-"""The numbers of each sequence's texts (2p + s)."""
+"""The numbers of each sequence's texts. Text 2p + s is side s of pair p."""
 
 _LINK = r"\d{1,9}-\d{1,9}"
 _PHARAOH = re.compile(rf"\s*({_LINK}(\s+|$))*")
@@ -107,7 +107,7 @@ def word_tokens(
     first: np.ndarray,
     keep: Literal["all", "first", "last"],
 ) -> WordTokens:
-    """The places of each word's tokens, none for a word that was cut off. first: WordLinks.first. keep: which ones."""
+    """The places of each word's tokens (keep: all, first or last); none for a cut-off word. first: WordLinks.first."""
     texts = list(chain.from_iterable(layout))
     if not texts:
         return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -125,7 +125,7 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """All pairs of a token of one word and a token of another word that is linked with it; each pair once [Z, 2]."""
+    """All pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
     ours, n_ours = tokens.runs(links[:, 0])
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)

@@ -246,7 +246,7 @@ class PhasedDataset(Dataset):
     """The datasets of a run's phases."""
 
     def __init__(self, ends: list[int], datasets: list[StepDataset]):
-        """ends: for each phase but the last, the first step after it, counted from 0."""
+        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
         self.ends, self.datasets = ends, datasets
 
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:

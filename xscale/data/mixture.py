@@ -83,7 +83,7 @@ class StepPlan:
 class GlobalBatch:
     """The samples of one optimizer step over all ranks, by stream, and the bin to which each is assigned.
 
-    A stream's records are ordered by source. `plans` orders only its ranks' records by sample, to save time.
+    A stream's records are ordered by source. `plans` orders only the records of its ranks by sample, to save time.
     """
 
     records: dict[str, SampledRecords]
@@ -244,7 +244,7 @@ class PhasedMixture:
     """The mixtures of a run's phases. Each continues from the state that the previous one has left."""
 
     def __init__(self, ends: list[int], mixtures: list[Mixture]):
-        """ends: for each phase but the last, the first step after it, counted from 0."""
+        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
         self.ends, self.mixtures = ends, mixtures
         self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
         for mixture in mixtures:
@@ -289,7 +289,7 @@ def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.nda
 FIT_SAMPLES = 2**15
 """The shape of rows is fitted to about this many samples of the first steps."""
 MIN_STEPS, MAX_STEPS = 4, 64
-"""Least and greatest number of steps that the shape is fitted to."""
+"""The minimum and maximum number of steps to which the shape of rows is fitted."""
 UNCOMPILED = 1.5
 """The time of a row that exceeds the compiled shape, divided by the time of a row that fits."""
 TOKEN_MULTIPLE = 16
@@ -297,10 +297,11 @@ TOKEN_MULTIPLE = 16
 
 
 def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
-    """The number of rows per step, and a shape of at most max_tokens that nearly all rows fit. mixture: an unused one.
+    """The number of rows of each rank in a step, and a shape of at most max_tokens that nearly all rows fit.
 
-    longest: data.max_length, the length of a filler sequence. Row lengths are modelled as normally distributed; their
-    variance is the sum of those between rows and of the estimates. A row that exceeds the shape is computed uncompiled.
+    mixture: one that no step was taken from. longest: data.max_length, the length of a filler sequence. Row lengths are
+    taken as normally distributed; their variance is that between rows plus that of estimates. Rows that do not fit run
+    uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
     steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)

@@ -127,7 +127,6 @@ class EpochOrder:
         return ends + part.first, shards[slot], number_in_shard, part.lengths[records]
 
     def part(self, position: int) -> WindowPart:
-        """The part that holds `position`."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees its memory for the next part
             window, first, _ = self.bounds(position)
@@ -143,7 +142,7 @@ class EpochOrder:
         return rng.hash64(self.key, np.uint64(window + 1))
 
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part with record `at` of a permuted window; `first` counts from the window."""
+        """WindowPart's fields for the part with record `at` of a permuted window. `first` is a place in the window."""
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
@@ -159,7 +158,7 @@ class EpochOrder:
         return first, ordinals[order], lengths, NO_RECORDS
 
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part with record `at` of a window of text; `first` counts from the window."""
+        """WindowPart's fields for the part with record `at` of a window of text. `first` is a place in the window."""
         assert self.text and self.look
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]

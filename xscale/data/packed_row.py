@@ -86,7 +86,7 @@ class PackedRow:
     names: list[tuple[str, str, str]] = field(default_factory=list)
     """(stream, term, language or pair) of each group of predictions whose losses are summed separately."""
     counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """Number of predictions by (stream, term, language or pair), and StreamBatch.pairs by (stream, what, pair)."""
+    """Number of predictions by (stream, term, language or pair), of pairs by (stream, "drawn" or "too_long", pair)."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, in the order in which they were sampled."""
 

@@ -33,7 +33,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """The failure that reports an error to the user. Raises the error itself if it is a fault of the program."""
+        """The failure that reports an error to the user. Raises the error itself if the error is a bug of xscale."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
         if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:

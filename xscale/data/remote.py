@@ -33,7 +33,7 @@ FIRST_WAIT = 0.5
 STALL = 30.0
 """An attempt to download has failed after this many seconds without a new byte."""
 TOUCHED = 10.0
-"""A read updates the time of a shard's file only if that time is more than this many seconds ago."""
+"""A read sets the modification time of a shard's file to now if it is more than this many seconds ago."""
 FETCHERS = 4
 """The number of threads that fetch shards ahead of their use."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}

@@ -8,7 +8,7 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE, RUN = 100_000, 64
-"""SAMPLE: maximum number of records read of a language. RUN: if it has more, runs of this many records are read."""
+"""SAMPLE: maximum number of records read of a language. RUN: if there are more, runs of this many are read."""
 _CHUNK = 1024
 
 

@@ -96,7 +96,7 @@ class Source:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.readahead = False
-        """True if shards are read completely: a whole shard is then requested when it is opened."""
+        """True if shards are read completely: opening a shard then requests all of it from the file system."""
 
     @property
     def kind(self) -> str:

@@ -55,8 +55,8 @@ class Context:
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """The index in `names` of each sequence's language or pair, which are those of its first and last token;
-        len(names) if `names` lacks it [B]."""
+        """For each sequence, the index in `names` of its language or pair, found from its first and last token;
+        len(names) if `names` lacks the language or pair [B]."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)

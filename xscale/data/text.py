@@ -18,7 +18,7 @@ _BLOCK = 1 << 15
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _ZSTD_BLOCK = 1 << 10
-"""The number of bytes of a .zst file that are decompressed at once; text may be 32,768 times as large."""
+"""The number of bytes of a .zst file that are decompressed at once; the text in them may be 32,768 times as large."""
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",

@@ -46,8 +46,8 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     missing = [name for name, token in special.items() if token is None and name != "unk"]
     if missing:
         raise UserError(
-            f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
-            f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
+            f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
+            f"Train a tokenizer with `python -m data_tools.tokenizer`, or add to the special tokens of this one"
         )
     same = [name for name, token in special.items() if token == special["mask"]]
     if len(same) > 1:

@@ -187,7 +187,7 @@ def attention_blocks(
         x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
         torch.softmax(_scores(x, block.masks), -1, out=p)
         if dropout:
-            torch.mul(p, kept(p, dropout, generator), out=dropped)
+            torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
         block.put(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
     return out_NH, buffer if room else qkv_NX.new_empty(0)
 
@@ -248,7 +248,7 @@ def _backward(ctx: Any, grad_NH: Tensor | None, _: None) -> tuple[Tensor | None,
 attention_blocks.register_autograd(_backward, setup_context=_save)
 
 
-def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """Return a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
 
     Each 64-bit random number decides about four elements, because random numbers dominate the cost of dropout on a CPU.
@@ -262,7 +262,7 @@ def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Te
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
-        keep = kept(x, p)
+        keep = dropout_mask(x, p)
         ctx.save_for_backward(keep)
         return x * keep if residual is None else torch.addcmul(residual, x, keep)
 

@@ -237,7 +237,7 @@ def _token_types(config: Any) -> int:
 
 
 def fill_neutral_row(lm: PreTrainedModel) -> None:
-    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless its run trained that row.
+    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the model's run trained it.
 
     Runs of older versions count languages from 0 and have no neutral row; their rows move up by one.
     """

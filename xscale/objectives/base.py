@@ -66,7 +66,7 @@ class Scheduled(AuxiliaryState, Protocol):
     """An auxiliary state whose updates depend on the progress of the run."""
 
     steps: int
-    """Number of optimizer steps of the run, set by the step's module. It is not saved, as a resume may change it."""
+    """Number of optimizer steps of the run, set by StepModule. It is not saved, as a resume may change it."""
 
 
 @runtime_checkable
@@ -147,11 +147,11 @@ class Objective:
     """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
 
     The loss then gets states["step"] [V, D], the vectors of the whole step, of which only the row's own have a
-    gradient, and states["own"] [n], the positions of the row's own. It costs a second forward pass. See
+    gradient, and states["own"] [n], the positions of these in it. This costs a second forward pass. See
     `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
-    """(options, samples of a step) -> error message with the remedy, if the two do not fit."""
+    """(options, samples of a step) -> error message with the remedy, if the options do not fit that number."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, number of records that the stream reads, steps of the run) -> warnings."""
     shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []

@@ -248,7 +248,7 @@ class Moco:
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
-        """Number of optimizer steps done, and number of steps of the whole run, which the step's module sets."""
+        """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
         self.counts: list[int] | None = None
         """Number of keys of each rank in the current step."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None

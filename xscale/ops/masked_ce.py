@@ -177,7 +177,8 @@ def _kernel(features_MH: Tensor) -> Any:
 def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Do what masked_ce_triton.losses_ does, but in torch, by blocks of rows, and for logits that include the bias."""
+    """Return each row's loss, and whether its label has the highest logit. Unless `factors_C` is None, overwrite the
+    logits (bias included) with factor * d loss / d logits. The work is done by blocks of rows."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

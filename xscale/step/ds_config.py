@@ -55,7 +55,6 @@ class EngineConfig:
     resolved: dict[str, Any]
     precision: str
     stage: int
-    """The ZeRO stage."""
     notes: list[str]
     """The lines to print about the precision."""
 

@@ -31,11 +31,10 @@ class StepSums:
     own_s: Callable[[], float]
     """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
     lr: float = 0.0
-    """The learning rate of the step."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Return the losses and metrics by name, each divided by its targets. totals_K and targets: sums over all
-        ranks."""
+        """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
+        all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language or recipe.streams[stream].samples == 0:
