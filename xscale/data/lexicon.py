@@ -156,7 +156,7 @@ def load_lexicon(
     ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
-        raise UserError(f"{path}: the tokenizer knows no entry of this dictionary; is it for other languages?")
+        raise UserError(f"{path}: the tokenizer knows no entry of the dictionary; is either for other languages?")
     content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
     return Lexicon(
         langs,
@@ -196,8 +196,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
     found = cut_pair(path.name.partition(".")[0], languages)
     if found is None:
         raise UserError(
-            f"{path}: a dictionary's file name says its languages in the order of its columns, as en-de.txt, or "
-            f"en-zh-CN.txt with the country in capitals"
+            f"{path}: a dictionary's file name says its languages in the order of its columns, such as en-de.txt or, "
+            f"with the country in capitals, en-zh-CN.txt"
         )
     return found
 
@@ -241,8 +241,8 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
     if swapped > straight:
         a, b = lexicon.langs
         raise UserError(
-            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text the other "
-            f"way round, {straight:,} as named). Rename it to {b}-{a}.txt or swap the columns"
+            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text as {b} {a}, "
+            f"{straight:,} as {a} {b}). Rename it to {b}-{a}.txt or swap the columns"
         )
 
 

@@ -72,7 +72,7 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     if ours != theirs:
         blocks = difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks()
         if 2 * sum(size for _, _, size in blocks) < len(theirs):
-            raise ValueError(f"the tokenised text {tokenised[:60]!r} is not of the text {text[:60]!r}")
+            raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
     place_of = {b + k: visible[a + k] for a, b, size in blocks for k in range(size)}
     found, at = [], 0
     for token in tokens:

@@ -69,8 +69,8 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):
         raise ValueError(
-            f"sample {key!r} has {', '.join(texts)}, the samples before have {', '.join(order) or 'others'}: say "
-            f"which to read by --langs, or keep one directory for each language or pair"
+            f"sample {key!r} has texts in {', '.join(texts)}, the samples before in {', '.join(order) or 'others'}: "
+            f"say which to read by --langs, or keep one directory for each language or pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 

@@ -121,7 +121,7 @@ def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[ta
             continue
         layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
         if len(layouts) == 2:
-            raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
+            raise ValueError(f"member {member.name}: a source cannot have both .jsonl members and others")
         yield member
 
 

@@ -228,7 +228,7 @@ class Source:
                 file.intact.add(shard)
                 return found[: self.counts[shard]]
         if self.remote:
-            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove this folder of the cache and start again")
+            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder from the cache and start again")
         return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:
@@ -450,7 +450,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} is not the sum over its shards")
+        raise ValueError(f"records {index['records']} is not the sum over the shards")
     return shards
 
 

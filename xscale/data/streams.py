@@ -18,7 +18,7 @@ def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
     """Raises UserError unless the sources have data for each of `languages`, the value of data.languages."""
     there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
     if absent := [language for language in languages or [] if language not in there]:
-        raise UserError(f"data.languages: --data has nothing in {', '.join(absent)}, only {', '.join(sorted(there))}")
+        raise UserError(f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(there))}")
 
 
 def select_sources(

@@ -47,7 +47,7 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     if missing:
         raise UserError(
             f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
-            f"Train a tokenizer with `python -m data_tools.tokenizer`, or add to the special tokens of this one"
+            f"Add it to the tokenizer's special tokens, or train a tokenizer with `python -m data_tools.tokenizer`"
         )
     same = [name for name, token in special.items() if token == special["mask"]]
     if len(same) > 1:

@@ -180,7 +180,7 @@ def attention_blocks(
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
-    assert blocks[-1].tokens.stop == N, "a row without padding has as many tokens as its sequences"
+    assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
     buffer = qkv_NX.new_empty(room or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
     generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
     for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, keep=room > 0):
