@@ -235,7 +235,7 @@ class StepDataset(Dataset):
         return found
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
-        """uint64 key of each record, for its stream and epoch [n_records]."""
+        """uint64 key of all random choices about each record, for the stream and the record's epoch [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
         number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)

@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
     """Sequences laid end to end: numpy arrays in a worker, tensors in a step."""
 
     input_ids: Any
-    """[N], int64."""
+    """Token ids [N], int64."""
     positions: Any
     """Position of each token in its sequence, or in its segment if positions are reset, from 0 [N], int64."""
     types: Any | None

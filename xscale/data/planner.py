@@ -25,7 +25,7 @@ from xscale.ranks import HostGroup, name_process
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError or an environment OSError, in a form that another process can send to the main one."""
+    """A UserError, or an OSError of the machine such as a full disk, in a form that can be sent to the main process."""
 
     message: str
     errno: int | None = None

@@ -56,7 +56,7 @@ class Sequences:
     words: np.ndarray | None
     """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
     identities: np.ndarray
-    """uint64 key of each sequence [B]."""
+    """uint64 key of all random choices about each sequence [B]."""
     segment_starts: np.ndarray
     """Index of each segment's first token that is not a special one."""
 

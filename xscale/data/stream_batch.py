@@ -118,7 +118,7 @@ class AuxiliaryInputs(NamedTuple):
 
     sequences: Sequences
     reads: StateIndices
-    """The states that the encoder computes."""
+    """The states that the auxiliary encoder computes."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:

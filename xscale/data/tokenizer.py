@@ -15,7 +15,7 @@ from xscale.files import may_be_there
 
 
 class PairTemplate(NamedTuple):
-    """The ids of the special tokens of a pair of sentences A and B, which is encoded as first A between B last."""
+    """The ids of the special tokens of a pair of sentences A and B, encoded as `first A between B last`."""
 
     first: list[int]
     between: list[int]

@@ -209,7 +209,7 @@ def _(qkv_NX: Tensor, lengths_B: Tensor, room: int, *_: Any) -> tuple[Tensor, Te
 def attention_blocks_backward(
     grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
 ) -> Tensor:
-    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, where delta = sum(g * out)."""
+    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, delta = sum(g * out), g = grad."""
     N, H = grad_NH.shape
     grad = grad_NH.reshape(N, 1, heads, -1)
     delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)

@@ -24,7 +24,7 @@ class MomentumEncoder:
 
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
-        """The trained modules. DeepSpeed may change their type and device, but not the order of their parameters."""
+        """The trained modules. DeepSpeed may change their data type and device, not the order of parameters."""
         self.momentum = momentum
         config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})

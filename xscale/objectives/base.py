@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Losses:
-    """A stream's losses and metrics in one row: tensors on the device, which the host does not read in the loop."""
+    """A stream's losses and metrics in one row: tensors on the device, so that the host need not wait."""
 
     predictions: list[Prediction] = field(default_factory=list)
     """Predictions in the order of the stream batch's labels."""
@@ -74,7 +74,7 @@ class Gathering(AuxiliaryState, Protocol):
     """An auxiliary state whose vectors all ranks exchange once a step, after it has read them."""
 
     counts: list[int] | None
-    """Number of vectors that each rank reads in the current step; None if the ranks must first exchange it."""
+    """Number of vectors that each rank reads in this step; None if the ranks must first exchange these numbers."""
 
     def gather(self) -> None:
         """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""

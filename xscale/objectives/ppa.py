@@ -144,8 +144,8 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
 def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
-    The auxiliary inputs are the key views. The states are "masked" [M] and "query" [B], one for each query view.
-    `number` [B] is the pair's position in the global batch.
+    A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
+    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))

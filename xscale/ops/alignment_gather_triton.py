@@ -22,7 +22,7 @@ def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
 
 
 def launch(width: int, itemsize: int) -> dict[str, int]:
-    """Return the launch parameters: a program makes ROWS whole rows, and a warp reads 512 bytes of each, 16 a lane."""
+    """Return the launch parameters: a program makes ROWS whole rows; a warp reads 512 bytes of a row, 16 a lane."""
     block = triton.next_power_of_2(width)
     warps = min(max(block * itemsize // 512, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "ROWS": ROWS, "AHEAD": AHEAD, "num_warps": warps}

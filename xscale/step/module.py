@@ -43,8 +43,8 @@ class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
-        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if the
-        objective is the same."""
+        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if
+        objective and shapes are the same."""
         super().__init__()
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
@@ -55,7 +55,7 @@ class StepModule(nn.Module):
         self.reported: list[Reported] = []
         """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
-        """The lines to print about trained heads that replaced fresh ones."""
+        """The lines to print about the trained heads: whether they have replaced fresh ones."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
