@@ -1,6 +1,6 @@
 """A test helper for authors of objectives: `assert check_objective("my.yaml", ["shards"], plugins=["my"]) == []`.
 
-It computes the recipe's first step in fp64 on a CPU without dropout, for several numbers of ranks and rows.
+It computes the recipe's first step in fp64 on a CPU without dropout, for several numbers of ranks and packed rows.
 """
 
 import copy
@@ -28,7 +28,7 @@ from xscale.step.step import RowPass, StepSums, share_vectors, step_weights
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 WHOLE = 1 << 30
-"""A value of train.max_tokens with which a whole step is one row."""
+"""A value of train.max_tokens with which a whole step is one packed row."""
 
 
 def check_objective(
@@ -62,7 +62,7 @@ class FirstStep(NamedTuple):
 
 
 def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
-    """The rows of the first step, by rank."""
+    """Return the packed rows of the first step, a list for each rank."""
     train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
     run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
     dataset, start = run_spec.dataset(run_spec.specs), initial_state(run_spec.specs)

@@ -1,4 +1,4 @@
-"""Plug-ins: objectives and model types of other packages, loaded by `--plugin MODULE`."""
+"""This module loads plug-ins, which are objectives and model types of other packages, by `--plugin MODULE`."""
 
 import importlib
 from dataclasses import fields

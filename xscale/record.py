@@ -1,4 +1,4 @@
-"""The record, the unit of all data: a sentence or a pair of sentences."""
+"""This module has the record, the unit of all data: a sentence or a pair of sentences."""
 
 import json
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Record":
-        """The record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
+        """Return the record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:

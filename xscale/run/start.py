@@ -36,7 +36,7 @@ from xscale.step.step import to_device
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the process group, which already exists. args: those of train.py. Returns the exit code."""
+    """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
@@ -115,7 +115,7 @@ def train_on(
     trace: bool,
 ) -> int:
     """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier
-    one. plans: the plans of the first loop. Returns the exit code."""
+    checkpoint. plans: the plans of the first loop. Returns the exit code."""
     excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
     process, device = context.process, context.engine.device.type
     while True:
@@ -210,7 +210,7 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. All ranks measure it together if there is none, or for added data."""
+    """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
     saved = None
     if checkpoint and checkpoint.calibration:
         try:
@@ -254,8 +254,8 @@ def make_engine(
 
 
 def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
-    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. It reads the
-    streams' data in a different order and does not change their positions."""
+    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
+    reads each stream's data in a different order than training does, and does not change the stream's position."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
