@@ -55,12 +55,12 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective."""
+    """The name of the objective, such as mlm or tlm."""
     samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
-    data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
-    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. A phase may
-    set 0 samples, which pauses the stream."""
+    """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
+    text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
+    documents, each in a sequence of its own. Text beyond data.max_length continues in another sequence; nothing is
+    dropped. A phase may set 0 samples, which pauses the stream."""
     tokens: Count | None = None
     """Tokens per optimizer step, instead of `samples`. A measurement before step 1 converts them to samples."""
     weight: PositiveFloat = 1.0
@@ -123,8 +123,8 @@ class DataConfig:
     Dictionaries that no stream reads are used for evaluation only."""
     truecase: bool = True
     """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
-    MUSE's words are lower-case, but German text has `Hund`, not `hund`. No effect if the tokenizer lower-cases. The
-    run keeps the changed dictionary in its directory, under lexicon/."""
+    MUSE's words are lower-case, but German text has `Hund`, not `hund`. This has no effect if the tokenizer
+    lower-cases. The run keeps the changed dictionary in its directory, under lexicon/."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
     measured on these words, `alignment_trained/en-de` on the others. At 0 there is no `alignment/en-de`."""
@@ -150,23 +150,23 @@ class TrainConfig:
     (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: the learning
     rate never falls."""
     weight_decay: NotNegative = 0.01
-    """The weight decay of AdamW. Biases and norms have none."""
+    """The weight decay of AdamW. It does not apply to biases and normalisation weights."""
     max_grad_norm: NotNegative = 1.0
     """The global norm to which gradients are clipped; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of a predicted token's target that is spread over the whole vocabulary."""
+    """The share of a predicted token's target probability that is spread over the whole vocabulary."""
     z_loss: NotNegative = 0.0
     """The factor of logsumexp(logits)^2, which is added to the loss of a predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """The tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU.
-    Apart from the masks of dropout, it does not change the result."""
+    """The maximum number of tokens in a packed row, which is one forward and backward pass of a rank; null: 16,384 on a
+    GPU, 8,192 on a CPU. Apart from the masks of dropout, it does not change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
-    """The precision of training. auto takes the precision of the ds_config if the hardware has it, else fp32."""
+    """The precision of training. auto takes the precision of the ds_config if the hardware supports it, else fp32."""
     activation_checkpointing: bool = False
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
     compile: bool = False
-    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout has other masks than
+    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout masks differ from those
     without compilation."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
@@ -179,15 +179,16 @@ class TrainConfig:
     time_limit: PositiveFloat | None = None
     """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
     tracker: Literal["wandb", "trackio"] | None = None
-    """A service that receives the metrics, too. The project is XSCALE_PROJECT of the environment, or xscale."""
+    """A service that receives the metrics, too. The environment variable XSCALE_PROJECT names the project; the default
+    is xscale."""
     stall_limit: PositiveFloat | None = 15.0
     """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
     Collectives time out after 30 minutes."""
     stop_limit: PositiveFloat | None = 4.0
     """The minutes that a run may take to stop after a signal or the time limit; null: no limit. After that it ends
-    without saving, with exit code 75 and every rank's stack in its log. Under SLURM, choose less than the lead of
-    --signal, so that the job can still be requeued."""
+    without saving, with exit code 75 and with every rank's stack in the rank's log. Under SLURM, choose less than the
+    lead of --signal, so that the job can still be requeued."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
     skips the bad step. After that it ends with exit code 3."""
@@ -197,7 +198,7 @@ class TrainConfig:
     skips the step, which counts as one of the `rollbacks`. null: the run does not look for spikes."""
     skip_steps: list[int | str] = dataclasses.field(default_factory=list)
     """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
-    After a loss spike, resume from a checkpoint before it and exclude its steps."""
+    After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
 
     @model_validator(mode="after")
     def skips_within_rollbacks(self) -> Self:
@@ -284,7 +285,7 @@ class CheckpointConfig:
 
 
 INLINE = ("heldout", "retrieval", "alignment")
-"""The tasks that a run can measure itself."""
+"""The kinds of tasks that a run can measure while it trains."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -292,7 +293,8 @@ class EvalTask:
     name: str
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
     translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
-    second task of the same name is written NAME.ANYTHING. checkpoint.hook can start other measurements."""
+    second task of one kind is named with a suffix, such as heldout.test. checkpoint.hook can start other
+    measurements."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Shard directories that are not trained on."""
     limit: Count = 1000
@@ -320,7 +322,7 @@ class EvalConfig:
     every: Count = 500
     """The optimizer steps between evaluations."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """The evaluations."""
+    """The tasks that are measured."""
 
 
 IN_PHASES = {
@@ -338,7 +340,7 @@ class Phase:
     until: int | float
     """The end of the phase as the recipe has it: an integer is a step, a float is a share of the run."""
     fields: dict[str, Any]
-    """The fields as the recipe has them, by their dotted names."""
+    """The values that the phase changes, by dotted field name, as the recipe has them."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
     recipe: Any

@@ -37,8 +37,8 @@ def check_objective(
     """Return a line for each rule of training that the recipe's objectives break. A few samples in a step suffice.
 
     The rules: loss, metrics, gradient and auxiliary states are the same for any number of ranks and rows; the gradient
-    is that of the loss; rows without samples work like others; the same records are always collated in the same way;
-    auxiliary states continue from what they saved.
+    is that of the loss; packed rows without samples of a stream work like others; the same records are always collated
+    in the same way; auxiliary states continue from what they saved.
     """
     load_plugins(list(plugins))
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
@@ -57,7 +57,7 @@ class FirstStep(NamedTuple):
 
     loss: float
     gradient: Tensor
-    """The gradient of all weights [P]."""
+    """The gradient of all P weights, flattened [P]."""
     metrics: dict[str, float]
 
 
@@ -102,7 +102,7 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
 
 
 def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that several rows, 2 ranks and 4 ranks have the same results as one row."""
+    """Check that several packed rows, also on 2 or 4 ranks, have the same results as one row."""
     in_one = copy.deepcopy(module)
     whole = compute_step(in_one, run_spec, first_rows(run_spec))
     norm = whole.gradient.norm()

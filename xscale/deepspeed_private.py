@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 
 def leave_out_shared_memory_op() -> None:
-    """Disable the shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs ranks whose
-    launcher does not set LOCAL_SIZE."""
+    """Disable DeepSpeed's shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs
+    ranks whose launcher does not set LOCAL_SIZE."""
     import deepspeed
 
     vars(deepspeed.ops)["__compatible_ops__"] = {}
@@ -123,7 +123,7 @@ def join_reduced(engine: Any) -> None:
     """Join this rank's reduced gradients, one tensor per weight, into one tensor per group, as the update does later
     anyway.
 
-    DeepSpeed's norm (2 operators) and overflow check (12, in 16 bits) then run on a few tensors instead of all.
+    DeepSpeed's norm (2 operators per tensor) and overflow check (12 per 16-bit tensor) then run on few tensors.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:

@@ -1,4 +1,4 @@
-"""Errors that users or machines cause, and helper functions with which commands report them."""
+"""This module has the errors that users or machines cause, and functions with which commands report them."""
 
 import errno
 import faulthandler
@@ -53,7 +53,7 @@ class Replaced(UserError):
 
 
 class RankError(UserError):
-    """A UserError on this rank alone, such as a damaged record."""
+    """A UserError that only this rank has, such as a damaged record."""
 
 
 @contextmanager

@@ -182,7 +182,8 @@ def may_be_there(path: Path | str) -> bool:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give a folder and its contents the modes of the umask. safetensors makes files for the owner only."""
+    """Give a folder and its contents the file modes of the umask. safetensors makes files that only their owner can
+    read."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):

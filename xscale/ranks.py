@@ -91,8 +91,8 @@ def name_process(name: str) -> None:
 
 
 def check_launch() -> None:
-    """Raises UserError for a process without a launcher in a SLURM job of several tasks, because srun was forgotten,
-    and if only one of RANK and WORLD_SIZE is set."""
+    """Raises UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
+    RANK and WORLD_SIZE is set."""
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher_variables():
         raise UserError(
@@ -254,7 +254,7 @@ class Message:
 
     tensor: torch.Tensor
     work: Any
-    """None if the process is alone."""
+    """torch's handle of the sum; None if the group is this process alone."""
 
     def arrived(self) -> bool:
         return self.work is None or self.work.is_completed()

@@ -13,7 +13,7 @@ class Record(NamedTuple):
     langs: tuple[str, ...]
     texts: tuple[str, ...]
     links: str | None = None
-    """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based words (data/words.py), first text - second text."""
+    """Word links of a pair as "0-0 1-2" (Pharaoh form): 0-based words (data/words.py) of the first and second text."""
     doc: str | int | None = None
     """Name of a sentence's document. Consecutive records of a shard with the same document are running text."""
 

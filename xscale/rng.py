@@ -62,7 +62,7 @@ def part_of_permutation(
 
 
 _CHUNK = 1 << 15
-"""The number of hashes that fit into a processor's cache."""
+"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
 _MULTIPLES = np.arange(_CHUNK, dtype=np.uint64) * GOLDEN
 
 

@@ -127,8 +127,8 @@ class CheckpointManager:
 class CheckpointWriter:
     """Writes one checkpoint at a time, by two calls that all ranks make together.
 
-    `begin` takes a snapshot, and a thread of each rank writes its files, forces them to disk and hashes them. `finish`
-    waits for all ranks and publishes the checkpoint, if no rank has failed.
+    `begin` takes a snapshot, and a thread of each rank writes the rank's files, forces them to disk and hashes them.
+    `finish` waits for all ranks and publishes the checkpoint, if no rank has failed.
     """
 
     def __init__(self, engine: Any, folder: Path, host_group: HostGroup, write_more: WriteMore):
@@ -160,8 +160,8 @@ class CheckpointWriter:
     def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
         """Begin to write the checkpoint of `step`. All ranks call it together, and `finish` later.
 
-        manifest: the manifest without its list of files. background: a thread writes a copy in host memory, so that
-        training may go on. Otherwise the files are written when the call returns.
+        manifest: the manifest without its list of files. background: a thread writes the files from a copy in host
+        memory, while training goes on. Otherwise the files are written when the call returns.
         """
         assert self.step is None
         self.step, self.manifest, self.sealed, self.thread, self.seconds = step, manifest, {}, None, 0.0

@@ -68,12 +68,12 @@ class Checkpoint:
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """The run's estimates (data/calibration.py). None in checkpoints of earlier versions."""
+        """The run's estimated lengths in tokens (data/calibration.py). None in checkpoints of earlier versions."""
         return self.manifest.get("calibration")
 
     @property
     def engine(self) -> dict[str, Any] | None:
-        """The ZeRO stage, the precision and the optimizer. None in checkpoints of earlier versions."""
+        """The DeepSpeed engine's ZeRO stage, precision and optimizer. None in checkpoints of earlier versions."""
         return self.manifest.get("engine")
 
 

@@ -36,7 +36,7 @@ READ, CHUNK = 20_000, 1000
 STOP = 50
 """This number of the most frequent words of a language are taken for stop words and are not shown."""
 PAIRS, SEARCHED, MOST_MASKED, GUESSES = 4, 400, 8, 3
-"""The most pairs of sentences shown, records searched for them, masked tokens of a pair, and guesses for a token."""
+"""The maximum numbers of sentence pairs shown, records searched, masked tokens of a pair, and guesses for a token."""
 LENGTHS = range(12, 60)
 """Sentence pairs with these numbers of tokens are shown first."""
 OBJECTIVE = OBJECTIVES["alignlm"]

@@ -44,7 +44,7 @@ class Run:
     metrics: dict[str, pd.Series]
     """Metric -> its curve, which has a float for each step; null and infinite numbers of the file are NaN."""
     evals: dict[EvalKey, pd.Series]
-    """A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
+    """The curve of each number. A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
     failed: list[tuple[str, float, str, str]]
     """(run's label, step, task, reason) of each failed evaluation."""
     config: dict[str, Any]

@@ -333,7 +333,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
 
 
 def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
-    """Return the distinct tokens of each language's text. They are kept in the run's directory for a resume."""
+    """Return the distinct tokens of each language's text, which tokens.npz keeps for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():
         try:

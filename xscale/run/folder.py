@@ -294,7 +294,7 @@ class Status:
             self._tell(code, why)
 
     def cut_off(self, code: int, why: str) -> None:
-        """Write a failure, unless another rank has already written one."""
+        """Write why this rank ends, unless another rank has already written why it ended."""
         if self._read() == "running":
             self._tell(code, why)
 

@@ -48,7 +48,7 @@ ALIKE, ALIKE_STEPS = 0.99, 20
 """A run warns if the vectors of different sentences have a mean cosine over ALIKE in ALIKE_STEPS steps, since a
 contrastive loss then learns next to nothing."""
 SPIKE_STEPS, SPIKE_LEAST = 128, 32
-"""A step is compared with the SPIKE_STEPS before it, if at least SPIKE_LEAST of them have numbers."""
+"""A step is compared with the SPIKE_STEPS steps before it, if at least SPIKE_LEAST of these have a finite value."""
 SPIKES = {"loss": (math.asinh, 0.02, 6.0), "grad_norm": (math.log, 0.1, 15.0)}
 """Metric -> (the scale of its values, the least standard deviation on this scale, the number of deviations above the
 median that makes a spike). asinh(x) is about log(2x), and takes the negative losses of some objectives. In 20,000 steps
@@ -391,7 +391,8 @@ class Pace:
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the metrics of the slowest rank. own_R: each rank's own seconds per step."""
+        """Return the slowest rank, and its time divided by the median rank's. own_R: each rank's own seconds per
+        step."""
         if len(own_R) == 1:
             return {}
         slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)

@@ -461,7 +461,7 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Check that no two names of languages differ only in case, or in "-" and "_". Raises UserError."""
+    """Check that no two names of languages differ only in letter case, or in "-" and "_". Raises UserError."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:

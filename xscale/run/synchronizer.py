@@ -26,8 +26,8 @@ from xscale.run.watch import StopRequest, Watch
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
 FEWEST, MOST = 2, 16
-"""The least and the greatest number of steps ahead that a message is sent. The number is one more than the number of
-steps that a message takes."""
+"""The least and the greatest number of steps ahead that a message is sent. Between these limits, it is one more than
+the number of steps that a message takes."""
 SEEN = 7
 """The number of recent messages over which the median of the steps that a message takes is computed."""
 
@@ -106,7 +106,7 @@ class StepSynchronizer:
         self.pending: deque[PendingStep] = deque()
         """The steps that are announced and have not begun."""
         self.flying: deque[PendingStep] = deque()
-        """The announced steps whose sums had not arrived when a step last began."""
+        """The announced steps whose sums had not arrived when the last step began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
         """The number of steps begun, and for each recent message the number of steps begun while it was under way."""
         self.error: Exception | None = None

@@ -56,7 +56,7 @@ class StopRequest:
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
-        """The launchers of this rank. Some leave their ranks running when they are killed."""
+        """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
         self.moved = False
         """True once this start has made a step. Before that, the time limit has no effect, since a limit that is
         shorter than the startup would allow no progress."""
@@ -140,7 +140,7 @@ class Watch:
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """True once the run has ended its last step and only saves."""
+        """True once the run makes no further step and only saves."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
@@ -151,7 +151,7 @@ class Watch:
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
     def note_end(self) -> None:
-        """Note that the last step is over, so that `stop_limit` no longer applies."""
+        """Note that no further step follows, so that `stop_limit` no longer applies."""
         self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
