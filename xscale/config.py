@@ -213,7 +213,7 @@ class TrainConfig:
                 raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
             first, *last = (int(number) for number in str(entry).split("-"))
             if first < 1 or [first] > last > []:
-                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range rises")
+                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range goes upwards")
         return self
 
     def skips(self, step: int) -> bool:

@@ -151,7 +151,7 @@ class Lock:
         else:
             self.file.seek(0)
             owner = self.file.readline().strip()
-            raise UserError(f"{folder} is being trained by another process ({owner}); stop it first")
+            raise UserError(f"another process ({owner}) trains the run in {folder}; stop that process first")
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
         self.file.write(self.text)

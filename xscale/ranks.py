@@ -102,8 +102,8 @@ def check_launch() -> None:
     said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if len(said) == 1 and not _launcher_variables():
         raise UserError(
-            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; it "
-            f"would be a run of one rank: set both, or unset it"
+            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; this "
+            f"process would be a run of one rank: set both, or unset {said[0]}"
         )
 
 
@@ -185,7 +185,7 @@ def _wait_for_name(host: str) -> None:
     while not _resolves(host):
         if time.monotonic() > deadline:
             raise dist.DistNetworkError(
-                f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows; export its address"
+                f"MASTER_ADDR={host} cannot be resolved by {socket.gethostname()}; set it to the host's IP address"
             )
         time.sleep(1)
 

@@ -52,8 +52,8 @@ def check(before: list[str], run_spec: RunSpec) -> None:
     """Check that the recipe and the model allow sources to be added. Raises UserError."""
     if run_spec.recipe.data.first:
         raise UserError(
-            "--data_change append: a run with data.first cannot take in more data, as data.first limits the records of "
-            "a language in all data together; start a new run without data.first"
+            "--data_change append: a run with data.first cannot take in more data, as data.first limits the number of "
+            "records of a language in old and new data together; start a new run without data.first"
         )
     had = {language for source in run_spec.sources if source.fingerprint in before for language in source.langs}
     new = [language for language in run_spec.languages if language not in had]

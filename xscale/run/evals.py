@@ -82,7 +82,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             there = ", ".join(f"{task.name}/{row}" for row in rows)
-            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of {there}")
+            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {there}")
 
 
 def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:

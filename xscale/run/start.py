@@ -261,7 +261,7 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
             continue
         warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
         wanted, have, logged = auxiliary_state.prefill_samples, 0, time.monotonic()
-        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
+        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1, to fill the queue")
         steps = 2 * -(-wanted // warm_up.specs[0].samples)
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
             for number, row in enumerate(batch.rows):
@@ -273,10 +273,10 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
             have = auxiliary_state.finish_warmup()
             if time.monotonic() - logged > LINE_SECONDS:
                 logged = time.monotonic()
-                LOG.info(f"{name}: {have:,} of {wanted:,} samples read")
+                LOG.info(f"{name}: {have:,} of {wanted:,} samples for the queue are read")
             if have >= wanted:
                 break
         if have < wanted:
             LOG.warning(
-                f"{name}: only {have:,} of {wanted:,} samples were read, since most are longer than data.max_length"
+                f"{name}: only {have:,} of {wanted:,} samples for the queue were read, as most are over data.max_length"
             )
