@@ -268,19 +268,19 @@ class Status:
 
     def __init__(self, out: Path, process: Process):
         self.out, self.process = out, process
-        self.ours: bool | None = None
+        self.has_lock: bool | None = None
         """True if this run has the directory's lock, False if it does not have it although it has asked, None before it
         asks."""
         self.step: int | None = None
         """The number of steps done."""
 
-    def refused(self) -> None:
+    def asks_for_lock(self) -> None:
         """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
-        self.ours = False
+        self.has_lock = False
 
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
-        self.ours = True
+        self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
 
@@ -288,7 +288,7 @@ class Status:
         self.step = step
 
     def ended(self, code: int, why: str) -> None:
-        if code not in NAMES and self.ours:
+        if code not in NAMES and self.has_lock:
             self.cut_off(code, why)
         elif self.process.is_main:
             self._tell(code, why)
@@ -313,7 +313,7 @@ class Status:
             log_to_files(traceback.format_exc())
             if isinstance(error, Replaced):
                 pass  # another run has the directory now
-            elif self.ours or (self.ours is None and self.process.is_main and is_idle(self.out)):
+            elif self.has_lock or (self.has_lock is None and self.process.is_main and is_idle(self.out)):
                 self.ended(code_of(error), message_of(error))
             raise
 

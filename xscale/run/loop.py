@@ -143,7 +143,7 @@ class Trainer:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
         pending_step = self.synchronizer.next(batches)
-        if self.stop.late and not self.stop.moved and self.process.is_main:
+        if self.stop.late and not self.stop.has_stepped and self.process.is_main:
             LOG.warning(
                 f"train.time_limit: {recipe.train.time_limit:g} minutes passed before step {self.step + 1} began; "
                 f"the run trains a few steps, saves a checkpoint and stops. Set a longer limit"

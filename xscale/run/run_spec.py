@@ -670,12 +670,12 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
     own = own_tokenizer(init) if init else None
     if not own:
         return None
-    its = Tokenizer(own)
-    if (its.fingerprint, its.special) == (tokenizer.fingerprint, tokenizer.special):
+    trained = Tokenizer(own)
+    if (trained.fingerprint, trained.special) == (tokenizer.fingerprint, tokenizer.special):
         return None
-    if problem := problem_of(its, tokenizer):
+    if problem := problem_of(trained, tokenizer):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer does not extend it: "
             f"{problem}; set model.tokenizer={own}, or a tokenizer that extends it"
         )
-    return its
+    return trained

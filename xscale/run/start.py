@@ -199,7 +199,7 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
 
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.refused()  # until train_run calls `running`
+    status.asks_for_lock()  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:

@@ -57,7 +57,7 @@ class StopRequest:
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
         """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
-        self.moved = False
+        self.has_stepped = False
         """True once this start has made a step. Before that, the time limit has no effect, since a limit that is
         shorter than the startup would allow no progress."""
         self.terminals = [number for number in range(3) if os.isatty(number)]
@@ -80,7 +80,7 @@ class StopRequest:
 
     def note_step(self) -> None:
         """Note that a step was made."""
-        self.moved = True
+        self.has_stepped = True
 
     @property
     def why(self) -> str:
@@ -97,7 +97,7 @@ class StopRequest:
                 self.reason = self.reason or (signal.Signals(number).name if number in SIGNALS else "")
         if not self.reason and signal.SIGUSR2 in signal.sigpending():
             self.reason = signal.SIGUSR2.name
-        if not self.reason and self.moved and self.late:
+        if not self.reason and self.has_stepped and self.late:
             self.reason = "time limit"
         if not self.reason and not all(map(_lives, self.launchers)):
             self.reason = "its launcher is gone"
