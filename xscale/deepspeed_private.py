@@ -146,7 +146,7 @@ class JoinedGradient(list):
 
 
 def look_at_norm_alone(engine: Any) -> None:
-    """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once.
+    """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once per engine.
 
     DeepSpeed otherwise checks every gradient, waits for the device, and checks the norm, too. The norm of a gradient
     that is not finite is not finite either. In fp32 DeepSpeed checks the norm only.

@@ -39,7 +39,7 @@ def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Foun
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file or a directory to. It replaces `path` unless an exception is raised.
+    """Yield a temporary path for a file or a directory, which then replaces `path` unless an exception is raised.
 
     A directory at `path` must be empty.
     """
@@ -182,8 +182,7 @@ def may_be_there(path: Path | str) -> bool:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give a folder and its contents the file modes of the umask. safetensors makes files that only their owner can
-    read."""
+    """Give a folder and its contents the file modes of the umask. safetensors makes files that only the owner reads."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):

@@ -292,7 +292,7 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> "Message":
-        """Begin a sum over ranks. Other messages may overtake it."""
+        """Begin a sum over ranks. Sums that begin later may be complete earlier."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 

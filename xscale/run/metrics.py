@@ -391,8 +391,7 @@ class Pace:
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the slowest rank, and its time divided by the median rank's. own_R: each rank's own seconds per
-        step."""
+        """Return the slowest rank and its time over the median rank's. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
         slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)

@@ -48,8 +48,8 @@ LISTENERS = (0, 1)
 
 
 class StopRequest:
-    """The request that this rank save and end, because of a signal, the time limit or the loss of its launcher.
-    bool(request) is True once this rank must stop."""
+    """The request that this rank save and end, because of a signal, the time limit or the loss of its launcher. It
+    counts as true (`if stop:`) once this rank must stop."""
 
     def __init__(self, minutes: float | None):
         """Begin to listen to signals. minutes: train.time_limit."""
@@ -224,7 +224,8 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """Return the store's answer to `ask`, or None if it does not answer this or an earlier question in time."""
+        """Return the store's answer to `ask`, or None if the store does not answer this or an earlier question in
+        time."""
         answers: list[Any] = []
 
         def run() -> None:
