@@ -7,8 +7,8 @@ links each to the other half of their sequence. All implementations are first ch
   one head   the sums of linked states, A^T H, at the masked tokens
   two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
              separately, as from two heads
-On a GPU each figure is of a CUDA graph (*: no graph, because an operator waits for the host). It works in turn on as
-many buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). Bytes are a vector for each link and each sum
+On a GPU, CUDA graphs are timed (*: no graph, because an operator waits for the host). A graph works in turn on as many
+buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). The bytes are a vector for each link and each sum
 (forward), each sum and each token (backward); `of copy` is their rate relative to a device copy of 1 GB.
 --tune: also time the GPU kernel with other tile sizes.
 --allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
@@ -40,9 +40,9 @@ OURS = "alignment_gather"
 
 
 class Problem:
-    """Everything that a contestant may want to know beforehand, in its own memory.
+    """Hidden states, and all indices and matrices that an implementation may need, made beforehand.
 
-    B sequences, T tokens of each, N = B T, H wide; R masked tokens, K links.
+    Shape letters: B sequences of T tokens, N = B T tokens in all, H width, R masked tokens, K links.
     """
 
     def __init__(self, case: str, dtype: torch.dtype, device: str, seed: int = 0):
@@ -71,7 +71,7 @@ class Problem:
         self.csr = torch.sparse_csr_tensor(self.offsets, self.column, ones, (R, N))
 
     def exact(self, heads: int) -> list[Tensor]:
-        """The outputs and the gradient in fp64, and for each a bound of the error of sums in `dtype`."""
+        """The outputs and the gradient in fp64; then the same sums of absolute values, which bound rounding errors."""
         hidden = self.hidden.detach().double()
         *upstream, last = [gradient.double() for gradient in self.upstream[2 - heads :]]
 
@@ -88,7 +88,7 @@ class Problem:
 
 @cache
 def masked_and_links(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Masked tokens [R]; of each link the row and the token, in order [K], [K]."""
+    """The masked tokens [R]; for each link the number of its masked token [K], and the linked token [K]."""
     r, half = np.random.default_rng(0), T // 2
     masked = np.sort(r.permutation(B * T)[: round(MASKED * B * T)])
     R = len(masked)
@@ -155,10 +155,10 @@ class Contestant:
     name: str
     forward: Callable[[Problem], list[Tensor]]
     cpu: tuple[float, float] = (1, 1)
-    """Goals: how many times faster ours shall be, in case 1 and 2."""
+    """The goals on a CPU in cases 1 and 2: the time relative to that of xscale's gather is to be at least this."""
     cuda: tuple[float, float] = (1, 1)
     graph: bool = True
-    """Whether a CUDA graph can hold it: it never waits for the host."""
+    """True if a CUDA graph can hold the implementation, which never waits for the host."""
 
 
 HEADS = {
@@ -184,7 +184,7 @@ def backward(p: Problem, outputs: list[Tensor]) -> Tensor:
 
 
 def is_right(contestant: Contestant, p: Problem) -> bool:
-    """Whether it can be run at all; raises if it is wrong."""
+    """True if an implementation supports this problem. Raises AssertionError if its results are wrong."""
     try:
         outputs = contestant.forward(p)
         found = [*outputs, backward(p, outputs)]
@@ -235,7 +235,7 @@ def title(case: str, heads: int, dtype: torch.dtype, p: Problem) -> str:
 
 
 class Runner:
-    """A contestant's two directions over several problems in turn; `us` of each."""
+    """Times an implementation over several problems in turn; `us` has the microseconds of forward and of backward."""
 
     def __init__(self, contestant: Contestant, problems: list[Problem]):
         self.contestant, self.problems, self.graph = contestant, problems, contestant.graph
@@ -267,7 +267,7 @@ class Runner:
 
 
 def gpu_us(work: Callable[[], Any], busy: int = 1_000_000) -> float:
-    """The GPU is kept busy, for so many cycles, until all is launched: the host's time is not counted."""
+    """The microseconds of `work` on the GPU, which is kept busy for `busy` cycles while the host launches the work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(busy)
     start.record()
@@ -278,7 +278,7 @@ def gpu_us(work: Callable[[], Any], busy: int = 1_000_000) -> float:
 
 
 def copy_us(size: int, buffers: int, rounds: int) -> float:
-    """Of a device copy that reads and writes `size` bytes in all, from cold memory."""
+    """The microseconds of a device copy that reads and writes `size` bytes in all, from cold memory."""
     pairs = [torch.empty(2, size // 2, dtype=torch.uint8, device="cuda") for _ in range(buffers)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -321,12 +321,12 @@ def run_gpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
 
 
 def enough_buffers(p: Problem) -> int:
-    """For 256 MB."""
+    """The number of problems whose hidden states fill 256 MB."""
     return -(-(2**28) // p.hidden.nbytes)
 
 
 def traffic(p: Problem, heads: int) -> tuple[int, int]:
-    """Bytes forward and backward."""
+    """The bytes that must be read and written in the forward pass, and in the backward pass."""
     own = (heads - 1) * p.sums
     return (p.links + p.sums + 2 * own) * p.row_bytes, (p.sums + own + p.tokens) * p.row_bytes
 
