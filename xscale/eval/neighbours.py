@@ -22,8 +22,8 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
 
-    penalties: subtracted for the rows of x [N] and of y [M]. numbers: the numbers of the words or sentences in the rows
-    of x [N] and of y [M]; rows with the same number are never neighbours.
+    penalties: what is subtracted for each row of x [N] and of y [M]. numbers: the numbers of the words or sentences in
+    the rows of x [N] and of y [M]; rows with the same number are never neighbours.
     """
     return search_tiles(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
 

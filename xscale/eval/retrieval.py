@@ -6,7 +6,7 @@ Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowe
 
 where r(x) is the mean cosine of x with its k nearest neighbours in the other language. LASER calls cosine `absolute`,
 and half of csls `distance`. LASER's xSIM is the error rate by its default margin `ratio`, which divides instead of
-subtracting; in it, a neighbour with the same text as the translation is right too. xSIM++ (Chen et al. 2023) adds
+subtracting; a neighbour with the same text as the translation is right in xSIM. xSIM++ (Chen et al. 2023) adds
 wrong translations with known types of errors to the candidates.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
@@ -143,7 +143,7 @@ def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
 
 
 def load_wrong_translations(path: Path) -> WrongTranslations:
-    """Reads LASER's file of xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
+    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
