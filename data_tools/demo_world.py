@@ -101,7 +101,7 @@ SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerat
 PARTICLE_CHARACTERS = "的了吗吧"
 OF_YY = {".": "。", ",": "，", "?": "？"}
 GLUED = re.compile(r" (?=[.,?])| ?’ ?")
-"""The spaces beside punctuation, which are not written."""
+"""The spaces beside punctuation between tokens, which the written text does not have."""
 RETURN = 0.35
 """The probability that a document reuses the word that it sampled last from a pool."""
 
@@ -218,7 +218,7 @@ def english_lexicon() -> list[Word]:
 
 
 def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """The forms of a new xx word. None of them is in `taken`, to which they are added."""
+    """The forms of a new xx word. None of the forms is in `taken`; all are added to it."""
     short = pos not in (*CONTENT, "copula")
     while True:
         syllables = 1 if short else 2 if rng.random() < 0.7 else 3
@@ -232,7 +232,7 @@ def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> di
 
 
 def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """xx form -> yy form. Their stem is not in `taken`, to which it is added."""
+    """Each xx form of a word -> its yy form. The stem of the yy forms is new, and is added to `taken`."""
     while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken:
         pass
     taken.add(stem)

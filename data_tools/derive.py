@@ -55,7 +55,7 @@ class Derivation:
         """The number of sentences whose arcs cross."""
 
     def write(self, texts: list[str]) -> list[str]:
-        """Lines in the language's script."""
+        """The lines in the script of the derived language."""
         return self.script.map_texts(texts) if self.script else texts
 
     def write_words(self, words: list[str]) -> list[str]:
@@ -71,7 +71,7 @@ class Derivation:
         return line
 
     def french(self, sentence: Sentence, where: str) -> list[int]:
-        """The French order of a parse's words and multiword tokens, which go where their first words would go."""
+        """A parse's words and multiword tokens in French order; a multiword token goes where its first word goes."""
         check_heads(sentence, where)
         order = as_french(sentence.tree(), self.seed)
         self.sentences += 1

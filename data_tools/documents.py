@@ -15,7 +15,7 @@ BLOCK_LINES = 50
 """Blank lines are taken for borders of documents if there are at most this many lines, on average, between two."""
 
 Passage = tuple[int, bool, list[str]]
-"""A line: (its number in the file, whether it starts a document, its paragraphs; [] if it is blank or markup)."""
+"""A line: (its number in the file, whether it starts a document, its paragraphs: none if it is blank or markup)."""
 
 
 def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:

@@ -128,7 +128,7 @@ class Executor:
             text = next((text for text in texts if "error: " in text), "\n".join(texts)) or done.stderr
             problem = text.rpartition("error: ")[2].strip()[-2000:]
             raise (UserError if done.returncode == 2 else MachineError)(
-                f"{name}, {len(missing)} of {len(left)} tasks: {problem}; see {logs}"
+                f"step {name}: {len(missing)} of {len(left)} tasks failed: {problem}; see {logs}"
             )
 
 

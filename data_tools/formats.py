@@ -33,8 +33,8 @@ def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, st
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:
-    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: those of the text that is wanted.
-    json_lines: accept JSON, because it is read as JSON or the user says that these lines are text."""
+    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: the side (0 or 1) and the language
+    of the wanted text. json_lines: accept JSON, since it is read as JSON or the user says that these lines are text."""
     lines = [line.strip(" \r\n") for line in head if line and not line.isspace()]
     if not lines:
         return

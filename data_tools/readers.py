@@ -261,7 +261,7 @@ def table_rows(source: SourceSpec) -> Iterator[Unit]:
 
 
 def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow's batches. Raises UserError, whatever a damaged file makes of them."""
+    """The rows of Arrow's batches. Raises UserError for every error, since a damaged file may cause any."""
     number = 0
     try:
         for batch in batches(name):

@@ -27,7 +27,7 @@ class Script:
         """path: a tokenizer's directory. overlap: the share of ids that stay as they are, selected by a hash
         with the seed. Raises UserError."""
         if not 0 <= overlap < 1:
-            raise UserError(f"--overlap {overlap:g} is a share of the ids that keep their place: from 0 to below 1")
+            raise UserError(f"--overlap {overlap:g}: the share of ids that stay as they are must be from 0 to below 1")
         self.path = path
         self.tokenizer = Tokenizer(path.absolute())
         self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())

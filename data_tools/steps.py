@@ -4,7 +4,7 @@ wrote, and writes whole files of its own. All files are in one folder:
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
     clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
-    links/N.priors              priors: the aligner's statistics of a sample of a large direction's pairs
+    links/N.priors              priors: the aligner's statistics from a sample of pairs, if a direction has many
     links/CHUNK                 align: word links for a chunk's kept or held-out pairs that came without links
     result/tokenizer/           tokenizer: trained on a sample of what is kept
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
@@ -49,8 +49,8 @@ KEPT, REPEATED, NEAR, HELD = range(4)
 HELD_SHARE = 10
 """At most about one in this many kept sentences or pairs is held out."""
 PART_PAIRS, SAMPLE_PARTS = 250_000, 2
-"""A pair of languages with pairs for 2 SAMPLE_PARTS parts of PART_PAIRS is aligned in parts of at least this size, with
-priors from an even sample of the size of SAMPLE_PARTS parts."""
+"""From 2 * SAMPLE_PARTS * PART_PAIRS pairs on, a direction is aligned in parts of at least PART_PAIRS pairs, with
+priors from an even sample as large as SAMPLE_PARTS parts."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
@@ -133,7 +133,7 @@ def clean(folder: Path, number: int) -> None:
 
 
 def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | None, int]:
-    """A unit's links, renumbered to the words of its clean texts, and how many were dropped. Raises UserError."""
+    """A unit's links, renumbered to the words of its clean texts, and how many links were dropped. Raises UserError."""
     if unit.links is None:
         return None, 0
     given = None if texts == unit.texts else tuple(unit.texts)
@@ -149,7 +149,7 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
 
 
 def select(folder: Path, number: int) -> None:
-    """Write the state of each unit of a group. Of equal units in any of the group's chunks, the first is kept."""
+    """Write the state of each unit of a group. With `dedup`, the first of equal units in all its chunks is kept."""
     corpus = corpus_of(folder)
     group = corpus.groups[number]
     chunks = chunks_in(folder, group)
@@ -226,12 +226,12 @@ def is_unlinked(unit: Unit, state: int) -> bool:
 
 
 class AlignmentPart(NamedTuple):
-    """The chunks of a direction whose pairs are aligned together."""
+    """The chunks whose pairs are aligned together, all of one direction (an ordered pair of languages)."""
 
     direction: int
     chunks: list[Chunk]
     alone: bool
-    """Whether they are all of the direction."""
+    """True if these are all chunks of the direction."""
 
 
 @lru_cache(maxsize=1)
@@ -257,7 +257,7 @@ def unlinked(folder: Path, chunk: Chunk) -> list[tuple[str, str]]:
 
 
 def make_priors(folder: Path, number: int) -> None:
-    """Write what an even sample of a direction's pairs says of its words, if the direction has several parts."""
+    """Write priors from an even sample of a direction's pairs, if the direction has several parts."""
     parts = [part for part in parts_of(folder) if part.direction == number and not part.alone]
     if parts:
         pairs = (pair for part in parts for chunk in part.chunks for pair in unlinked(folder, chunk))

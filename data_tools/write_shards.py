@@ -171,7 +171,7 @@ def mono_lines(
             texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
             texts = [text for text in texts if not is_blank(text)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
-            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None if it is alone in its document
+            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None: alone in its document
             records = [
                 Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
             ]
@@ -284,7 +284,7 @@ def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
 
 
 def counted(lines: Iterable[Line], ranks: Ranks) -> Iterator[Line]:
-    """The same lines. Rank 0 prints from time to time how many there were."""
+    """Yield the lines unchanged. On rank 0, print from time to time how many there were."""
     for number, line in enumerate(lines, start=1):
         yield line
         if ranks.is_main and number % _PROGRESS_LINES == 0:
