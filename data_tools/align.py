@@ -73,7 +73,7 @@ def parse_links(text: str) -> Links:
 
 def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
     """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
-    `make_priors`. Returns a report. Raises UserError."""
+    `write_priors`. Returns a report. Raises UserError."""
     return align_words(in_words(pairs), out, symmetrize, priors)
 
 

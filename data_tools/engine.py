@@ -33,7 +33,7 @@ Step = Callable[[Path, int], None]
 
 @contextmanager
 def put(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which then replaces `path`. Two processes may do so at the same time."""
+    """Yield a new path to write to; its file then replaces `path`. Two processes may write `path` at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
     try:

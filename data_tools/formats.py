@@ -10,13 +10,13 @@ from typing import Any
 from xscale.errors import UserError
 
 HEAD_LINES = 500
-"""The number of first lines that are checked on each side of pairs."""
+"""The number of first lines that are checked in each of the two files of pairs."""
 HEAD_CHARACTERS = 1 << 24
 """No further line is checked once the first lines have this many characters."""
 SHARE = 0.8
-"""A file is refused if at least this share of its first lines has another format; in real text it was at most 6 %."""
+"""A file is refused if at least this share of its first lines has another format; real text has 6 % at most."""
 SAME_SHARE, FEWEST = 0.9, 20
-"""Two sides are the same text if at least this share of their first pairs has equal sides, of at least this many."""
+"""Two files count as the same text if at least SAME_SHARE of their first FEWEST pairs or more have equal sides."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 

@@ -84,7 +84,7 @@ class Script:
         return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
 
     def map_texts(self, texts: list[str]) -> list[str]:
-        """The texts in the second script: as many words, and id + V for each id that is neither special nor kept."""
+        """The texts in the second script: words keep their number, and an id i that is not special or kept is i + V."""
         normalizer = self.tokenizer.backend.normalizer
         texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
         if not self.kept:

@@ -60,10 +60,10 @@ STATISTICS = 2
 
 class Chunk(NamedTuple):
     number: int
-    """Its number among the chunks of all sources."""
+    """The chunk's number among the chunks of all sources."""
     source: int
     of_source: int
-    """Its number among the chunks of its source."""
+    """The chunk's number among the chunks of its source."""
 
 
 @lru_cache(maxsize=1)
@@ -149,7 +149,7 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
 
 
 def select(folder: Path, number: int) -> None:
-    """Write the state of each unit of a group. With `dedup`, the first of equal units in all its chunks is kept."""
+    """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = corpus_of(folder)
     group = corpus.groups[number]
     chunks = chunks_in(folder, group)
@@ -236,7 +236,7 @@ class AlignmentPart(NamedTuple):
 
 @lru_cache(maxsize=1)
 def parts_of(folder: Path) -> list[AlignmentPart]:
-    """All parts, after `select`. Those of a direction have about the same number of pairs, at least PART_PAIRS."""
+    """All parts, after `select`. If a direction has several, each has about as many pairs, at least PART_PAIRS."""
     corpus, parts = corpus_of(folder), list[AlignmentPart]()
     for number, langs in enumerate(corpus.directions):
         chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs]
@@ -280,7 +280,7 @@ def make_links(folder: Path, number: int) -> None:
 
 
 def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
-    """The units of a chunk with the links that were made, and their states."""
+    """The units of a chunk, with the links that `make_links` wrote, and their states."""
     path = folder / f"links/{chunk.number}"
     links = iter(path.read_text(encoding="utf-8").split("\n") if path.exists() else ())
     for unit, state in units_and_states(folder, chunk):

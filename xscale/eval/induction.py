@@ -32,7 +32,7 @@ RANKS = (1, 5)
 
 @dataclass(frozen=True)
 class TestDictionary:
-    """The dictionary of two languages by which words are tested."""
+    """The dictionary of two languages with which induction is measured."""
 
     langs: tuple[str, str]
     """The languages in alphabetical order."""
@@ -82,7 +82,7 @@ def evaluate(
 
 
 def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
-    """The test dictionary of lexicons of the same two languages."""
+    """The test dictionary that joins all lexicons of the same two languages."""
     first, second = sorted(lexicons[0].langs)
     pairs = dict.fromkeys(
         (tuple(lexicon.ids[flip][i]), tuple(lexicon.ids[1 - flip][i]))
@@ -126,7 +126,7 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
 def precisions(
     vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, test: TestDictionary, asked: list[list[Word]]
 ) -> Scores:
-    """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, for csls."""
+    """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, if by csls."""
     device = vectors[0].device
     numbers = [side.to(device) for side in test.numbers]
     found: Scores = {}

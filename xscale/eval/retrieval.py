@@ -186,8 +186,8 @@ def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
-    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same number; the same in the
-    other direction; and the mean of both."""
+    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same row number, the share in
+    the other direction, and the mean of both."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
@@ -245,7 +245,7 @@ def embed_ids(
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
-    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads; "tokens" reads all tokens'."""
+    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads ("tokens": of all)."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])

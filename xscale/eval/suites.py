@@ -186,7 +186,7 @@ def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dic
 
 
 def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[str]]:
-    """What a mean is over, such as `languages` -> its rows. English counts only in rows without another language."""
+    """Name of a mean, such as `languages` -> the rows that it is over. English counts only in rows with it alone."""
     kinds: list[dict[str, list[str]]] = [{}, {}]
     for row in rows:
         languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])

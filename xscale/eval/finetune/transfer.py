@@ -42,7 +42,7 @@ def plan_training(
     source: str,
     code_switch: bool,
 ) -> list[TrainingText]:
-    """All training texts with their tests. Raises UserError if a text has no test, or if texts do not fit together."""
+    """All training texts with their tests. Raises UserError if a text has no test, or if labels do not match."""
     found = []
     for language, data in train.items():
         served = list(tests) if language == source else [language] if language in tests else []
