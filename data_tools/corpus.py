@@ -142,7 +142,7 @@ class SourceSpec(Strict):
         if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
             raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for others")
+            raise ValueError(f"links: {self.links!r} must be a column's number for tsv, and else a file's path")
         if self.columns and form not in ("tsv", "parquet", "datasets"):
             raise ValueError(f"columns: {form} has none; remove the key")
         numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
@@ -234,7 +234,7 @@ def load_corpus(path: Path) -> Corpus:
             langs = Source(source["shards"]).langs
             given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
             if source.keys() & {"pairs", "mono"}:
-                raise UserError(f"{path}: shards: {source['shards']} says that it has {given}; remove pairs and mono")
+                raise UserError(f"{path}: the index of shards: {source['shards']} says {given}; remove pairs and mono")
             source.update(given)
     try:
         return Corpus.model_validate(tree)

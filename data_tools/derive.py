@@ -237,7 +237,7 @@ def work(args: argparse.Namespace) -> str:
                 file.write(line)
         report.append(f"{out}: {args.how} of {source}")
     if derivation.parses and (rest := next(derivation.parses, None)):
-        raise UserError(f"{rest[0]}: --conllu goes on, but --in has ended; give only the parses of --in")
+        raise UserError(f"{rest[0]}: --conllu has a parse beyond the end of --in; give only the parses of --in")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
         report.append(f"{crossing} have crossing arcs and stay as they are")

@@ -98,7 +98,7 @@ class Executor:
                 last = report_progress(last, name, len(left) - len(waiting), len(left))
         except BrokenProcessPool:
             raise MachineError(
-                f"a worker was killed during `{name}`, perhaps because memory ran out (`dmesg` tells); start again "
+                f"a worker was killed during `{name}`, perhaps because memory ran out (see `dmesg`); start again "
                 f"with fewer --workers: finished tasks are not done again"
             ) from None
         finally:

@@ -44,7 +44,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
-                f"{source.paths[0]}: unit {unit.number} has an unpaired surrogate, such as \\ud800; fix or remove it"
+                f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
             )
         yield unit
     if unit is None:

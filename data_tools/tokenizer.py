@@ -210,8 +210,8 @@ def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
     model, there = tree["model"], old.hf.get_vocab()
     if len(model["vocab"]) != old.vocab_size:
         raise UserError(
-            f"--extend {old.hf.name_or_path} has tokens after its vocabulary, such as added ones; add further ones by "
-            f"its add_tokens instead"
+            f"--extend {old.hf.name_or_path} has tokens beyond its vocabulary, such as those of add_tokens; add more "
+            f"by its add_tokens instead"
         )
     if model["type"] == "Unigram":
         model["vocab"] += [entry for entry in more["vocab"] if entry[0] not in there]

@@ -348,7 +348,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         most = args.max_tokens if args.max_tokens is not None else sys.maxsize
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
-        raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
+        raise UserError(f"--langs {' '.join(args.langs)} are the same; give the sides two different languages")
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
             raise UserError(

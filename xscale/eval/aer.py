@@ -150,7 +150,7 @@ def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = Non
     lines = list(read_lines(text))
     of_links = lines if links is None else list(read_lines(links))
     if len(lines) != len(of_links):
-        raise UserError(f"{links} has {len(of_links):,} lines, {text} has {len(lines):,}; line n of both is one pair")
+        raise UserError(f"{links} has {len(of_links):,} lines, {text} has {len(lines):,}; lines n must be one pair")
     mark, columns = ("\t", 3) if links is None else ("|||", 2)
     words, rows = [], []
     for (number, line), (_, given) in zip(lines, of_links, strict=True):

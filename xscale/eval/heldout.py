@@ -50,7 +50,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
-            f"{source.directory}: no pair has a token to predict in the model's {model.longest} positions; take others"
+            f"{source.directory}: no pair of {model.longest} tokens or fewer has a token to predict; give other pairs"
         )
     dropped = float(sum(batch.too_long for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)

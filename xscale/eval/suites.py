@@ -132,7 +132,7 @@ def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Ex
         if language in parts["dev"] and any(one.gold is None for one in FINETUNED[task].read(path, language))
     }
     for language, path in tests.items() - parts["test"].items():
-        print(f"{task} {language}: {parts['test'][language]} has no labels; {path} is the test")
+        print(f"{task} {language}: {parts['test'][language]} has no labels; the test is {path}")
     sides = {"train": parts["train"], "test": tests}
     given = {part: [f"{language}={path}" for language, path in files.items()] for part, files in sides.items()}
     words = ["--model", model.path, "--task", task, "--train", *given["train"], "--test", *given["test"]]

@@ -122,7 +122,7 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         raise UserError("--code_switch needs --translated LANG=FILE")
     hidden = [data for data in tests.values() if not data.labelled]
     if hidden and not args.predictions:
-        raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
+        raise UserError(f"{hidden[0].path} has examples without labels; to predict them, give --predictions DIR")
     plan = plan_training(task, train, translated, tests, source, args.code_switch)
     if process is not None:
         ranks.start(process)  # before the model is loaded, since it sets the rank's device
