@@ -72,7 +72,7 @@ def write_pairs(pairs: Sequence[Pair], langs: tuple[str, str], out: Path, record
 
 
 def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool = False) -> Source:
-    """Write shards of texts. documents: join texts into documents as long as web pages (SENTENCES); else join none."""
+    """Write shards of texts. documents: join texts to documents as long as web pages (SENTENCES); else each is one."""
     random, left = Random(0), iter(texts)
 
     def document(first: int) -> Iterator[list[Record]]:

@@ -30,12 +30,12 @@ from before import HERE, answers_alone, free_port, start_python, train
 
 SHAPE = {"num_hidden_layers": 12, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 96}
 MOST, SHARE = {"mixed": 1500}, {"tlm": 1 / 6}
-"""Goals without DeepSpeed: the most operators of a step; the largest ratio to the operators of --before."""
+"""Goals without DeepSpeed, by recipe: the most operators of a step; their largest ratio to those of --before."""
 ENGINES = (("no DeepSpeed", 0, "fp32"), ("ZeRO-1", 1, "fp32"), ("ZeRO-2", 2, "fp32"), ("ZeRO-2, bf16", 2, "bf16"))
 WARM, TIMED = 8, 20
 """The steps before the measurement, since batches are requested some steps ahead; the steps that are timed."""
 BUCKET, BIG = 100_000, 1000
-"""The numbers in a bucket; the fewest numbers of a collective that counts as a reduction of gradients."""
+"""The numbers in a gradient bucket; the fewest numbers of a collective that counts as a reduction of gradients."""
 COLLECTIVES = (
     *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"),
     *("all_gather_object", "broadcast", "barrier", "all_to_all_single", "gather", "scatter"),
@@ -48,9 +48,9 @@ class Case(NamedTuple):
     recipe: str
     fields: list[str]
     few: list[str]
-    """The fields of a step with as many forward and backward passes, but few samples."""
+    """Fields for a step with few samples, but the same number of forward and backward passes."""
     few_before: list[str]
-    """Further such fields for an older checkout, which has micro-batches."""
+    """More such fields for an older checkout, which has micro-batches."""
 
 
 MIXED = ("mlm", "tlm", "alignlm", "ppa", "contextual", "align_mlm")

@@ -41,7 +41,7 @@ DTYPES = [torch.float32, *NARROW]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
 """The largest allowed error of a result that is exact but for one rounding at its end."""
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""The largest allowed error of a few operations."""
+"""The largest allowed error of the result of a few operations."""
 OF_A_ROW = {torch.bfloat16: 6e-2, torch.float16: 6e-3}
 """The largest allowed error of a whole model, whose weights are rounded too. The gradient of the contextual objective,
 which is the largest at random weights, differs by 5 % in bf16."""

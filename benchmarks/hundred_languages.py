@@ -79,7 +79,7 @@ def write_corpus(folder: Path, languages: int, largest: int) -> Path:
 
 
 class Usage(NamedTuple):
-    """What the processes of a command have taken so far."""
+    """The time and memory that the processes of a command have used so far."""
 
     seconds: float
     cpu: float

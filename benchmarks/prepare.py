@@ -33,7 +33,7 @@ KINDS = {
 
 
 def loop(source: Path, out: Path) -> None:
-    """The single-pass loop: write the pairs of a file of JSON lines that pass the rules as a sample each."""
+    """The single-pass loop: write each pair of a file of JSON lines that passes the rules as a sample."""
     import datasets
     import webdataset
 

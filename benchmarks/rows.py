@@ -46,7 +46,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ALONE = Process(0, 1, 0, 1)
 FILL = 0.93
-"""The planned share of full tokens in packed rows: lengths vary, and dividing samples into rows leaves 3 % empty."""
+"""The share of the packed rows that the samples should fill: lengths vary, and the division into rows leaves 3 %."""
 WARM, STEPS = (3, 6) if CUDA else (1, 2)
 HEADER = ["", "tokens/s", "MFU", "ms a step", "rows", "tokens a row", "launches", "host ms", "GPU busy"]
 

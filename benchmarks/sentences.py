@@ -89,7 +89,7 @@ def borders(sentences: list[str]) -> set[int]:
 
 
 def score(gold: list[list[str]], between: str, split: Split) -> tuple[int, float]:
-    """The number of sentences that are found, and the F1 of their borders in per cent."""
+    """The number of sentences that `split` makes, and the F1 of their borders in per cent."""
     given, right, count = 0, 0, 0
     for sentences in gold:
         found = split(between.join(sentences))

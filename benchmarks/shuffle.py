@@ -34,9 +34,9 @@ TOPICS = 100
 RECORDS = (100_000, 300_000, 1_000_000, 4_000_000)
 WINDOWS = (WINDOW_RECORDS >> 3, WINDOW_RECORDS, WINDOW_RECORDS << 2)
 ROOM = 115
-"""The tokens of text in a sample whose data.max_length is 128, about."""
+"""The approximate number of text tokens in a sample, if data.max_length is 128."""
 STORED, BYTES_A_TOKEN = 85, 4.5
-"""About the bytes of a record besides its text, and the bytes of a token."""
+"""The approximate bytes of a record besides its text, and the approximate bytes of a token."""
 
 
 def corpora(records: int) -> dict[str, np.ndarray]:

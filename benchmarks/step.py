@@ -130,7 +130,7 @@ WATCH = Stopwatch()
 
 
 def watch_encoder(encoder: torch.nn.Module) -> None:
-    """Let an encoder's hooks tell WATCH. Copies of the encoder have the same hooks."""
+    """Add hooks to an encoder that report to WATCH. Copies of the encoder have the same hooks."""
     encoder.register_forward_pre_hook(lambda *_: WATCH.before_encoder())
     encoder.register_forward_hook(
         lambda module, inputs, output: WATCH.after_encoder(getattr(output, "last_hidden_state", output))
