@@ -80,7 +80,7 @@ class Problem:
         return [self.hidden, self.rows, self.weight, self.bias]
 
 
-# Contestants: the sum of the losses
+# Implementations, which return the sum of the losses
 
 
 def count_right(logits: Tensor, labels: Tensor) -> None:
@@ -217,9 +217,9 @@ def measure_peak(work: Callable[[], Any], device: str) -> tuple[Any, int]:
     return result, peak
 
 
-def run(contestants: dict[str, Callable[[Problem], Tensor]], p: Problem, rounds: int) -> dict[str, Result]:
+def run(implementations: dict[str, Callable[[Problem], Tensor]], p: Problem, rounds: int) -> dict[str, Result]:
     results = {}
-    for name, work in contestants.items():
+    for name, work in implementations.items():
         for leaf in p.leaves():
             leaf.grad = None
         result = Result(work)

@@ -109,7 +109,7 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
 
 
-class Nothing(Dataset):
+class EmptySteps(Dataset):
     """A data set without text, of which each step is an empty batch."""
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
@@ -118,7 +118,7 @@ class Nothing(Dataset):
 
 def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
     mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
-    dataset: Any = Nothing()
+    dataset: Any = EmptySteps()
     started = time.perf_counter()
     batches = step_batches(mixture, dataset, workers=2, steps=args.steps + 1)
     next(batches)

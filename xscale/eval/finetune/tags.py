@@ -1,4 +1,4 @@
-"""Tags of words: parts of speech (UD's, from .conllu files) and named entities (PAN-X's), `token<TAB>tag` a line.
+"""Tags of words: parts of speech (UD's .conllu files) and named entities (PAN-X's lines `token<TAB>tag`).
 
 A word's tag is predicted from its first token. A sentence that is longer than a sequence is split between words into
 several, so that every word has a prediction. Local data sets with columns `tokens` and tags are read too.
