@@ -1,8 +1,8 @@
 """A second script for a WordPiece tokenizer of V ids: token i has a copy i + V, and text is written with the copies.
 
 Each character of the vocabulary is mapped to one that no token has, and that the tokenizer and data/words.py treat in
-the same way: letters to Armenian ones, then to others. Text is normalised as the tokenizer does, and then
-mapped character by character, so that WordPiece, which takes the longest piece first, splits it as before.
+the same way: letters to Armenian ones, then to others. Text is normalised as the tokenizer does, and then mapped
+character by character, so that WordPiece, which takes the longest piece first, splits it as before.
 """
 
 import json

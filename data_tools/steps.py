@@ -10,7 +10,7 @@ wrote, and writes whole files of its own. All files are in one folder:
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
     result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
 
-Chunks do not depend on the number of workers, so every byte except those of links/ depends on the input alone.
+Chunks do not depend on the number of workers, so every byte depends on the input alone, except eflomal's links.
 """
 
 import json

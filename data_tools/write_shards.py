@@ -3,9 +3,9 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines (of monolingual
-text, the documents that start there), so the output is the same, byte for byte, under `mpirun -n N` for every N. The
-directory appears only when it is complete.
+Input is UTF-8 text, plain, .gz, .xz or .zst, read as a stream. A shard covers a fixed range of input lines (monolingual
+text: the documents that start in this range), so the output is the same, byte for byte, under `mpirun -n N` for every
+N, except for links by --align. The directory appears only when it is complete.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""An evaluation that several processes share: each evaluates a part of the rows, and saves them in a common folder.
+"""An evaluation that several processes share: each evaluates a part of the rows, and saves scores in a common folder.
 
 The same command without --part then reads all rows, and evaluates those that are missing. Its results equal those of a
 single process, because the scores in resampled texts are saved too.

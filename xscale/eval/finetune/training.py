@@ -1,4 +1,4 @@
-"""Fine-tuning by transformers' Trainer: an exported encoder under one of transformers' own heads.
+"""Fine-tuning by transformers' Trainer: an exported encoder with one of transformers' own heads.
 
 Shape letters: B sequences, L tokens of the longest one, S states that are read from a sequence, C outputs of the head.
 """
