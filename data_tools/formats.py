@@ -22,7 +22,7 @@ _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
 def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """The first numbered lines, which are taken from `lines`."""
+    """Take the first numbered lines from `lines`: at most `most`, and about HEAD_CHARACTERS."""
     head, size = list[tuple[int, str]](), 0
     for line in lines:
         head.append(line)

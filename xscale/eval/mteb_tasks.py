@@ -59,7 +59,7 @@ def rows(vectors: Any) -> Tensor:
 
 
 def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
-    """mteb's task of this name, which reads the folder's data. subsets: those to evaluate; [] for all. Raises
+    """mteb's task of this name, which reads the folder's data. subsets: the ones to evaluate; []: all. Raises
     UserError."""
     try:
         import mteb
