@@ -125,7 +125,7 @@ def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[s
 
 
 def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Token ids [N] spread over the vocabulary, without padding; their languages if the model has embeddings of them."""
+    """Token ids [N] spread over the vocabulary, without padding; their languages if the model has such embeddings."""
     ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}
