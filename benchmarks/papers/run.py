@@ -5,7 +5,7 @@
 A grid (tang, sizes, methods, mixtures, or a YAML file of yours) names worlds (the data), arms (the recipes), the cells,
 and the arms that are compared; scales.yaml has the sizes of each scale. A cell is one world, one arm and one seed:
 public commands train, export, measure and fine-tune it. A grid that was killed can be started again: it does not repeat
-finished work, and its table is the same. Except at scale smoke, the script stops if the first two cells do not learn.
+finished work, and its table is the same. The script stops if one of the first two cells does not learn (not at smoke).
 
 DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md has each cell's cost,
 DIR/alignment.png shows alignment scores and the loss in transfer, DIR/words.png translated words by t-SNE. Scale smoke

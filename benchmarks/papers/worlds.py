@@ -69,7 +69,7 @@ def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: P
 
 
 def write_words(out: Path) -> None:
-    """Write the dictionary that training reads: those entries of the id dictionary whose tokens are whole words."""
+    """Write the dictionary all/en-xx.txt: those entries of the id dictionary whose tokens are whole words."""
     vocabulary = json.loads((out / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     tokens = {number: token for token, number in vocabulary.items()}
     entries = [[tokens[int(number)] for number in line.split()] for line in read(out / "ids.txt")]
