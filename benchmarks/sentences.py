@@ -1,10 +1,10 @@
-"""Sentence splitting beside the sentences of treebanks, and beside the regular expression of `write_shards`.
+"""Compare two sentence splitters with the sentences of treebanks: sentences.py and write_shards' regular expression.
 
     python benchmarks/sentences.py [en_ewt-ud-test.conllu.xz de_pud-ud-test.conllu.xz ...]
 
 A file's name begins with its language. The sentences of each paragraph or document of a treebank are joined and split
 again. A border counts as found if it stands between the same two letters. F1 is of the borders inside the paragraphs.
-The second table counts the sentences that are written below and are found as they are.
+The second table counts the sentences of WRITTEN, below, that the splitters find unchanged.
 """
 
 import argparse
@@ -70,7 +70,7 @@ WRITTEN = {
 
 
 def paragraphs(path: Path) -> Iterator[list[str]]:
-    """The sentences of each paragraph. Some treebanks name the document at each of its sentences."""
+    """The sentences of each paragraph. Some treebanks repeat the mark of a new document at each of its sentences."""
     found: list[str] = []
     last: list[str] = []
     for _, sentence in read_sentences(path):
@@ -84,12 +84,12 @@ def paragraphs(path: Path) -> Iterator[list[str]]:
 
 
 def borders(sentences: list[str]) -> set[int]:
-    """The numbers of visible characters before which a sentence starts, but the first."""
+    """The numbers of visible characters before each sentence, except the first sentence."""
     return set(accumulate(len("".join(sentence.split())) for sentence in sentences[:-1]))
 
 
 def score(gold: list[list[str]], between: str, split: Split) -> tuple[int, float]:
-    """The number of sentences that are found, and the F1 of their borders in per cent."""
+    """The number of sentences that `split` makes, and the F1 of their borders in per cent."""
     given, right, count = 0, 0, 0
     for sentences in gold:
         found = split(between.join(sentences))
@@ -104,7 +104,7 @@ def both(language: str) -> list[Split]:
 
 
 def joint(language: str) -> str:
-    """What stands between two sentences."""
+    """The text between two sentences of a language."""
     return "" if language in UNSPACED else " "
 
 

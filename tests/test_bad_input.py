@@ -101,7 +101,7 @@ def test_pairs_of_one_language(tmp_path, corpus_files, refused) -> None:
     paths = [f"--{side}={path}" for side, path in zip(("src", "tgt"), corpus_files(["a"], ["b"]), strict=True)]
     words = ["pairs", *paths, f"--out={tmp_path / 'out'}", "--langs", "en", "en"]
     message = refused(lambda ranks: write_shards.main(ranks, words))
-    assert message == "--langs en en are the same; name the languages of the two sides apart"
+    assert message == "--langs en en are the same; give the sides two different languages"
     assert not list(tmp_path.glob("out*"))
 
 
