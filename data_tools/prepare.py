@@ -30,7 +30,7 @@ from .cleaning import identifier, lid_code
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
-EXTRA = ("sentencex", "rensa", "py3langid", "defusedxml", "zstandard")
+EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard")
 """The packages of the extra `prepare`."""
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""

@@ -24,7 +24,7 @@ import webdataset
 
 from xscale import files
 from xscale.data.link_projection import project_links
-from xscale.data.text import files_of, read_lines, split_sentences
+from xscale.data.text import files_of, read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import is_blank
 from xscale.errors import UserError
@@ -35,6 +35,7 @@ from . import index as indexing
 from .documents import FORMS, passages
 from .formats import HEAD_LINES, check_text, refuse_equal_sides, take_head
 from .ranks import Ranks, run
+from .sentences import split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
@@ -168,7 +169,7 @@ def mono_lines(
             total += 1
             if starts or number == 1 or total - first >= args.shard_lines:
                 first = total
-            texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
+            texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p, args.lang)]
             texts = [text for text in texts if not is_blank(text)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
             doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None: alone in its document

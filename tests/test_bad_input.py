@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
 from data_tools.documents import passages
 from data_tools.ranks import Ranks, run
+from data_tools.sentences import split_sentences
 from data_tools.write_shards import sides
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
-from xscale.data.text import split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, publish, write_text
@@ -717,7 +717,7 @@ def test_splitting_takes_time_in_proportion_to_the_line() -> None:
     began = time.process_time()
     for text in ("A. ", "Dr. ", "He came. ", "。", 'He said "A." '):
         line = text * 40_000
-        sentences = split_sentences(line)
+        sentences = split_sentences(line, "en")
         assert "".join("".join(sentences).split()) == "".join(line.split())
     assert time.process_time() - began < 10
 

@@ -3,7 +3,6 @@
 import gzip
 import lzma
 import os
-import re
 import unicodedata
 import zlib
 from collections import Counter
@@ -39,13 +38,6 @@ _FORMS = {
 """First bytes of a file that is not plain text -> what its error message says."""
 _OLD_MAC = 8
 """A file is refused if its first line has at least this many carriage returns, the line ends of old Macs."""
-_END = re.compile(
-    r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
-    r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
-)
-_INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
-_INITIAL_LENGTH = 8
-"""The number of last characters of a piece that are searched for _INITIAL; every match is shorter."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -202,18 +194,3 @@ def _end_of(text: str, number: int, of: int) -> int:
     second_half = range(end, end - len(text) // of // 2, -1)
     spaces = (at for at in second_half if text[at - 1].isspace())
     return next(spaces, next((at for at in second_half if unicodedata.category(text[at])[0] != "M"), end))
-
-
-def split_sentences(line: str) -> list[str]:
-    """Split a paragraph into sentences, by punctuation and the next word's capital. Doubtful places are not split."""
-    pieces, start = [], 0
-    for match in _END.finditer(line):
-        end = match.start() + len(match.group().rstrip())
-        if _INITIAL.search(line[max(start, end - _INITIAL_LENGTH) : end]):
-            continue
-        piece = line[start:end].strip()
-        if piece:
-            pieces.append(piece)
-            start = match.end()
-    rest = line[start:].strip()
-    return [*pieces, rest] if rest else pieces
