@@ -122,7 +122,7 @@ def _received_plans(planner: multiprocessing.Process | None, ours: Connection, s
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        how = "gone, which another rank of this node has"
+        how = "gone; another rank of this node started it"
         if planner:
             planner.join()
             code = planner.exitcode or 0

@@ -148,15 +148,17 @@ def model_sections(paths: list[Path], pairs: list[Path], pictures: Pictures) -> 
     words, shown = Section("Linked words", TSNE), Section("Examples")
     for source in sources:
         found = models.frequent_pairs(source)
-        for name, model in loaded.items() if len(found) >= models.FEWEST_WORDS else ():
-            places, cosine, nearest = models.place_words(model, found)
+        for name, model in loaded.items():
             title = f"{name}, {source.name}"
-            note = f"Mean cosine of a pair {cosine:.3f}; {nearest} of {len(found)} words have their partner as nearest."
-            words.pictures.append(Picture(title, pictures.word_pairs(places, found, f"words of {title}"), note))
+            if len(found) >= models.FEWEST_WORDS:
+                places, cosine, nearest = models.place_words(model, found)
+                note = f"Mean cosine of a pair {cosine:.3f}; {nearest} of {len(found)} words nearest to their partner."
+                picture = pictures.word_pairs(places, found, f"words of {title}")
+                words.pictures.append(Picture(title, picture, note))
         for tokens, masked in models.examples(model, source) if not model.headless else ():
             marked = {token.place for token in masked}
             text = [(token, place in marked) for place, token in enumerate(tokens)]
-            shown.examples.append((f"{name}, {source.name}", text, guess_table(masked)))
+            shown.examples.append((title, text, guess_table(masked)))
     return [section for section in (words, shown) if section.pictures or section.examples]
 
 
