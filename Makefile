@@ -8,6 +8,8 @@ RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 DEMO := runs/demo
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM := false
+# Each of the tests' hundreds of processes would compile torch, transformers and DeepSpeed again, which takes 5 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow lint bench clean
 .DELETE_ON_ERROR:

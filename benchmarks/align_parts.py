@@ -1,11 +1,11 @@
-"""Word alignment in parts beside that of the whole text, against hand-made links.
+"""Compare the word alignment of a text in parts with that of the whole text, by hand-made links.
 
     python benchmarks/align_parts.py --gold enfr.src-tgt enfr.gold [--text en-fr.en en-fr.fr] [--pairs 100000]
                                      [--part 25000] [--runs 3]
 
-The gold's sentences stand in the middle of the text. The whole is aligned at once; the parts one after the other, with
-priors from an evenly spread sample of the size of two parts, and without. Gold as in benchmarks/words.py.
-Memory is the largest process's.
+The script puts the gold pairs (see benchmarks/words.py) into the middle of --text. It aligns the whole text at once,
+and then in parts of --part pairs: with priors from an evenly spread sample of the size of two parts, and without
+priors. MB are the peak memory of the largest aligner process.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Pairs = list[tuple[str, str]]
 
 
 def links_of(pairs: Pairs, part: int, with_priors: bool, folder: Path) -> list[str]:
-    """The lines of links of pairs of words, aligned in parts of this size."""
+    """Align texts with spaces between words in parts of `part` pairs. Returns a line of links for each pair."""
     priors, found, out = None, list[str](), folder / "links"
     if with_priors:
         priors = folder / "priors"
@@ -41,7 +41,7 @@ def links_of(pairs: Pairs, part: int, with_priors: bool, folder: Path) -> list[s
 
 
 def measured(gold: list[Gold], pairs: Pairs, first: int, part: int, with_priors: bool) -> tuple[float, ...]:
-    """AER, F1, seconds and MB in a process of its own."""
+    """Align in a new process. Returns AER and F1 in per cent, the seconds, and the MB of the largest aligner."""
     reader, writer = os.pipe()
     if not os.fork():
         started = time.perf_counter()

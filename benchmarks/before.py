@@ -1,8 +1,8 @@
 """Compare whole optimizer steps of this checkout with those of another checkout: `step.py --before DIR`.
 
 Each side is a process that trains the recipe with its own xscale/train.py, including the data. The two take turns:
-before each step, a process waits for a line that says "go". The waiting time is not measured, and it does not count
-towards the second after which metrics are written.
+before each step, a process waits for a line that says "go". The waiting time is not measured, and does not count
+towards the interval at which the run writes metrics.
 """
 
 import json
@@ -22,9 +22,9 @@ HERE = Path(__file__).resolve().parent.parent
 
 class Step(NamedTuple):
     wall: float
-    """Seconds."""
+    """The wall-clock seconds of the step."""
     cpu: float
-    """Seconds of the process's threads; not of its loader processes."""
+    """The CPU seconds of the process's threads, without its loader processes."""
 
 
 class Side:
@@ -55,7 +55,7 @@ class Side:
 
 
 def start_python(checkout: Path, words: list[str], out: Path, **environment: str) -> Any:
-    """A process that finds `checkout`'s xscale, and writes what goes wrong to out/log.txt."""
+    """Start a Python process that imports the xscale of `checkout` and writes its stderr to out/log.txt."""
     environment |= {"PYTHONPATH": str(checkout), "GLOO_SOCKET_IFNAME": "lo"}
     pipe = subprocess.PIPE
     with (out / "log.txt").open("w") as log:
@@ -78,7 +78,7 @@ def free_port() -> int:
 
 
 def take_turns(sides: list[Side], warm: int, rounds: int) -> list[list[Step]]:
-    """Steps of each side in each round that counts."""
+    """Let all sides train a step in each round, in random order. Returns each side's steps after `warm` rounds."""
     order, found = random.Random(0), [[] for _ in sides]
     for number in range(warm + rounds):
         for side in order.sample(range(len(sides)), len(sides)):
@@ -91,8 +91,8 @@ def take_turns(sides: list[Side], warm: int, rounds: int) -> list[list[Step]]:
 
 
 def compare(sides: list[Side], warm: int, rounds: int) -> list[list[str]]:
-    """For each side but the first, cells of a table: median ms of the first and of it, ratio of times and its range
-    without the outermost tenths, ratio of processor time."""
+    """The cells of a table row for each side but the first: median ms of the first side and of this one, their median
+    ratio, the range of the ratio in the middle 80 % of the rounds, and the median ratio of CPU times."""
     first, *others = take_turns(sides, warm, rounds)
     few, table = rounds // 10, []
     for steps in others:
@@ -104,20 +104,20 @@ def compare(sides: list[Side], warm: int, rounds: int) -> list[list[str]]:
     return table
 
 
-# In the process of a side, with whatever xscale PYTHONPATH finds
+# The functions below run in a side's process, with the xscale that PYTHONPATH names
 
 
 def answers_alone() -> Any:
-    """A file for answers to the parent; what else is printed joins the log."""
+    """A file for answers to the parent process. Everything else that is printed goes to stderr, the log."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def train(words: list[str], vocab_size: int, through: Callable[[Any, Iterator[Any]], Iterator[Any]]) -> None:
-    """A run by train.py's loop, of which each step begins where `through(trainer, batches)` gives its batch.
+    """Train with the loop of train.py, in which `through(trainer, batches)` yields each step's batch. Save nothing.
 
-    words: arguments of train.py. vocab_size: of the model; 0: the tokenizer's. Nothing is saved.
+    words: arguments of train.py. vocab_size: the least size of the model's vocabulary; 0: the tokenizer's size.
     """
     try:
         from xscale import ranks

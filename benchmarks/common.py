@@ -20,14 +20,14 @@ from xscale.data.words import split
 from xscale.record import Record
 
 STEADY_ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000"}
-"""glibc keeps freed memory. Its defaults return large tensors to the system and pay page faults for each new one."""
+"""glibc's malloc keeps freed memory. By default it returns large tensors to the system; new ones cost page faults."""
 
 SENTENCES = (3.4, 1.0)
-"""Of a document: mean and deviation of their logarithm. Of the demo world's of 13 tokens that is a median of 390 tokens
-and a mean of 640."""
+"""The mean and the standard deviation of the logarithm of a document's number of sentences. With the demo world's
+sentences of 13 tokens, a document has a median of 390 tokens and a mean of 640."""
 
 Pair = tuple[str, str, str | None]
-"""Two texts and their word links in Pharaoh form, where known."""
+"""Two texts, and their word links in Pharaoh form; None if the links are not known."""
 
 
 def use_allocator(name: str) -> None:
@@ -39,8 +39,8 @@ def use_allocator(name: str) -> None:
 
 
 def text_pairs(files: Sequence[Path] | None) -> tuple[tuple[str, str], Iterator[Pair]]:
-    """Languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or of the endless demo world, which has
-    links."""
+    """The two languages, and the sentence pairs of two parallel files (plain, .gz, .xz) or, without files, of the
+    endless demo world, which has links."""
     if files:
         src, tgt = ((line for _, line in read_lines(path)) for path in files)
         return ("en", "xx"), ((s, t, None) for s, t in zip(src, tgt, strict=True))
@@ -49,7 +49,7 @@ def text_pairs(files: Sequence[Path] | None) -> tuple[tuple[str, str], Iterator[
 
 
 def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:
-    """Pairs of `words` words a side: neighbours are joined until both sides have as many, then trimmed."""
+    """Pairs with `words` words on each side: successive pairs are joined until both sides have enough, then cut."""
     first: list[str] = []
     second: list[str] = []
     links: list[tuple[int, int]] = []
@@ -65,14 +65,14 @@ def with_words(pairs: Iterable[Pair], words: int) -> Iterator[Pair]:
 
 
 def write_pairs(pairs: Sequence[Pair], langs: tuple[str, str], out: Path, records: int) -> Source:
-    """`records` records of `pairs`, repeated as often as it takes."""
+    """Write shards of `records` records, for which `pairs` are repeated as often as needed."""
 
     numbered = enumerate(islice(cycle(pairs), records), start=1)
     return _write(([Record(f"bench-{n:09d}", langs, pair[:2], pair[2])] for n, pair in numbered), out)
 
 
 def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool = False) -> Source:
-    """documents: of as many sentences as web pages have (SENTENCES); else each sentence is one."""
+    """Write shards of texts. documents: join texts to documents as long as web pages (SENTENCES); else each is one."""
     random, left = Random(0), iter(texts)
 
     def document(first: int) -> Iterator[list[Record]]:
@@ -90,7 +90,7 @@ def write_mono(texts: Iterable[str], language: str, out: Path, documents: bool =
 
 
 def _write(records: Iterable[list[Record]], out: Path) -> Source:
-    """records: of a document each."""
+    """Write shards. records: the records of each pair or document."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lines = (Line(number, "", of_document) for number, of_document in enumerate(records, start=1))
     write_shards(lines, out, out.name, SHARD_LINES, Ranks(), {"tool": "benchmarks"})
@@ -98,8 +98,8 @@ def _write(records: Iterable[list[Record]], out: Path) -> Source:
 
 
 def write_world(pairs: Sequence[Pair], vocab_size: int, out: Path, documents: bool = False) -> list[Path]:
-    """What every recipe needs, of pairs of the demo world: shards of pairs with links and of either side alone; beside
-    them tokenizer/ and lexicon/. Returns the directories for --data. documents: see write_mono."""
+    """Write the data of every recipe from pairs of the demo world: shards of the pairs with links, shards of each
+    side's text, tokenizer/ and lexicon/. Returns the directories for --data. documents: see write_mono."""
     write_tokenizer(pairs, vocab_size, out / "tokenizer")
     (out / "lexicon").mkdir()
     entries = "".join(f"{first} {second}\n" for first, second in World(0).dictionary())
@@ -128,7 +128,7 @@ def median_time(work: Callable[[], Any], repeats: int) -> float:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is flush left, the others flush right."""
+    """Print a table with its first column aligned left, and the others aligned right."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     print(f"\n{title}")
     for row in [header, ["-" * width for width in widths], *rows]:

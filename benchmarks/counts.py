@@ -2,13 +2,13 @@
 
     python benchmarks/counts.py [--before DIR] [--data DIR ...] [--parts operators collectives]
 
-  operators    the operators of a whole step, forward and backward, that compute something (no views, no allocations),
-               counted by torch's dispatch mode: 12 layers of tiny widths, one rank, packed rows of 16,384 tokens,
-               attention as one operator. Also the host ms of a step with as many passes over few and short sequences,
-               which need hardly any arithmetic: CPU time of one thread, without data, median of 20. All of this with
-               DeepSpeed and without it
-  collectives  the collectives of a step of `mixed` with several packed rows on 2 ranks, buckets of 100,000 numbers:
-               reductions of gradients, how often a number of the gradient is reduced, and all others
+  operators    the operators that compute something (no views, no allocations) in a whole step, forward and backward, as
+               torch's dispatch mode counts them. One rank trains a model of 12 layers of tiny widths, with attention as
+               one operator, in packed rows of 16,384 tokens. Also the host ms of a step whose sequences are so few and
+               short that arithmetic takes hardly any time: CPU time of one thread, without data, median of 20 steps.
+               Both are measured with and without DeepSpeed
+  collectives  the collectives of a step of `mixed` with several packed rows on 2 ranks, and gradient buckets of 100,000
+               numbers: the reductions of gradients, how often each number is reduced, and all other collectives
 --before: also measure another checkout. The exit code is 1 if a goal is missed.
 """
 
@@ -30,12 +30,12 @@ from before import HERE, answers_alone, free_port, start_python, train
 
 SHAPE = {"num_hidden_layers": 12, "hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 96}
 MOST, SHARE = {"mixed": 1500}, {"tlm": 1 / 6}
-"""Goals without DeepSpeed: operators of a step; and as a share of those before."""
+"""Goals without DeepSpeed, by recipe: the most operators of a step; their largest ratio to those of --before."""
 ENGINES = (("no DeepSpeed", 0, "fp32"), ("ZeRO-1", 1, "fp32"), ("ZeRO-2", 2, "fp32"), ("ZeRO-2, bf16", 2, "bf16"))
 WARM, TIMED = 8, 20
-"""Steps before that: batches are asked for some steps ahead."""
+"""The steps before the measurement, since batches are requested some steps ahead; the steps that are timed."""
 BUCKET, BIG = 100_000, 1000
-"""Numbers of a bucket; and of a collective, below which it is small talk."""
+"""The numbers in a gradient bucket; the fewest numbers of a collective that counts as a reduction of gradients."""
 COLLECTIVES = (
     *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "all_gather", "all_gather_into_tensor"),
     *("all_gather_object", "broadcast", "barrier", "all_to_all_single", "gather", "scatter"),
@@ -43,14 +43,14 @@ COLLECTIVES = (
 
 
 class Case(NamedTuple):
-    """Fields of a recipe."""
+    """A recipe, and the fields with which it is measured."""
 
     recipe: str
     fields: list[str]
     few: list[str]
-    """Of a step with as many passes, but few samples."""
+    """Fields for a step with few samples, but the same number of forward and backward passes."""
     few_before: list[str]
-    """The same for a checkout that has micro-batches."""
+    """More such fields for an older checkout, which has micro-batches."""
 
 
 MIXED = ("mlm", "tlm", "alignlm", "ppa", "contextual", "align_mlm")
@@ -87,7 +87,7 @@ def make_data(out: Path) -> list[Path]:
 
 
 def operators(checkouts: list[Checkout], data: list[Path], folder: Path) -> list[str]:
-    """Prints a table; returns goals that are missed."""
+    """Print the table of operators. Returns the goals that are missed."""
     from common import print_table
 
     rows, missed = [], []
@@ -116,7 +116,7 @@ def operators(checkouts: list[Checkout], data: list[Path], folder: Path) -> list
 
 
 def collectives(checkouts: list[Checkout], data: list[Path], folder: Path) -> list[str]:
-    """Prints a table; returns goals that are missed."""
+    """Print the table of collectives. Returns the goals that are missed."""
     from common import print_table
 
     rows, missed = [], []
@@ -139,7 +139,7 @@ def collectives(checkouts: list[Checkout], data: list[Path], folder: Path) -> li
 
 
 def fp16_runs() -> bool:
-    """Whether DeepSpeed takes it on this machine."""
+    """True if DeepSpeed supports fp16 on this machine."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().is_fp16_supported()
@@ -152,7 +152,7 @@ PARTS: dict[str, Callable[[list[Checkout], list[Path], Path], list[str]]] = {
 
 
 def run_side(checkout: Checkout, run: dict[str, Any], data: list[Path], folder: Path, ranks: int = 1) -> Any:
-    """What rank 0 of a run with a checkout's xscale says."""
+    """Train with a checkout's xscale. Returns what rank 0 has measured."""
     out = Path(tempfile.mkdtemp(dir=folder))
     ds_config = json.loads((HERE / "ds_configs/zero2_fp16.json").read_text())
     ds_config["zero_optimization"] |= {"stage": run["stage"], "reduce_bucket_size": BUCKET}
@@ -207,7 +207,7 @@ def side(kind: str, stage: int, words: list[str]) -> None:
 
 
 class Done(Exception):
-    """What was found."""
+    """Ends the training loop, and carries the measured result out of it."""
 
 
 def count_operators(trainer: Any, batches: Iterator[Any], calls: list[Any]) -> Iterator[Any]:
@@ -245,7 +245,7 @@ def cleared(trainer: Any, batch: Any) -> Any:
 
 
 class operator_counter:
-    """`with operator_counter() as counts`: operators that compute, by name."""
+    """In `with operator_counter() as counts`, `counts` has the number of calls of each operator that computes."""
 
     def __enter__(self) -> Counter[str]:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -271,7 +271,7 @@ class operator_counter:
 
 
 def computes(operator: Any) -> bool:
-    """Neither a view nor an allocation, a collective, or a look at a number."""
+    """True unless an operator is a view, an allocation, a collective, or only lets the host read a number."""
     others = ("empty", "new_empty", "_unsafe_view", "_local_scalar", "is_", "set_", "resize_", "record_")
     space, name = operator.name().split("::")
     views = [value.alias_info is not None and not value.alias_info.is_write for value in operator._schema.returns]
@@ -279,7 +279,7 @@ def computes(operator: Any) -> bool:
 
 
 class NoDeepSpeed(SimpleNamespace):
-    """The engine as far as a step uses it, without DeepSpeed: gradients are left where they are."""
+    """Replaces DeepSpeed's engine in a step: it computes gradients, and neither reduces nor applies them."""
 
     def __init__(self, module: Any, ds_config: Any):
         import torch
@@ -321,13 +321,13 @@ class NoDeepSpeed(SimpleNamespace):
 
 
 def attention_as_one_operator() -> None:
-    """A stand-in for a GPU's kernel; an earlier checkout then computes what surrounds it as on a GPU, unpadded."""
+    """Replace attention by one operator, as a GPU's kernel is one. Earlier checkouts then work without padding too."""
     import torch
 
     class OneOperator(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *parts: Any) -> Any:
-            """Of queries, keys and values, or of them side by side."""
+            """Return a copy of the values. parts: queries, keys and values, or one tensor with all three."""
             ctx.parts = len(parts)
             values = parts[-1] if ctx.parts == 3 else parts[0].chunk(3, 1)[2]
             return values.clone()
@@ -343,7 +343,7 @@ def attention_as_one_operator() -> None:
 
 
 def watch_collectives() -> list[tuple[str, int, bool]]:
-    """From now on, of each call of torch.distributed: its name, numbers, and whether they are floating-point."""
+    """A list to which each later collective adds (name, size of its largest tensor, whether that is floating-point)."""
     import torch
     import torch.distributed as dist
 

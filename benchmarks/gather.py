@@ -7,8 +7,8 @@ links each to the other half of their sequence. All implementations are first ch
   one head   the sums of linked states, A^T H, at the masked tokens
   two heads  these sums and the masked tokens' own states, in xscale's case by one gather; the two gradients arrive
              separately, as from two heads
-On a GPU each figure is of a CUDA graph (*: no graph, because an operator waits for the host). It works in turn on as
-many buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). Bytes are a vector for each link and each sum
+On a GPU, CUDA graphs are timed (*: no graph, because an operator waits for the host). A graph works in turn on as many
+buffers as fill 256 MB, so that L2 is cold, or on one buffer (warm). The bytes are a vector for each link and each sum
 (forward), each sum and each token (backward); `of copy` is their rate relative to a device copy of 1 GB.
 --tune: also time the GPU kernel with other tile sizes.
 --allocator steady, the default, makes glibc's malloc keep freed memory; otherwise page faults dominate the times.
@@ -40,9 +40,9 @@ OURS = "alignment_gather"
 
 
 class Problem:
-    """Everything that a contestant may want to know beforehand, in its own memory.
+    """Hidden states, and all indices and matrices that an implementation may need, made beforehand.
 
-    B sequences, T tokens of each, N = B T, H wide; R masked tokens, K links.
+    Shape letters: B sequences of T tokens, N = B T tokens in all, H width, R masked tokens, K links.
     """
 
     def __init__(self, case: str, dtype: torch.dtype, device: str, seed: int = 0):
@@ -71,7 +71,7 @@ class Problem:
         self.csr = torch.sparse_csr_tensor(self.offsets, self.column, ones, (R, N))
 
     def exact(self, heads: int) -> list[Tensor]:
-        """The outputs and the gradient in fp64, and for each a bound of the error of sums in `dtype`."""
+        """The outputs and the gradient in fp64; then the same sums of absolute values, which bound rounding errors."""
         hidden = self.hidden.detach().double()
         *upstream, last = [gradient.double() for gradient in self.upstream[2 - heads :]]
 
@@ -88,7 +88,7 @@ class Problem:
 
 @cache
 def masked_and_links(B: int, T: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Masked tokens [R]; of each link the row and the token, in order [K], [K]."""
+    """The masked tokens [R]; for each link the number of its masked token [K], and the linked token [K]."""
     r, half = np.random.default_rng(0), T // 2
     masked = np.sort(r.permutation(B * T)[: round(MASKED * B * T)])
     R = len(masked)
@@ -105,7 +105,7 @@ def csr(row: np.ndarray, column: np.ndarray, rows: int) -> tuple[np.ndarray, np.
     return offsets.astype(np.int32), column[np.lexsort((column, row))].astype(np.int32)
 
 
-# Contestants: the outputs of one head, or of two
+# Implementations, which return the outputs of one head, or of two heads
 
 
 def ours(p: Problem) -> list[Tensor]:
@@ -151,30 +151,30 @@ def dense_both(p: Problem) -> list[Tensor]:
 
 
 @dataclass
-class Contestant:
+class Implementation:
     name: str
     forward: Callable[[Problem], list[Tensor]]
     cpu: tuple[float, float] = (1, 1)
-    """Goals: how many times faster ours shall be, in case 1 and 2."""
+    """The goals on a CPU in cases 1 and 2: the time relative to that of xscale's gather is to be at least this."""
     cuda: tuple[float, float] = (1, 1)
     graph: bool = True
-    """Whether a CUDA graph can hold it: it never waits for the host."""
+    """True if a CUDA graph can hold the implementation, which never waits for the host."""
 
 
 HEADS = {
     1: [
-        Contestant(OURS, ours),
-        Contestant("dense bmm, select", dense, cpu=(9, 28), cuda=(3, 3.5)),
-        Contestant("sparse.mm, CSR", sparse_csr, cpu=(2.5, 2.5), cuda=(5, 5), graph=False),
-        Contestant("sparse.mm, COO", sparse_coo, cpu=(2.5, 2.5), cuda=(5, 5), graph=False),
-        Contestant("embedding_bag", embedding_bag, cpu=(1.4, 1.4), cuda=(4, 4), graph=False),
-        Contestant("index_select, index_add", index_add, cpu=(2, 2), cuda=(2.5, 2.5)),
-        Contestant("index_select, segment_reduce", segment_reduce, cpu=(5, 5), cuda=(3, 3), graph=False),
+        Implementation(OURS, ours),
+        Implementation("dense bmm, select", dense, cpu=(9, 28), cuda=(3, 3.5)),
+        Implementation("sparse.mm, CSR", sparse_csr, cpu=(2.5, 2.5), cuda=(5, 5), graph=False),
+        Implementation("sparse.mm, COO", sparse_coo, cpu=(2.5, 2.5), cuda=(5, 5), graph=False),
+        Implementation("embedding_bag", embedding_bag, cpu=(1.4, 1.4), cuda=(4, 4), graph=False),
+        Implementation("index_select, index_add", index_add, cpu=(2, 2), cuda=(2.5, 2.5)),
+        Implementation("index_select, segment_reduce", segment_reduce, cpu=(5, 5), cuda=(3, 3), graph=False),
     ],
     2: [
-        Contestant(OURS, ours_both),
-        Contestant("index_select; embedding_bag", unfused, cpu=(2, 2), cuda=(2.5, 2.5), graph=False),
-        Contestant("index_select; dense bmm, select", dense_both, cpu=(8, 8), cuda=(4, 4)),
+        Implementation(OURS, ours_both),
+        Implementation("index_select; embedding_bag", unfused, cpu=(2, 2), cuda=(2.5, 2.5), graph=False),
+        Implementation("index_select; dense bmm, select", dense_both, cpu=(8, 8), cuda=(4, 4)),
     ],
 }
 
@@ -183,18 +183,18 @@ def backward(p: Problem, outputs: list[Tensor]) -> Tensor:
     return torch.autograd.grad(outputs, p.hidden, p.upstream[2 - len(outputs) :], retain_graph=True)[0]
 
 
-def is_right(contestant: Contestant, p: Problem) -> bool:
-    """Whether it can be run at all; raises if it is wrong."""
+def is_right(implementation: Implementation, p: Problem) -> bool:
+    """True if an implementation supports this problem. Raises AssertionError if its results are wrong."""
     try:
-        outputs = contestant.forward(p)
+        outputs = implementation.forward(p)
         found = [*outputs, backward(p, outputs)]
     except (NotImplementedError, RuntimeError) as error:
-        print(f"{contestant.name}, {p.hidden.dtype}: {str(error).splitlines()[0]}")
+        print(f"{implementation.name}, {p.hidden.dtype}: {str(error).splitlines()[0]}")
         return False
     exact = p.exact(len(outputs))
     for real, wanted, size in zip(found, exact, exact[len(found) :], strict=False):
         wrong = (real.double() - wanted).abs() > 4 * torch.finfo(real.dtype).eps * size
-        assert not wrong.any(), f"{contestant.name} is wrong"
+        assert not wrong.any(), f"{implementation.name} is wrong"
     return True
 
 
@@ -203,25 +203,25 @@ def is_right(contestant: Contestant, p: Problem) -> bool:
 
 def run_cpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
     problem = Problem(case, dtype, "cpu")
-    running = [contestant for contestant in HEADS[heads] if is_right(contestant, problem)]
-    seconds: dict[str, list[float]] = {contestant.name: [] for contestant in running}
+    running = [implementation for implementation in HEADS[heads] if is_right(implementation, problem)]
+    seconds: dict[str, list[float]] = {implementation.name: [] for implementation in running}
     turns = random.Random(0)
     for _ in range(rounds):
-        for contestant in turns.sample(running, len(running)):
+        for implementation in turns.sample(running, len(running)):
             started = time.perf_counter()
-            backward(problem, contestant.forward(problem))
-            seconds[contestant.name].append(time.perf_counter() - started)
+            backward(problem, implementation.forward(problem))
+            seconds[implementation.name].append(time.perf_counter() - started)
     rows = []
-    for contestant in HEADS[heads]:
-        if contestant not in running:
-            rows.append([contestant.name, "unsupported", *[""] * 3])
+    for implementation in HEADS[heads]:
+        if implementation not in running:
+            rows.append([implementation.name, "unsupported", *[""] * 3])
             continue
-        taken = seconds[contestant.name]
+        taken = seconds[implementation.name]
         ratios = sorted(theirs / own for theirs, own in zip(taken, seconds[OURS], strict=True))
-        goal = "" if contestant.name == OURS else f">= {contestant.cpu[list(CASES).index(case)]}"
+        goal = "" if implementation.name == OURS else f">= {implementation.cpu[list(CASES).index(case)]}"
         middle = f"{ratios[rounds // 4]:.2f}-{ratios[-1 - rounds // 4]:.2f}"
         times = f"{1e3 * median(taken):.2f}", f"{median(taken) / median(seconds[OURS]):.2f}"
-        rows.append([contestant.name, *times, middle, goal])
+        rows.append([implementation.name, *times, middle, goal])
     print_table(title(case, heads, dtype, problem), ["", "ms", "of ours", "quartiles", "goal"], rows)
 
 
@@ -235,10 +235,10 @@ def title(case: str, heads: int, dtype: torch.dtype, p: Problem) -> str:
 
 
 class Runner:
-    """A contestant's two directions over several problems in turn; `us` of each."""
+    """Times an implementation over several problems in turn; `us` has the microseconds of forward and of backward."""
 
-    def __init__(self, contestant: Contestant, problems: list[Problem]):
-        self.contestant, self.problems, self.graph = contestant, problems, contestant.graph
+    def __init__(self, implementation: Implementation, problems: list[Problem]):
+        self.implementation, self.problems, self.graph = implementation, problems, implementation.graph
         self.us: tuple[list[float], list[float]] = ([], [])
         self.sweep_forward()
         self.sweep_backward()
@@ -253,7 +253,7 @@ class Runner:
             self.works = [graph.replay for graph in graphs]
 
     def sweep_forward(self) -> None:
-        self.outputs = [self.contestant.forward(p) for p in self.problems]
+        self.outputs = [self.implementation.forward(p) for p in self.problems]
 
     def sweep_backward(self) -> None:
         self.gradients = [backward(p, outputs) for p, outputs in zip(self.problems, self.outputs, strict=True)]
@@ -267,7 +267,7 @@ class Runner:
 
 
 def gpu_us(work: Callable[[], Any], busy: int = 1_000_000) -> float:
-    """The GPU is kept busy, for so many cycles, until all is launched: the host's time is not counted."""
+    """The microseconds of `work` on the GPU, which is kept busy for `busy` cycles while the host launches the work."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(busy)
     start.record()
@@ -278,7 +278,7 @@ def gpu_us(work: Callable[[], Any], busy: int = 1_000_000) -> float:
 
 
 def copy_us(size: int, buffers: int, rounds: int) -> float:
-    """Of a device copy that reads and writes `size` bytes in all, from cold memory."""
+    """The microseconds of a device copy that reads and writes `size` bytes in all, from cold memory."""
     pairs = [torch.empty(2, size // 2, dtype=torch.uint8, device="cuda") for _ in range(buffers)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -292,9 +292,9 @@ def run_gpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
     first = Problem(case, dtype, "cuda")
     buffers = enough_buffers(first)
     problems = [first, *(Problem(case, dtype, "cuda", seed) for seed in range(1, buffers))]
-    right = [contestant for contestant in HEADS[heads] if is_right(contestant, first)]
-    cold = {contestant.name: Runner(contestant, problems) for contestant in right}
-    warm = {contestant.name: Runner(contestant, [first] * buffers) for contestant in right}
+    right = [implementation for implementation in HEADS[heads] if is_right(implementation, first)]
+    cold = {implementation.name: Runner(implementation, problems) for implementation in right}
+    warm = {implementation.name: Runner(implementation, [first] * buffers) for implementation in right}
     turns, runners = random.Random(0), [*cold.values(), *warm.values()]
     for _ in range(rounds):
         for runner in turns.sample(runners, len(runners)):
@@ -308,25 +308,25 @@ def run_gpu(case: str, heads: int, dtype: torch.dtype, rounds: int) -> None:
 
     header = ["us, L2 cold", "fwd", "bwd", "both", "warm", "of ours", "goal", "GB/s fwd", "bwd", "of copy fwd", "bwd"]
     rows = []
-    for contestant in HEADS[heads]:
-        if contestant not in right:
-            rows.append([contestant.name, "unsupported", *[""] * (len(header) - 2)])
+    for implementation in HEADS[heads]:
+        if implementation not in right:
+            rows.append([implementation.name, "unsupported", *[""] * (len(header) - 2)])
             continue
-        goal = "85 %, 90 %" if contestant.name == OURS else f">= {contestant.cuda[list(CASES).index(case)]}"
-        us, ours_us = cold[contestant.name].medians(), cold[OURS].medians()
-        more = f"{sum(warm[contestant.name].medians()):.1f}", f"{sum(us) / sum(ours_us):.2f}", goal
-        rows.append([contestant.name + ("" if contestant.graph else " *"), *cells(us, *more)])
+        goal = "85 %, 90 %" if implementation.name == OURS else f">= {implementation.cuda[list(CASES).index(case)]}"
+        us, ours_us = cold[implementation.name].medians(), cold[OURS].medians()
+        more = f"{sum(warm[implementation.name].medians()):.1f}", f"{sum(us) / sum(ours_us):.2f}", goal
+        rows.append([implementation.name + ("" if implementation.graph else " *"), *cells(us, *more)])
     rows.append(["copy of as many bytes", *cells([copy_us(size, buffers, rounds) for size in moved], "", "", "")])
     print_table(title(case, heads, dtype, first), header, rows)
 
 
 def enough_buffers(p: Problem) -> int:
-    """For 256 MB."""
+    """The number of problems whose hidden states fill 256 MB."""
     return -(-(2**28) // p.hidden.nbytes)
 
 
 def traffic(p: Problem, heads: int) -> tuple[int, int]:
-    """Bytes forward and backward."""
+    """The bytes that must be read and written in the forward pass, and in the backward pass."""
     own = (heads - 1) * p.sums
     return (p.links + p.sums + 2 * own) * p.row_bytes, (p.sums + own + p.tokens) * p.row_bytes
 

@@ -2,8 +2,8 @@
 
 Two ranks train in steps of --step_s seconds (each rank sleeps for this time, as if a GPU worked) and save every 20
 steps. After every --between steps, kill -9 ends all processes. The script prints the number of steps relative to those
-of an uninterrupted run in the same time, and what took the other time. It counts separately what any trainer needs: the
-time until the launcher notices the end, and a start's imports and engine (as long as in the first start).
+of an uninterrupted run in the same time, and what took the other time. It leaves out the time that any trainer needs:
+until the launcher notices a kill, and for the imports and the engine of a start (measured in the first start).
 """
 
 import argparse
@@ -52,8 +52,8 @@ def last_step(out: Path) -> int:
 
 
 def life(words: list[str], out: Path, until: int, steps: int) -> tuple[float, float, int]:
-    """Seconds from the start to the first step's end, seconds after that until it is killed or done, and the step that
-    it began with."""
+    """Train until the end, or kill the run after step `until`. Returns the seconds until its first step has ended, the
+    seconds after that, and the number of its first step."""
     started = time.monotonic()
     log = out.with_suffix(".log").open("a")
     process = subprocess.Popen(

@@ -39,12 +39,12 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 NARROW = [torch.bfloat16, torch.float16] if CUDA else [torch.bfloat16]
 DTYPES = [torch.float32, *NARROW]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
-"""More than the error of one rounding at the end, relative to the norm."""
+"""The largest allowed error of a result that is exact but for one rounding at its end."""
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Of a few operations."""
+"""The largest allowed error of the result of a few operations."""
 OF_A_ROW = {torch.bfloat16: 6e-2, torch.float16: 6e-3}
-"""The error of a whole model, whose weights are rounded too. The gradient of the contextual objective, which is the
-largest at random weights, differs by 5 % in bf16."""
+"""The largest allowed error of a whole model, whose weights are rounded too. The gradient of the contextual objective,
+which is the largest at random weights, differs by 5 % in bf16."""
 FEW_SAMPLES = {"mlm": 4, "tlm": 16, "alignlm": 16, "ppa": 16, "contextual": 16, "align_mlm": 4}
 
 
@@ -56,7 +56,7 @@ def error(out: Tensor, reference: Tensor) -> float:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """A leaf with the same values, fp64 on the CPU."""
+    """A leaf tensor with the same values, in fp64 on the CPU."""
     return tensor.detach().cpu().double().requires_grad_()
 
 
@@ -77,7 +77,7 @@ def test_device() -> None:
     "shape", [*[(128 * 128, 768, 4915)] * CUDA, (2000, 1024, 300), (257, 320, 64), (40, 256, 1)], ids=str
 )
 def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Both directions, of single states and of sums of 0 to 9; the same bits every time."""
+    """Forward and backward are right for single states and for sums of 0 to 9 states, and repeat bit for bit."""
     places, width, masked = shape
     random = np.random.default_rng(places)
     alone = np.sort(random.choice(places, masked, replace=False))
@@ -108,7 +108,7 @@ def test_gather(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 def test_masked_cross_entropy(
     rows: int, smoothing: float, z_loss: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Losses, hits and the three gradients of weighted rows in chunks, which an fp16 loss scale must not spoil."""
+    """Losses, right predictions and the three gradients of weighted rows, in chunks, are right with a loss scale."""
     monkeypatch.setattr(masked_ce, "ROWS", 512)
     monkeypatch.setattr(masked_ce, "GPU_LOGITS", 0)
     H, V, scale, largest = 256, 20_011 if CUDA else 5_003, 2.0**10, 1 / max(rows, 1)
@@ -140,8 +140,7 @@ def test_masked_cross_entropy(
 @pytest.mark.parametrize("window", [None, 16])
 @pytest.mark.parametrize("lengths", [[128] * 8, [512, 300, 128, 127, 64, 9, 1, 0, 5, 0], [1]], ids=str)
 def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -> None:
-    """States and gradients: the flash kernel's against the blocks' in fp32 on the same device, the blocks' against
-    fp64."""
+    """Outputs and gradients in 16 bits agree with those in fp32 on the same device, and those in fp32 with fp64."""
     row, heads = tokens_of(lengths), 4
     assert runs_flash(torch.empty(1, 3 * heads * 64, dtype=dtype, device=DEVICE), heads) == (dtype in NARROW and CUDA)
     qkv = torch.randn(sum(lengths), 3 * heads * 64).to(dtype)
@@ -159,7 +158,7 @@ def test_attention(lengths: list[int], window: int | None, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW], ids=str)
 def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
-    """The mean of many draws is the value without dropout; the draws differ."""
+    """The mean over many seeds of dropout is the output without dropout, and two seeds give different outputs."""
     row, heads = tokens_of([64, 40, 7]), 4
     qkv = torch.randn(111, 3 * heads * 64).to(DEVICE, dtype).requires_grad_()
 
@@ -178,7 +177,7 @@ def test_attention_dropout_keeps_the_mean(dtype: torch.dtype) -> None:
 
 
 def tokens_of(lengths: list[int]) -> Tokens:
-    """Random ones, on the CPU. A length of 0 fills up the count of sequences."""
+    """Random tokens of sequences of these lengths, on the CPU. A length of 0 is an empty sequence."""
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     positions = torch.cat([torch.arange(n) for n in lengths])
     ids = torch.randint(5, 3000, (sum(lengths),))
@@ -190,7 +189,7 @@ def on(row: Tokens, device: torch.device) -> Tokens:
 
 
 def small_encoder(preset: str = "mini") -> Encoder:
-    """fp32, on the CPU; without dropout."""
+    """An encoder with random weights in fp32 on the CPU, without dropout."""
     fields = {"max_length": 128, "vocab_size": 3000, "pad_id": 0, "languages": ["en"], "seed": 0}
     encoder = build_encoder(
         init=None, preset=preset, dropout=0.0, language_embeddings=False, reset_positions=False, **fields
@@ -203,7 +202,7 @@ def flat(encoder: Encoder, row: Tokens) -> Tensor:
 
 
 def padded(encoder: Encoder, row: Tokens) -> Tensor:
-    """By transformers' own forward pass."""
+    """The last hidden states by transformers' own forward pass, with padding."""
     lengths = row.lengths.tolist()
     ids = torch.nn.utils.rnn.pad_sequence(row.input_ids.split(lengths), batch_first=True)
     mask = torch.arange(max(lengths), device=ids.device) < row.lengths.to(ids.device)[:, None]
@@ -213,7 +212,7 @@ def padded(encoder: Encoder, row: Tokens) -> Tensor:
 def states_and_gradients(
     forward: Callable[[Encoder, Tokens], Tensor], encoder: Encoder, row: Tokens, incoming: Tensor
 ) -> list[Tensor]:
-    """Last hidden states, and the gradients of all weights behind one another."""
+    """The last hidden states, and the gradients of all weights in one vector."""
     device = next(encoder.parameters()).device
     hidden = forward(encoder, on(row, device))
     weights = [p for name, p in encoder.lm.base_model.named_parameters() if "pooler" not in name]
@@ -224,7 +223,7 @@ def states_and_gradients(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("preset", "sequences"), [("mini", 1), ("mini", 32), ("modern-small", 4)])
 def test_flat_encoder(preset: str, sequences: int, dtype: torch.dtype) -> None:
-    """States and gradients of a row are as near to fp64 as those of transformers' padded sequences."""
+    """States and gradients of a packed row are as near to fp64 as those of transformers' padded sequences."""
     lengths = torch.randint(3, 129, (sequences,)).sort(descending=True).values.tolist()
     encoder, row = small_encoder(preset).to(dtype), tokens_of(lengths)
     incoming = torch.randn(sum(lengths), encoder.width)
@@ -236,7 +235,7 @@ def test_flat_encoder(preset: str, sequences: int, dtype: torch.dtype) -> None:
 
 
 def test_compiled_encoder() -> None:
-    """Rows of one shape, filled up in several ways: as near to fp64 as those of the eager encoder, by one program."""
+    """One compiled program takes all packed rows of one shape, and is as near to fp64 as the eager encoder."""
     dtype, shape = DTYPES[-1], (1024, 16)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -269,7 +268,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def run_spec(world: list[Path], request: pytest.FixtureRequest) -> RunSpec:
-    """All objectives, few samples; with the dropout that the test asks for."""
+    """A run of the recipe `mixed` with few samples, and with the dropout that the test asks for."""
     sets = [f"streams.{name}.samples={n}" for name, n in FEW_SAMPLES.items()]
     sets += ["streams.ppa.tlm_weight=1.0", "streams.ppa.queue_size=64", "data.workers=0", "train.max_tokens=16384"]
     return resolve_run("mixed", [*sets, f"model.dropout={request.param}", "model.preset=mini"], world).calibrated()
@@ -281,7 +280,7 @@ def first_row(run_spec: RunSpec) -> PackedRow:
 
 
 def ready_module(run_spec: RunSpec) -> StepModule:
-    """With a filled queue, fp32 on the CPU; the same every time."""
+    """The run's module in fp32 on the CPU, with a filled queue; each call returns the same values."""
     module = StepModule(run_spec.encoder(), run_spec.recipe)
     queue = module.auxiliary_states["ppa"].queue
     torch.manual_seed(1)
@@ -290,7 +289,7 @@ def ready_module(run_spec: RunSpec) -> StepModule:
 
 
 def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterator[Tensor]:
-    """Loss, all reported numbers, and the gradients behind one another, of a loss scaled as in fp16."""
+    """The loss, all reported numbers, and the gradients in one vector, computed with a loss scale as in fp16."""
     scale = 2.0**10
     device = next(module.parameters()).device
     weights = step_weights(run_spec.recipe, row.targets, 0)
@@ -304,7 +303,7 @@ def row_results(run_spec: RunSpec, row: PackedRow, module: StepModule) -> Iterat
 @pytest.mark.parametrize("run_spec", [0.0], indirect=True)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
-    """All objectives' losses and gradients in 16 bits against fp32 on the CPU."""
+    """The losses of all streams and the gradients in 16 bits agree with those in fp32 on the CPU."""
     row = first_row(run_spec)
     reference = ready_module(run_spec)
     exact = list(row_results(run_spec, row, reference))
@@ -318,7 +317,7 @@ def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("run_spec", [0.1], indirect=True)
 def test_row_repeats_on_deterministic_algorithms(run_spec: RunSpec) -> None:
-    """Loss and gradients with dropout, bit for bit, in the narrowest type: what an exact resume rests on."""
+    """With deterministic algorithms, losses and gradients with dropout repeat bit for bit, as exact resumes need."""
     row = first_row(run_spec)
     ranks.set_deterministic(True)
     try:

@@ -6,7 +6,7 @@ Width 768, 30 % of tokens predicted, most labels are low ids, as with words. Pri
   1. which rows (tokens) get logits: all; all, of which the predicted are then selected; only the predicted
   2. how the predicted rows are computed: plain PyTorch, in chunks (xscale's head; in one call, or in one for each of 5
      streams), F.linear_cross_entropy if this torch has it, Liger Kernel and cut-cross-entropy if they are installed
-ms are medians over rounds in turns, until the device is done; on a GPU also until the host has launched everything.
+ms are medians over rounds, in which all take turns, until the device is done; host ms (GPU), until all is launched.
 What takes more than five times as long as xscale's head is timed once. Errors are relative to fp64 on the same inputs:
 of the loss, and of the gradient of the weight's first 1,000 rows (RMS of the error over RMS of the gradient). MB are
 the peak in addition to inputs and gradients: once with gradients as they are returned, once with fp32 gradients, in
@@ -37,14 +37,14 @@ WIDTH, MASKED, KNOWN = 768, 0.3, 1000
 GRADIENT_SCALE = 1024.0
 OURS, PLAIN, ALL = "predicted rows, chunked: ours", "predicted rows", "all rows"
 TIMES_ALL = {"cuda": 3.2, "cpu": 3.1}
-"""Goal: how many times faster than all rows."""
+"""The goal by device: how many times faster xscale's head is than logits of all rows."""
 TIMES_PLAIN = {("cuda", torch.float16): 1.05, ("cuda", torch.bfloat16): 1.05, ("cpu", torch.float32): 1.1}
 LOGITS = 1.2
-"""Goal on a GPU: memory beyond inputs and gradients, in logits of a chunk."""
+"""The goal on a GPU: the most memory beyond inputs and gradients, as a multiple of the logits of a chunk."""
 
 
 class Problem:
-    """N tokens, M of them predicted."""
+    """Random inputs of the head, in which the share MASKED of the tokens is predicted."""
 
     def __init__(self, tokens: int, vocabulary: int, dtype: torch.dtype, device: str):
         generator = torch.Generator(device).manual_seed(0)
@@ -64,7 +64,7 @@ class Problem:
         self.rows = self.hidden.detach()[self.masked].requires_grad_()
 
     def exact(self) -> tuple[float, Tensor]:
-        """The loss, and its gradient by the first rows of the weight, in fp64."""
+        """The loss, and the gradient of the weight's first KNOWN rows, in fp64."""
         loss, gradient, weight = 0.0, 0.0, self.weight.detach().double()
         for rows, labels in zip(self.rows.detach().split(512), self.labels.split(512), strict=True):
             logits = F.linear(rows.double(), weight, self.bias.detach().double())
@@ -80,7 +80,7 @@ class Problem:
         return [self.hidden, self.rows, self.weight, self.bias]
 
 
-# Contestants: the sum of the losses
+# Implementations, which return the sum of the losses
 
 
 def count_right(logits: Tensor, labels: Tensor) -> None:
@@ -159,15 +159,15 @@ HOW |= {"Liger Kernel": partial(given, liger), "cut-cross-entropy": partial(give
 
 @dataclass
 class Result:
-    """Of a contestant; `seconds` until the device was done, `host` until everything was launched."""
+    """An implementation's results; `seconds`: times until the device was done; `host`: until all was launched."""
 
     work: Callable[[Problem], Tensor]
     loss: float = 0.0
     gradient: Tensor | None = None
     peak: int = 0
-    """Bytes beyond inputs and gradients."""
+    """The bytes of peak memory beyond inputs and gradients."""
     narrow: int = 0
-    """Bytes that the gradients would have more in fp32."""
+    """The bytes by which the gradients would be larger in fp32."""
     seconds: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
@@ -217,9 +217,9 @@ def measure_peak(work: Callable[[], Any], device: str) -> tuple[Any, int]:
     return result, peak
 
 
-def run(contestants: dict[str, Callable[[Problem], Tensor]], p: Problem, rounds: int) -> dict[str, Result]:
+def run(implementations: dict[str, Callable[[Problem], Tensor]], p: Problem, rounds: int) -> dict[str, Result]:
     results = {}
-    for name, work in contestants.items():
+    for name, work in implementations.items():
         for leaf in p.leaves():
             leaf.grad = None
         result = Result(work)
@@ -248,7 +248,7 @@ def time_cells(result: Result, p: Problem) -> list[str]:
 
 
 def ratio_cells(result: Result, base: Result) -> list[str]:
-    """Median and quartiles of the rounds."""
+    """The median and the quartiles of the ratio of the times of `result` to those of `base`, over rounds."""
     ratios = sorted(a / b for a, b in zip(result.seconds, base.seconds, strict=False))
     quarter = len(ratios) // 4
     return [f"{median(ratios):.2f}", f"{ratios[quarter]:.2f}-{ratios[-1 - quarter]:.2f}"]

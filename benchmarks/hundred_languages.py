@@ -1,10 +1,10 @@
-"""A hundred languages in one corpus.yaml and one run: what their preparation and the start of training take.
+"""Measure the preparation of a hundred languages in one corpus.yaml, and the start of training on them.
 
     python benchmarks/hundred_languages.py [--languages 100] [--largest 20000] [--steps 50] [--workers 2]
 
 Each language is an invented one of data_tools/demo_world.py, in a script of its own. Language n has `largest` / n
-sentences, as documents in one of four formats. After preparation it is trained on with the recipe mlm on one rank. The
-shares are those of samples that are drawn as training draws them.
+sentences, as documents in one of four formats. One rank then trains on the prepared corpus with the recipe mlm. Last,
+the script compares the languages' shares of the samples that training draws with n^alpha.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LATIN = "abcdefghijklmnopqrstuvwxyz"
 
 
 def scripts() -> Iterator[dict[int, str]]:
-    """Letters of an invented script for Latin ones: letters without case of which a run is one word."""
+    """Yield a map from Latin letters to each invented script, whose letters have no case and join to words."""
     letters = (chr(code) for code in range(0x620, 0xD7A4) if unicodedata.category(chr(code)) == "Lo")
     usable = (c for c in letters if unicodedata.normalize("NFC", c) == c and len(split([c * 2])[0][0]) == 1)
     while alphabet := list(islice(usable, len(LATIN))):
@@ -45,7 +45,7 @@ def scripts() -> Iterator[dict[int, str]]:
 
 
 def write_language(folder: Path, number: int, script: dict[int, str], sentences: int) -> dict[str, Any]:
-    """Write the documents of a language. Returns its source of corpus.yaml."""
+    """Write the documents of a language. Returns its entry under `sources` of corpus.yaml."""
     language, world, written, documents = f"q{number:03d}", World(number), 0, []
     while written < sentences:
         texts = [text.lower().translate(script) for text in world.document("xx", len(documents) + 1)]
@@ -79,17 +79,17 @@ def write_corpus(folder: Path, languages: int, largest: int) -> Path:
 
 
 class Usage(NamedTuple):
-    """What the processes of a command have taken so far."""
+    """The time and memory that the processes of a command have used so far."""
 
     seconds: float
     cpu: float
-    """The seconds of CPU time of those that still run."""
+    """The CPU seconds of those processes that still run."""
     mb: float
-    """The largest resident size of all together."""
+    """The largest resident size of all processes together so far, in MB."""
 
 
 def run(words: list[str], *patterns: str) -> list[Usage]:
-    """Run a command. Returns what it took until it wrote a line with each pattern, and until its end."""
+    """Run a command. Returns its usage when its output first matches each pattern, and its usage at the end."""
     started, found, usage = time.perf_counter(), list[Usage](), Usage(0, 0, 0)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with tempfile.NamedTemporaryFile("w") as log:
@@ -109,8 +109,8 @@ def run(words: list[str], *patterns: str) -> list[Usage]:
 
 
 def shares(data: Path, alpha: float, steps: int) -> tuple[float, float]:
-    """The largest differences of the languages' shares of samples from n^alpha, in percentage points and in per cent of
-    the share, after so many steps."""
+    """The largest differences, after `steps` steps, between languages' shares of the samples and n^alpha: in percentage
+    points, and in per cent of the share."""
     run_spec = resolve_run("mlm", [f"data.alpha={alpha}"], [data]).calibrated()
     mixture = run_spec.mixture(Process(0, 1, 0, 1), "cpu", run_spec.specs, initial_state(run_spec.specs))
     counts = np.zeros(len(run_spec.sources))

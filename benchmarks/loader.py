@@ -46,12 +46,12 @@ UNIQUE_PAIRS = 20_000
 SPECS = [StreamSpec("tlm", (0,), SAMPLES, packed=False)]
 ALONE, DEVICE = Process(0, 1, 0, 1), "cpu"
 SMALL_SHARD = 1024
-"""Records of a shard as others may write them."""
+"""The number of records in a shard of the small size that other tools may write."""
 REPEATS = 5
 
 
 def open_job(directory: Path, max_tokens: int | None, recipe: str = "tlm") -> RunSpec:
-    """A recipe on a directory of pairs, with the tokenizer beside it. Without what is measured before step 1."""
+    """A run of a recipe on a directory of pairs, with the tokenizer beside it; lengths are not measured yet."""
     fields = {
         f"streams.{recipe}.samples": SAMPLES,
         "data.max_length": MAX_LENGTH,
@@ -97,7 +97,7 @@ def speed(run_spec: RunSpec, steps: int) -> None:
 
 
 def parts(run_spec: RunSpec, dataset: StepDataset, plans: list[StepPlan]) -> None:
-    """Each stage by itself, over the same records."""
+    """Print the time of each stage of loading by itself, over the same records."""
     (source,), (spec,) = run_spec.sources, run_spec.specs
     encode = run_spec.tokenizer.encode if spec.name == "tlm" else run_spec.tokenizer.encode_words
     places = [
@@ -127,7 +127,7 @@ def parts(run_spec: RunSpec, dataset: StepDataset, plans: list[StepPlan]) -> Non
 
 
 def resume(directory: Path, max_tokens: int | None, found: Calibration) -> None:
-    """found: what a checkpoint of the source keeps of the measurement before step 1."""
+    """Print the seconds to the first step. found: the measured lengths, which a checkpoint keeps."""
 
     def first_batch(position: int) -> tuple[float, ...]:
         opened, run_spec = timed(lambda: with_workers(open_job(directory, max_tokens), 0))
@@ -165,7 +165,7 @@ def forget(directory: Path) -> None:
 
 @dataclass
 class Sizes:
-    """A source of which only the order is looked at."""
+    """A source without records, which has the sizes that the order of an epoch needs."""
 
     counts: np.ndarray
     name: str = "en-xx"
@@ -204,7 +204,7 @@ def memory(max_tokens: int) -> None:
 
 @contextmanager
 def counted_opens() -> Iterator[Counter]:
-    """Counts opens of .tar files in this process, by path."""
+    """Count how often each .tar file is opened in this process, by file name."""
     counts: Counter = Counter()
     original = os.open
 
@@ -221,7 +221,7 @@ def counted_opens() -> Iterator[Counter]:
 
 
 def opens(run_spec: RunSpec) -> None:
-    """An epoch's plans by the main process, its reads by a worker's copy of the source."""
+    """Print how often shards are opened in an epoch: by the main process, which plans, and by a worker, which reads."""
     main, worker = (Source(run_spec.sources[0].directory) for _ in range(2))
     draws = first_mixture(replace(run_spec, sources=[main]))
     steps = main.records // SAMPLES
@@ -256,7 +256,7 @@ def opens(run_spec: RunSpec) -> None:
 
 
 def cache_misses(shards: np.ndarray) -> int:
-    """Opens, if the WINDOW_SHARDS shards that were used last stay open."""
+    """The number of opens of shards, if the WINDOW_SHARDS shards that were used last stay open."""
     held: dict[int, None] = {}
     misses = 0
     for shard in shards.tolist():

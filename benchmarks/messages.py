@@ -1,9 +1,9 @@
-"""Show that a step does not wait for the small message by which ranks agree on it, because it is sent some steps ahead.
+"""Show that no step waits for the small message by which ranks agree on the step, since it is sent some steps ahead.
 
     python benchmarks/messages.py [--delay 0.05] [--steps 40]
 
 Two ranks train `mixed` on the demo corpus, three times with normal messages and, in turn, three times with delayed
-messages. The script prints the median time of a step of each run; if the loop waited, they would differ by the delay.
+messages. The script prints each run's median time of a step; if steps waited, these times would differ by the delay.
 """
 
 import argparse
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def train(arguments: list[str], delay: float) -> None:
-    """One rank, whose messages arrive `delay` seconds after they were sent, or later."""
+    """Train one rank, whose messages arrive `delay` seconds after they are sent, or later."""
     from xscale import train
     from xscale.ranks import HostGroup, Message
 
     begin = HostGroup.begin_sum
 
     class Late(Message):
-        """One that arrives `delay` seconds after it was sent, or later."""
+        """A message that arrives `delay` seconds after it is sent, or later."""
 
         def arrived(self) -> bool:
             return time.monotonic() >= arrives[self.tensor] and super().arrived()

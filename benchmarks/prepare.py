@@ -2,8 +2,8 @@
 
     python benchmarks/prepare.py [--text en.xz de.xz] [--pairs 200000] [--workers 2]
 
-Both normalise, limit characters and remove exact duplicates. The last rows of the table add word pieces, near
-duplicates and language identification. With --workers 1 the table also has the CPU time, which is more reliable than
+Both normalise text, limit its characters and remove exact duplicates. The last rows of the table add near duplicates,
+language identification and a tokenizer. With --workers 1 the table also has the CPU time, which is more reliable than
 wall time on a busy machine. The loop writes one sample for each pair, no index and no report, and cannot be restarted.
 """
 
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def loop(source: Path, out: Path) -> None:
-    """The single pass."""
+    """The single-pass loop: write each pair of a file of JSON lines that passes the rules as a sample."""
     import datasets
     import webdataset
 
@@ -51,7 +51,7 @@ def loop(source: Path, out: Path) -> None:
 
 
 def measured(work: Callable[[], object]) -> tuple[float, float]:
-    """The wall and CPU seconds of processes that `work` starts and waits for."""
+    """The wall-clock seconds of `work`, and the CPU seconds of the processes that it starts and waits for."""
     before, start = os.times(), time.perf_counter()
     work()
     after = os.times()

@@ -3,13 +3,13 @@
     python benchmarks/rows.py [--preset xlmr-base --vocab_size 250002] [--rows 4096 8192 16384 32768] [--seconds 150]
     python benchmarks/rows.py --preset modern-base --vocab_size 256000 --recipe mlm --max_length 1024 --goal 216000
 
-One process, bf16 and ZeRO-2 on a GPU, dropout as shipped, on text of the demo world in documents as long as web pages.
-A step has --rows_per_step packed rows; batches are made beforehand (loader.py measures the loader). Prints
+One process trains with the recipe's dropout, on a GPU in bf16 with ZeRO-2, on text of the demo world in documents as
+long as web pages. A step has --rows_per_step packed rows, made beforehand (loader.py measures the loader). Prints
   1. for --recipe and packed rows of each size, compiled and eager: real tokens/s, MFU by cost.StepFlops, ms of a step;
      and for one step under torch's profiler: the number of kernels launched (on a CPU, of operators that compute), the
      ms that the host worked (without waits for the GPU), and the share of the time that the GPU was busy
-  2. for `mixed` in packed rows of --mixed_rows tokens: the same as shipped, and with as many samples as fill its rows,
-     compared with the sum of its streams alone and with --recipe
+  2. for `mixed` in packed rows of --mixed_rows tokens: the same numbers, with the shipped samples and with as many
+     samples as fill the rows, compared with the sum of its streams alone and with --recipe
 Sizes in --first are measured first. The script names sizes for which --seconds leaves no time. Lines that begin with
 GOAL say which goals are met; a missed goal does not make the script fail.
 """
@@ -46,20 +46,20 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 ALONE = Process(0, 1, 0, 1)
 FILL = 0.93
-"""Share of a row's tokens that a step's samples are planned to have: lengths vary, and the cutter leaves 3 %."""
+"""The share of the packed rows that the samples should fill: lengths vary, and the division into rows leaves 3 %."""
 WARM, STEPS = (3, 6) if CUDA else (1, 2)
 HEADER = ["", "tokens/s", "MFU", "ms a step", "rows", "tokens a row", "launches", "host ms", "GPU busy"]
 
 
 class Measured(NamedTuple):
     seconds: float
-    """Of a step."""
+    """The seconds of a step."""
     tokens: float
     rows: int
     mfu: float | None
     launches: int
     host: float
-    """Seconds of a step."""
+    """The seconds that the host works in a step."""
     busy: float | None
 
     @property
@@ -80,7 +80,7 @@ class Measured(NamedTuple):
 
 
 class Bench:
-    """An engine of a recipe's model, whose steps may be of other samples and rows than the recipe's."""
+    """An engine with a recipe's model, whose steps may have other samples and packed rows than the recipe says."""
 
     def __init__(self, recipe: str, data: list[Path], args: argparse.Namespace):
         self.recipe, self.data, self.args = recipe, data, args
@@ -105,7 +105,7 @@ class Bench:
         return run_spec.calibrated()
 
     def filled(self, run_spec: RunSpec, max_tokens: int) -> RunSpec:
-        """With as many times its samples as --rows_per_step rows hold."""
+        """The run with its samples multiplied so that they fill --rows_per_step packed rows of `max_tokens` tokens."""
         assert run_spec.calibration is not None
         tokens = sum(spec.samples * run_spec.calibration.estimate_for(spec.name).tokens for spec in run_spec.specs)
         times = self.args.rows_per_step * max_tokens * FILL / tokens
@@ -114,7 +114,7 @@ class Bench:
         )
 
     def measure(self, run_spec: RunSpec, specs: list[StreamSpec] | None = None, compiled: bool = False) -> Measured:
-        """specs: of some streams alone."""
+        """Measure steps of a run. specs: the streams that the steps have; None: all streams."""
         run_spec = replace(run_spec, specs=specs or run_spec.specs)
         fitted = run_spec.fit(ALONE, DEVICE) if compiled else None
         self.engine.module.encoder.compiled_shape = fitted and tuple(fitted[1])
@@ -141,7 +141,7 @@ class Bench:
         return time.perf_counter() - started
 
     def profile(self, run_spec: RunSpec, batch: StepBatch) -> tuple[int, float, float | None]:
-        """Of a step: launches, seconds that the host works, and the share of time that the GPU does."""
+        """A step's launches, the seconds that the host works, and the share of time that the GPU is busy, or None."""
         if not CUDA:
             started = time.process_time()
             compiled = self.engine.module.encoder.compiled_shape is not None
@@ -173,7 +173,7 @@ def synchronize() -> None:
 
 
 class Sizes:
-    """--recipe in rows of each size, eager and compiled."""
+    """Measures --recipe in packed rows of each size, eager and compiled."""
 
     def __init__(self, bench: Bench, args: argparse.Namespace, deadline: float):
         self.bench, self.args, self.deadline = bench, args, deadline
@@ -199,7 +199,7 @@ class Sizes:
                 print(f"  no time left for rows of {', '.join(late)}")
 
     def goals(self) -> None:
-        """Of the best of the rows measured, eager or compiled."""
+        """Print whether the best measurement, eager or compiled, meets the goal: tokens/s, or MFU in rows of 16,384."""
         if goal := self.args.goal:
             rates = [found.rate for found in self.found.values()]
             tell_goal(f"{self.args.preset}, {goal:,} tokens/s", max(rates, default=None), goal, "{:,.0f}")
@@ -209,13 +209,13 @@ class Sizes:
 
 
 def tell_goal(name: str, found: float | None, least: float, form: str) -> None:
-    """A line that gpu.sh repeats at its end."""
+    """Print the line of a goal, which gpu.sh repeats at its end."""
     result = "not measured" if found is None else f"{'met' if found >= least else 'MISSED'}: {form.format(found)}"
     print(f"GOAL {name}: {result}", flush=True)
 
 
 def mixed(bench: Bench, args: argparse.Namespace, alone: Measured | None) -> None:
-    """Eager. alone: --recipe in rows of the same size."""
+    """Measure `mixed`, eager. alone: the measurement of --recipe in packed rows of the same size."""
     shipped = bench.run_spec(args.mixed_rows)
     full = bench.filled(shipped, args.mixed_rows)
     whole = bench.measure(full)

@@ -44,15 +44,15 @@ from xscale.step.cost import bytes_sent
 
 MAX_LENGTH, MAX_TOKENS = 128, 16384
 BATCH, PER_RANK = 8192, {"pair": 234, "mono": 128}
-"""Samples of a step; and of a rank, where they fill a row of MAX_TOKENS."""
+"""The samples of a step; the samples of each rank, by kind of record, that fill a packed row of MAX_TOKENS tokens."""
 NODE = 8
-"""Ranks for which one process plans."""
+"""The number of ranks for which one process plans."""
 BYTES = {"pair": 250, "mono": 120}
-"""Of a record, on average; a token is 4 bytes."""
+"""The mean number of bytes of a record; a token has 4 bytes."""
 STEP_SECONDS, ENGINE_SECONDS = 0.1, 3.0
-"""Of a step, and of building an engine, meanwhile plans are made ahead."""
+"""The seconds of a step, and of building an engine. During both, plans are made ahead."""
 DOCUMENT = 10
-"""Sentences of a document, on average."""
+"""The mean number of sentences of a document."""
 
 
 class InMemory(Source):
@@ -74,7 +74,7 @@ class InMemory(Source):
 
 
 def sources_of(kind: str, sources: int, records: int, shards: int) -> list[Any]:
-    """So many records in so many shards, over so many sources."""
+    """`sources` sources in memory, with `records` records and `shards` shards in all."""
     counts = np.full(shards // sources, records // shards)
     return [InMemory(number, kind, counts) for number in range(sources)]
 
@@ -88,7 +88,7 @@ def mixture_of(kind: str, sources: list[Any], batch: int, ranks: int) -> Mixture
 
 
 def memory(field: str) -> float:
-    """MB of this process: VmRSS, or VmHWM, the most so far."""
+    """The MB of memory of this process: VmRSS is the present value, VmHWM the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) / 1e3
 
@@ -109,8 +109,8 @@ def planning(kind: str, number: int, batch: int, args: argparse.Namespace) -> li
     return [f"{first:.2f}", *milliseconds, f"{kept:,.0f}", f"{peak:,.0f}"]
 
 
-class Nothing(Dataset):
-    """What workers make of a plan where there is no text."""
+class EmptySteps(Dataset):
+    """A data set without text, of which each step is an empty batch."""
 
     def __getitem__(self, plan: StepPlan) -> StepBatch:
         return StepBatch(plan.step, [], plan.state)
@@ -118,7 +118,7 @@ class Nothing(Dataset):
 
 def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> list[str]:
     mixture = mixture_of(kind, sources_of(kind, number, args.records, args.shards), batch, args.ranks)
-    dataset: Any = Nothing()
+    dataset: Any = EmptySteps()
     started = time.perf_counter()
     batches = step_batches(mixture, dataset, workers=2, steps=args.steps + 1)
     next(batches)
@@ -132,7 +132,7 @@ def waiting(kind: str, number: int, batch: int, args: argparse.Namespace) -> lis
 
 
 def toy_runs(folder: Path, world: int) -> dict[str, list[str]]:
-    """Arguments of train.py by ZeRO stage and length of rows; stage 3 takes no momentum encoder."""
+    """The arguments of train.py for each ZeRO stage and row size; stage 3 does not support a momentum encoder."""
     runs = {}
     for stage in range(4):
         config = folder / f"stage{stage}.json"
@@ -165,7 +165,7 @@ def sending(folder: Path, ranks: int) -> list[list[str]]:
 
 
 def alone(work: Callable[..., Any], *args: Any) -> Any:
-    """What it returns in a process of its own, so that memory is that of this work."""
+    """Run `work` in a process of its own, so that the process's memory is that of `work`. Returns its result."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(work, args)
 

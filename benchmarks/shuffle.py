@@ -2,11 +2,11 @@
 
     python benchmarks/shuffle.py [--seeds 5] [--text DIR]
 
-The corpora have their records in the worst order, sorted by a number (say, length) or by topic, in shards of 8,192. The
-script prints the variance of batch means over an epoch, relative to a full shuffle: 1.00 is as good, and without any
+The records of the corpora are sorted by length or by topic, or in no order, in shards of 8,192. The script prints the
+variance of the means of batches over an epoch, relative to a full shuffle: 1.00 is as good, and without any
 shuffle the ratio is about the batch size. The table has a row for each corpus and window; * marks the default window.
 
-Then it does the same for running text, whose documents are sorted by topic and whose sentences resemble their document:
+Then it does so for running text, whose documents are sorted by topic and whose sentences resemble their document:
 the variance of batches of samples, relative to a full shuffle of pieces of documents (data/order.py) and to one of
 whole documents; and the share of neighbouring sentences of a document that are neighbours in a sequence. If a stream
 has many sources, a window is permuted in parts. The corpora are generated ones, and the documents of --text.
@@ -34,13 +34,13 @@ TOPICS = 100
 RECORDS = (100_000, 300_000, 1_000_000, 4_000_000)
 WINDOWS = (WINDOW_RECORDS >> 3, WINDOW_RECORDS, WINDOW_RECORDS << 2)
 ROOM = 115
-"""Tokens of a sample of 128."""
+"""The approximate number of text tokens in a sample, if data.max_length is 128."""
 STORED, BYTES_A_TOKEN = 85, 4.5
-"""A record's bytes beside its text, and those of a token, about."""
+"""The approximate bytes of a record besides its text, and the approximate bytes of a token."""
 
 
 def corpora(records: int) -> dict[str, np.ndarray]:
-    """A scalar of each record, in the order of the records [records]."""
+    """Name of a corpus -> a scalar for each record, in the stored order [records]."""
     generator = np.random.default_rng(records)
     ends = np.sort(generator.integers(0, records, TOPICS - 1))
     topic = np.searchsorted(ends, np.arange(records), side="right")
@@ -73,14 +73,14 @@ class Running(NamedTuple):
 
     name: str
     counts: np.ndarray
-    """Records of each shard [n_shards]."""
+    """The number of records of each shard [n_shards]."""
     tokens: np.ndarray
-    """Of each record [records]."""
+    """The number of tokens of each record [records]."""
     follows: np.ndarray
-    """Whether it goes on the document of the record before [records]."""
+    """True if a record continues the document of the record before it [records]."""
 
     def values(self) -> np.ndarray:
-        """A scalar of each document, the same for all its records, alike in documents of a topic [records]."""
+        """A scalar for each record, equal within a document and similar within a topic [records]."""
         document = np.cumsum(~self.follows) - 1
         generator = np.random.default_rng(0)
         ends = np.sort(generator.integers(0, document[-1] + 1, TOPICS - 1))
@@ -89,7 +89,7 @@ class Running(NamedTuple):
 
 
 def generated(records: int) -> Running:
-    """Documents of 1 to 2,000 sentences, in the middle 12."""
+    """A corpus of documents of 1 to 2,000 sentences, with a median of 12."""
     generator = np.random.default_rng(records)
     starts = np.cumsum(generator.lognormal(2.5, 1.2, records).clip(1, 2000).astype(int))
     follows = ~np.isin(np.arange(records), np.concatenate([[0], starts]))
@@ -112,7 +112,7 @@ def text_of(folder: Path) -> Running:
 
 
 def samples_of(corpus: Running, seed: int, window: int, sources: int) -> tuple[np.ndarray, np.ndarray]:
-    """Records in the order of an epoch [records], and where its samples start [samples]."""
+    """The record numbers in the order of an epoch [records], and the places where samples start in it [samples]."""
     first = np.cumsum(corpus.counts) - corpus.counts
 
     def look(array: np.ndarray, shards: Sequence[int], records: Sequence[slice | np.ndarray]) -> np.ndarray:
@@ -134,7 +134,7 @@ def samples_of(corpus: Running, seed: int, window: int, sources: int) -> tuple[n
 
 
 def permuted(corpus: Running, seed: int, units: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same where `units`, the first records of what stays together, are permuted by numpy's generator."""
+    """The results of `samples_of` for a full shuffle of units of records. units: the first record of each unit."""
     order = np.random.default_rng(seed).permutation(len(units))
     sizes = np.diff(units, append=len(corpus.tokens))[order]
     records = np.arange(len(corpus.tokens)) + np.repeat(units[order] - (np.cumsum(sizes) - sizes), sizes)

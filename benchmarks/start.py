@@ -40,7 +40,7 @@ from xscale.run import synchronizer
 
 RECIPES = {"pair": "tlm", "mono": "mlm"}
 MOST_LINKS = 50_000
-"""Of one file; ext4 allows 65,000."""
+"""The most hard links to one file; ext4 allows 65,000."""
 PHASES = {
     "resolve_run": "prepare", "find_checkpoint": "checkpoint", "calibration": "calibrate", "make_engine": "engine",
     "save": "save", "batches": "records", "next": "records",
@@ -48,7 +48,7 @@ PHASES = {
 
 
 def write_corpus(out: Path, kind: str, sources: int, shards: int, records: int) -> Path:
-    """So many records in so many shards, over so many sources, each of languages of its own."""
+    """Write `sources` sources with `records` records and `shards` shards in all; each source has its own languages."""
     pairs = list(islice(text_pairs(None)[1], records // shards))
     write_tokenizer(pairs[:2000], 2000, out / "tokenizer")
     for number in range(sources):
@@ -63,7 +63,7 @@ def write_corpus(out: Path, kind: str, sources: int, shards: int, records: int) 
 
 
 def link_shards(directory: Path, shards: int) -> None:
-    """Its one shard becomes so many."""
+    """Turn the only shard of a directory into `shards` shards by hard links."""
     index = json.loads((directory / "index.json").read_text())
     (shard,) = index["shards"]
     real = directory / shard["name"]
@@ -86,8 +86,8 @@ def link_shards(directory: Path, shards: int) -> None:
 
 
 class Counts:
-    """Numbers that forked processes share, since loader workers and planners open files too. No lock: none is lost but
-    where two processes count in the same instant. Counting takes time itself: seconds are those of a run without."""
+    """Counts of stat and of open in all forked processes, such as loader workers and planners. There is no lock, so two
+    counts at the same instant may be one. Counting takes time, so seconds are those of a run without it."""
 
     def __init__(self, data: str, far: float, counting: bool):
         self.map, self.data, self.far = mmap.mmap(-1, 16), data, far
@@ -116,7 +116,7 @@ class Counts:
 
 
 def rank(words: list[str], result: str) -> None:
-    """One rank of a run; writes what it took until its first step."""
+    """Train one rank of a run. Writes its seconds, memory and counts until the first step to `result`."""
     import deepspeed  # noqa: F401
 
     from xscale import train
@@ -164,7 +164,7 @@ def rank(words: list[str], result: str) -> None:
 
 
 def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[list[str]]:
-    """Rows of the table: a start and a resume."""
+    """The rows of the table for a start and for a resume."""
     timed, counted = (train_twice(data, kind, world, folder, counting) for counting in (False, True))
     rows = []
     for what, of_ranks, others in zip(("start", "resume"), timed, counted, strict=True):
@@ -176,7 +176,7 @@ def measure(name: str, data: Path, kind: str, world: int, folder: Path) -> list[
 
 
 def train_twice(data: Path, kind: str, world: int, folder: Path, counting: bool) -> list[list[dict[str, Any]]]:
-    """What the ranks wrote of a start and of a resume."""
+    """Start a run and resume it. Returns what each rank measured in the start, and in the resume."""
     out = folder / "run"
     shutil.rmtree(out, ignore_errors=True)
     found = []

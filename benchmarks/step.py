@@ -79,7 +79,7 @@ for direction in ("", "_backward"):  # torch counts attention on CUDA only
 
 
 class Stopwatch:
-    """Seconds of each part of a step, told by hooks: `part(name)` closes the part that ran until now."""
+    """The seconds of each part of a step. Hooks call `part(name)` at the end of the part `name`."""
 
     def __init__(self) -> None:
         self.on = False
@@ -104,7 +104,7 @@ class Stopwatch:
             hidden.register_hook(self.gradient_at_hidden)
 
     def gradient_at_hidden(self, gradient: torch.Tensor) -> None:
-        """Where several passes have one, what precedes the later ones is mostly another pass's encoder."""
+        """Called when a pass's gradient reaches the hidden states; between two such calls, mostly an encoder ran."""
         self.part("encoder backward, reduce" if self.backward else "heads backward")
         self.backward = True
 
@@ -126,11 +126,11 @@ class Stopwatch:
 
 
 WATCH = Stopwatch()
-"""Of the loop whose turn it is."""
+"""The stopwatch of the loop whose turn it is."""
 
 
 def watch_encoder(encoder: torch.nn.Module) -> None:
-    """A copy's hooks are of the same watch."""
+    """Add hooks to an encoder that report to WATCH. Copies of the encoder have the same hooks."""
     encoder.register_forward_pre_hook(lambda *_: WATCH.before_encoder())
     encoder.register_forward_hook(
         lambda module, inputs, output: WATCH.after_encoder(getattr(output, "last_hidden_state", output))
@@ -144,7 +144,7 @@ def now() -> float:
 
 
 class Loop:
-    """What the two loops share: the engine, a clock, and its memory on the GPU among other loops'."""
+    """What the two loops share: the engine, the times, and the loop's own memory on a GPU that holds several loops."""
 
     kind = ""
 
@@ -176,7 +176,7 @@ class Loop:
             self.parts.append(WATCH.seconds)
 
     def passes(self) -> dict[str, int]:
-        """What DeepSpeed is told of the passes of a step."""
+        """The fields of the ds_config that say how many backward passes a step has."""
         return {}
 
     def module(self, encoder: Encoder) -> torch.nn.Module:
@@ -189,12 +189,12 @@ class Loop:
         raise NotImplementedError
 
     def loss(self) -> float:
-        """Of the last step."""
+        """The loss of the last step."""
         raise NotImplementedError
 
     @contextmanager
     def memory(self) -> Iterator[None]:
-        """Adds up what this loop keeps, and the most that it ever had."""
+        """Add up the memory that this loop keeps, and record its peak."""
         if not CUDA:
             yield
             return
@@ -220,7 +220,7 @@ class XscaleLoop(Loop):
         return step_module(encoder, run_spec)
 
     def prepared(self) -> None:
-        """Reading and tokenising are part of the step."""
+        """Prepare nothing: reading and tokenising are part of xscale's step."""
 
     def step(self, work: None) -> None:
         batch = next(self.batches)
@@ -235,13 +235,13 @@ class XscaleLoop(Loop):
 
 
 def stream_losses(run_spec: RunSpec, sums: StepSums, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-    """Without the streams' weights."""
+    """The loss of each stream, without the stream's weight."""
     shares = sums.shares(sums.values_K.tolist(), run_spec.recipe, targets)
     return {name: shares[f"loss/{name}"] for name in run_spec.recipe.streams}
 
 
 def step_module(encoder: Encoder, run_spec: RunSpec) -> StepModule:
-    """With a full queue, where there is one."""
+    """The run's module; a queue of PPA is filled with random keys."""
     module = StepModule(encoder, run_spec.recipe)
     for name, auxiliary_state in module.auxiliary_states.items():
         if hasattr(auxiliary_state, "queue"):
@@ -268,7 +268,7 @@ class StockLoop(Loop):
         return StockModule(encoder.lm, self.run_spec)
 
     def prepared(self) -> list[tuple[str, dict[str, torch.Tensor], float]]:
-        """Stream, batch and weight of each micro-step."""
+        """The stream, the batch and the weight of each micro-batch of a step."""
         micros = []
         for name, draw in next(self.draws).items():
             part = self.engine.module.streams[name]
@@ -325,7 +325,7 @@ def samples_of(run_spec: RunSpec, part: Mlm, draw: SampledRecords) -> list[list[
 
 
 def recipe_fields(recipe: str, args: argparse.Namespace) -> list[str]:
-    """What is the same for all loops, and for another checkout."""
+    """The fields of the recipe that are the same for all loops, and for another checkout."""
     fields = {"model.preset": args.preset, "data.max_length": args.max_length, "data.workers": args.workers}
     fields |= {"data.overlong": "truncate", "train.steps": args.warm + args.rounds + args.profile}
     streams = config.load_recipe(recipe, [], {name: o.options for name, o in OBJECTIVES.items()}).streams
@@ -406,7 +406,7 @@ def report(recipe: str, stock: StockLoop, ours: list[XscaleLoop]) -> None:
 
 
 def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
-    """Recipes as shipped, where --samples and --set say nothing else; a side of this checkout for each --max_tokens."""
+    """Compare steps of the checkout --before with steps of this checkout at each --max_tokens, for each recipe."""
     rows = []
     for recipe in args.recipes:
         words = ["--ds_config", str(args.ds_config.resolve()), "--recipe", recipe]
@@ -429,7 +429,7 @@ def compare_checkouts(args: argparse.Namespace, folder: Path) -> None:
 
 
 def peak_memory(recipes: list[str], data: list[Path], argv: list[str]) -> None:
-    """A process for each loop: its resident set grows and does not shrink."""
+    """Print the peak memory of each loop, measured in a process of its own, since a resident set does not shrink."""
     rows = []
     for recipe in recipes:
         found = []
@@ -462,7 +462,7 @@ def peak_bytes() -> int:
 
 
 def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> bool:
-    """Both losses of a first step: same model without dropout, same samples, xscale's masks and swaps."""
+    """Compare both loops' losses of a first step: same model, no dropout, same samples, xscale's masks and swaps."""
     rows, good = [], True
     for recipe in recipes:
         plain = {"ppa": "temperature=1.0", "align_mlm": "pairs_per_step=null"}  # a loss to speak of; nothing drawn
@@ -487,7 +487,7 @@ def check(recipes: list[str], data: list[Path], args: argparse.Namespace) -> boo
 
 
 def first_row(run_spec: RunSpec) -> tuple[dict[str, StreamBatch], PackedRow]:
-    """The first step of all streams in one row."""
+    """The stream batches of the first step, and one packed row with all of them."""
     mixture = run_spec.mixture(ALONE, "cpu", run_spec.specs, initial_state(run_spec.specs))
     mixture.max_tokens = 1 << 40
     plan, dataset = mixture.next_step(), run_spec.dataset(run_spec.specs)

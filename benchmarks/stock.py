@@ -1,5 +1,5 @@
 """The objectives as an ordinary user of Hugging Face and DeepSpeed writes them: sequences padded to the longest of a
-random micro-batch, logits at all positions, A as a dense matrix.
+random micro-batch, logits at all positions, AlignLM's word links as a dense matrix A.
 
 Every class has `examples` (a sample's records -> tokenised), `collate` (examples -> tensors) and `loss`. Random numbers
 come from torch and random; `mask` and `swap` are attributes, so that a check can replace them by xscale's choices.
@@ -31,7 +31,7 @@ Batch = dict[str, Tensor]
 
 
 class Mlm(nn.Module):
-    """Whole sentences in sequences of max_length, each of one document."""
+    """MLM: a sequence has whole sentences of one document, at most max_length tokens."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__()
@@ -63,7 +63,7 @@ class Mlm(nn.Module):
         return inputs
 
     def inputs(self, examples: list[Example]) -> tuple[Batch, Tensor]:
-        """input_ids, attention_mask [B, L] and what the options ask for; which tokens are special."""
+        """The padded inputs [B, L] that the options need, and True for each special token [B, L]."""
         ids = pad([example["input_ids"] for example in examples], self.tokenizer.pad_token_id)
         batch = {"input_ids": ids, "attention_mask": pad([[1] * len(e["input_ids"]) for e in examples], 0)}
         names = {"token_type_ids": "language_embeddings", "position_ids": "reset_positions"}
@@ -90,7 +90,7 @@ class Tlm(Mlm):
 
 
 class DictMlm(Mlm):
-    """The baseline of Tang et al.: half of the selected tokens are shown as a translation."""
+    """DICT-MLM: a share `dict_share` of the selected tokens is replaced by a translation in the model's input."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
@@ -112,7 +112,7 @@ class DictMlm(Mlm):
 
 
 class AlignMlm(Mlm):
-    """The dictionary as two padded tables of token ids; all of it at every micro-batch."""
+    """ALIGN-MLM: a micro-batch uses all entries, or `pairs_per_step` of them, from two padded tables of token ids."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
@@ -127,14 +127,14 @@ class AlignMlm(Mlm):
         return super().loss(lm, batch) - self.options.alpha * F.cosine_similarity(*vectors, dim=-1).mean()
 
     def vectors(self, lm: Any, ids: Tensor) -> Tensor:
-        """Mean input embedding of each word's tokens."""
+        """The mean of the input embeddings of each word's tokens."""
         rows = lm.get_input_embeddings()(ids.clamp(min=0)).float()
         there = (ids >= 0).unsqueeze(-1)
         return (rows * there).sum(1) / there.sum(1)
 
 
 class AlignLm(Mlm):
-    """The paper's formulas (3)-(11) over all positions: H* = A^T H with A [B, L, L]."""
+    """AlignLM: the paper's formulas (3)-(11) at all positions, H* = A^T H with A [B, L, L]."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
@@ -180,7 +180,7 @@ class AlignLm(Mlm):
 
 
 class Ppa(Tlm):
-    """TLM, query and key encoder one after the other; the momentum update parameter by parameter."""
+    """PPA: query encoder, key encoder and TLM are separate passes; the momentum update goes parameter by parameter."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
@@ -248,7 +248,7 @@ class Ppa(Tlm):
 
 
 def project(encoder: nn.Module, projection: nn.Module, pooling: str, ids: Tensor, mask: Tensor) -> Tensor:
-    """z [B, D] in fp32, of [CLS] or of the sum over all other tokens but the last, [SEP]."""
+    """z [B, D] in fp32, from the state of [CLS], or from the sum of the states of all tokens but [CLS] and [SEP]."""
     states_BTH = encoder(ids, mask).last_hidden_state
     inside_BT1 = (mask.cumsum(1).gt(1) & mask.flip(1).cumsum(1).flip(1).gt(1))[..., None]
     x_BH = states_BTH[:, 0] if pooling == "cls" else (states_BTH * inside_BT1).sum(1)
@@ -257,12 +257,12 @@ def project(encoder: nn.Module, projection: nn.Module, pooling: str, ids: Tensor
 
 
 def first_queue(options: Any) -> Tensor:
-    """Random directions, as MoCo starts [K, D]."""
+    """The queue with which MoCo starts: random unit vectors [K, D]."""
     return F.normalize(torch.randn(options.queue_size, options.projection, generator=torch.Generator().manual_seed(0)))
 
 
 class Contextual(Mlm):
-    """The sentences of either language in a pass of their own, and a frozen copy of the model."""
+    """Contextual alignment: a pass for the sentences of each language, and one through a frozen copy of the model."""
 
     def __init__(self, lm: Any, run_spec: RunSpec, options: Any):
         super().__init__(lm, run_spec, options)
@@ -323,11 +323,11 @@ STOCK: dict[str, type[Mlm]] = {
 
 FIXED = {"normalize": "sum", "expand": "all", "shuffle_sides": False, "replace_tlm_with_mlm": False}
 FIXED |= {"subwords": "mean", "synonym": "input"}
-"""Options of objectives that are written for this value only."""
+"""The options for which the stock objectives support only this value."""
 
 
 class StockModule(nn.Module):
-    """What DeepSpeed wraps."""
+    """The model and the stock objectives of all streams, in the module that DeepSpeed wraps."""
 
     def __init__(self, lm: Any, run_spec: RunSpec):
         super().__init__()
@@ -335,7 +335,7 @@ class StockModule(nn.Module):
         other = [name for name, value in FIXED.items() if any(getattr(o, name, value) != value for o in options)]
         other += [name for name in ("label_smoothing", "z_loss") if getattr(run_spec.recipe.train, name)]
         if other:
-            raise UserError(f"the stock loop has no other {', '.join(other)} than the default")
+            raise UserError(f"the stock loop supports only the default value of {', '.join(other)}")
         self.lm = lm
         self.streams = nn.ModuleDict(
             {

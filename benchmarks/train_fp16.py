@@ -47,7 +47,7 @@ SETS = {
 }
 EXACT, *LAST = SETS
 FIRST_SCALE, HEALING = 32, 25
-"""log2 of the loss scale that overflows, and more steps than halving it may take."""
+"""The log2 of the first loss scale, which overflows, and enough extra steps to halve it until it does not."""
 
 
 def arguments(name: str, more: list[str], args: argparse.Namespace, ds_config: Path, steps: int) -> list[str]:
@@ -62,7 +62,7 @@ def arguments(name: str, more: list[str], args: argparse.Namespace, ds_config: P
 
 
 def verdict(out: Path, steps: int, fp16: bool, overflow: bool) -> tuple[bool, str]:
-    """Whether a run is as it should be, and its line."""
+    """True if a run passes all checks, and the line about the run."""
     entries = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     losses = [entry["loss"] for entry in entries]
     skipped = sum(entry["skipped"] for entry in entries)
@@ -86,7 +86,7 @@ def verdict(out: Path, steps: int, fp16: bool, overflow: bool) -> tuple[bool, st
 
 
 def resume_halfway(whole: Path, resumed: Path, steps: int, go_on: Callable[[], object]) -> None:
-    """Go on from the middle checkpoint of a run that is through. Raises AssertionError where a figure differs."""
+    """Resume a finished run from its middle checkpoint. Raises AssertionError if a number of metrics.jsonl differs."""
     shutil.copytree(whole, resumed)
     shutil.rmtree(resumed / "checkpoints" / f"step_{steps:08d}")
     go_on()
@@ -98,7 +98,7 @@ def resume_halfway(whole: Path, resumed: Path, steps: int, go_on: Callable[[], o
 
 
 def overflow(args: argparse.Namespace) -> None:
-    """In a process of its own, by the launcher."""
+    """Train `mixed` with a loss scale that overflows at first, by the launcher in a process of its own."""
     ds_config = json.loads(args.ds_config.read_text())
     ds_config["fp16"]["initial_scale_power"] = FIRST_SCALE
     path = args.out / "overflow.json"

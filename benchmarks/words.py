@@ -4,9 +4,9 @@
 
 The script aligns the gold sentences together with `--pairs` other pairs, once for each kind of words: the gold's own
 tokens, those of data/words.py, and white-space words of the text with their punctuation. It converts the links to links
-of the gold's tokens by characters, and prints the alignment error rate (Och & Ney 2003) or F1, as a mean of runs,
+of the gold's tokens by characters, and prints the alignment error rate (Och & Ney 2003) and F1, as means over runs,
 because eflomal is random.
-Gold: `src ||| tgt` and lines of `i-j` (sure) and `ipj` (possible), from 1; or one .tsv of XL-WA (src, tgt, links).
+--gold: a file of `src ||| tgt` lines and one of `i-j` (sure) and `ipj` (possible) links, from 1; or a .tsv of XL-WA.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from xscale.data.words import split
 
 Links = set[tuple[int, int]]
 Gold = tuple[str, str, Links, Links]
-"""Two tokenised texts, sure links and possible ones."""
+"""A gold pair: its two tokenised texts, its sure links, and all its links, possible ones included."""
 GLUED = re.compile(r" (?=[.,;:!?)\]%»'’])|(?<=[(\[«'’]) ")
 
 
@@ -44,7 +44,7 @@ def read_gold(paths: list[Path]) -> Iterator[Gold]:
 
 
 def glued(text: str) -> str:
-    """As people write it: punctuation without a space before it."""
+    """A tokenised text as people write it, without spaces beside punctuation."""
     return GLUED.sub("", text)
 
 
@@ -56,7 +56,7 @@ WORDS = {
 
 
 def aligned(gold: list[Gold], around: list[tuple[str, str]], kind: str) -> list[Links]:
-    """Links of the gold's tokens, by an alignment of words of this kind."""
+    """Align words of this kind. Returns the links between the tokens of each gold pair."""
     cut = WORDS[kind]
     texts = [(src, tgt) for src, tgt, _, _ in gold] + around
     words = [tuple(" ".join(cut(text)) for text in pair) for pair in texts]
@@ -73,7 +73,7 @@ def aligned(gold: list[Gold], around: list[tuple[str, str]], kind: str) -> list[
 
 
 def tokens_of(tokenised: str, words: str) -> list[set[int]]:
-    """Of each word the tokens of a tokenised text that it has characters of."""
+    """For each word of `words`, the numbers of the tokens of `tokenised` with which it shares characters."""
     of_char = {c: number for number, chars in enumerate(places(tokenised, tokenised)) for c in chars}
     return [{of_char[c] for c in chars} for chars in places(tokenised, words)]
 

@@ -73,12 +73,12 @@ def parse_links(text: str) -> Links:
 
 def align(pairs: Iterable[tuple[str, str]], out: Path, symmetrize: str, priors: Path | None = None) -> str:
     """Write the links between the words (data/words.py) of each pair to `out`, one line per pair. priors: a file of
-    `make_priors`. Returns a report. Raises UserError."""
+    `write_priors`. Returns a report. Raises UserError."""
     return align_words(in_words(pairs), out, symmetrize, priors)
 
 
 def in_words(pairs: Iterable[tuple[str, str]]) -> Iterator[Iterator[str]]:
-    """The texts with spaces between their words."""
+    """The texts of each pair, with spaces between their words."""
     return ((" ".join(words.split([text])[0][0]) for text in pair) for pair in pairs)
 
 
@@ -113,8 +113,8 @@ def align_words(pairs: Iterable[Iterable[str]], out: Path, symmetrize: str, prio
 def write_priors(pairs: Iterable[Iterable[str]], out: Path) -> None:
     """Write how often words are linked in both directions, for `align_words` of other texts. Raises UserError.
 
-    eflomal-makepriors instead counts the links of each direction alone, and fertilities and jumps too. With its priors,
-    parts were aligned worse than with these (benchmarks/RESULTS.md).
+    eflomal-makepriors instead counts the links of each direction alone, and fertilities and jumps too. Its priors gave
+    worse links than these when a text was aligned in parts (benchmarks/RESULTS.md).
     """
     counts: Counter[tuple[str, str]] = Counter()
     with tempfile.TemporaryDirectory(prefix="priors.", dir=out.parent) as folder:

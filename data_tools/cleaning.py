@@ -21,7 +21,7 @@ from .sentences import split_sentences
 EXAMPLES, EXAMPLE_LENGTH = 3, 200
 """The number of examples that are kept for a rule, and of characters that are kept of each of their texts."""
 LID_PROBABILITY, LID_LETTERS = 0.9, 20
-"""A text is taken to be in another language from this probability on, if it has at least this number of letters."""
+"""A text counts as in another language from this probability on, if it has at least this number of letters."""
 PERMUTATIONS, BANDS, SHINGLE = 108, 9, 5
 """MinHash of character 5-grams, in 9 bands of 12 permutations. Two texts share a band with a probability of 2 % if
 60 % of their 5-grams are common, of 25 % for 75 %, and of 95 % for 90 %. (14 bands of 8 permutations removed one in
@@ -145,7 +145,7 @@ def identifier() -> Any:
 
 
 def lid_code(language: str) -> str:
-    """py3langid's code of a language, which has two letters."""
+    """py3langid's code of a language: its name up to the first -, in lower case."""
     return language.partition("-")[0].lower()
 
 

@@ -101,7 +101,7 @@ def read_sentences(path: Path) -> Iterator[tuple[str, Sentence]]:
             elif row[_ID] == str(len(words) + 1):
                 words.append(row)
             else:
-                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence; count from 1")
+                raise UserError(f"{where}: {row[_ID]!r} is not word {len(words) + 1} of its sentence (counted from 1)")
         if any(start + size > len(words) for start, (_, size) in ranges.items()):
             raise UserError(f"{path}: line {first}: a multiword token is longer than its sentence; fix it")
         if not words and any(line.startswith("# text =") for line in comments):
@@ -114,4 +114,4 @@ def check_heads(sentence: Sentence, where: str) -> None:
     """Raise UserError unless every word of a sentence has a head."""
     for row in sentence.words:
         if not row[_HEAD].isdigit() or int(row[_HEAD]) > len(sentence.words):
-            raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; syn needs a parse of all words")
+            raise UserError(f"{where}: the head of {row[_FORM]!r} is {row[_HEAD]!r}; syn needs a head for each word")

@@ -49,7 +49,7 @@ class Length(Strict):
 
 
 class Rules(Strict):
-    """Text passes the rules in this order. A rule of a source replaces the whole rule of the corpus."""
+    """Text passes the rules in the order below. A rule of a source replaces the corpus's rule of the same name."""
 
     normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
     """nfc changes text to Unicode's composed form; controls replaces each control character by a space; spaces replaces
@@ -58,9 +58,9 @@ class Rules(Strict):
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
     lid: bool = False
-    """A pair or a document is dropped if py3langid finds a side very probably in another language."""
+    """A pair or a document is dropped if, by py3langid, a side is very probably in another language."""
     exclude: list[str] = []
-    """Files of evaluation text, one sentence per line. A sentence with the letters and digits of one is dropped."""
+    """Files of evaluation text. Text with the same letters and digits as one of their lines is dropped."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
 
@@ -81,7 +81,7 @@ class SourceSpec(Strict):
     jsonl: str | None = None
     parquet: str | None = None
     datasets: str | None = None
-    """A folder that `save_to_disk` wrote. Its split `train` is read if it has splits."""
+    """A folder that `save_to_disk` of `datasets` wrote. Of several splits, `train` is read."""
     conllu: str | None = None
     """A CoNLL-U treebank, of which only the comment `# text =` of each sentence is read."""
     shards: str | None = None
@@ -94,9 +94,9 @@ class SourceSpec(Strict):
     """Word links in Pharaoh format, which number the words between white space: a file with one line per pair, or the
     number of a column of the TSV."""
     name: str | None = None
-    """The name of its shards. The default is made of its file's name and its languages."""
+    """The name of the source's shards. The default is made of the file's name and the languages."""
     first: int | None = Field(default=None, gt=0)
-    """Only this many of its pairs or documents are read."""
+    """The number of the source's first pairs or documents that are read; None: all."""
     licence: str | None = None
     rules: dict[str, Any] = {}
 
@@ -106,7 +106,7 @@ class SourceSpec(Strict):
 
     @property
     def paths(self) -> list[str]:
-        """Its files and folders, as corpus.yaml names them; a file of links comes last."""
+        """The source's files and folders, as corpus.yaml names them; a file of links comes last."""
         given = getattr(self, self.format)
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
@@ -127,22 +127,22 @@ class SourceSpec(Strict):
             raise ValueError(f"mono: {given[0]} holds pairs; write pairs: [en, de]")
         for language in self.langs:
             if not LANGUAGE.fullmatch(language):
-                raise ValueError(f"{language!r} must have letters, digits and _, with - between them, such as zh-Hant")
+                raise ValueError(f"{language!r} must have only letters, digits, _ and inner -, such as zh-Hant")
         if self.pairs and given[0] == "text" and (isinstance(self.text, str) or len(self.text or ()) != 2):
             raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
         if self.text == []:
             raise ValueError("text: [] must name files or folders")
         self._check_columns(given[0])
         if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name: {self.name!r} must have letters, digits, _, - and ., and start with a letter")
+            raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
         return self
 
     def _check_columns(self, form: str) -> None:
-        """Raises ValueError if `columns` or `links` do not fit the format."""
+        """Raise ValueError if `columns` or `links` do not fit the format."""
         if self.links is not None and (self.mono or form not in ("text", "zst", "tsv")):
             raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
-            raise ValueError(f"links: {self.links!r} must be the number of a column for tsv, and a file for others")
+            raise ValueError(f"links: {self.links!r} must be a column's number for tsv, and else a file's path")
         if self.columns and form not in ("tsv", "parquet", "datasets"):
             raise ValueError(f"columns: {form} has none; remove the key")
         numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
@@ -170,7 +170,7 @@ class Corpus(Strict):
     sources: list[SourceSpec] = Field(min_length=1)
     rules: Rules = Rules()
     align: bool = False
-    """Pairs that have no word links get them from eflomal, which does not give the same links twice."""
+    """eflomal aligns the pairs that have no word links. Its links differ a little from run to run."""
     tokenizer: TokenizerSpec | None = None
     heldout: HeldoutSpec = HeldoutSpec()
     lexicons: list[str] = []
@@ -234,7 +234,7 @@ def load_corpus(path: Path) -> Corpus:
             langs = Source(source["shards"]).langs
             given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
             if source.keys() & {"pairs", "mono"}:
-                raise UserError(f"{path}: shards: {source['shards']} says that it has {given}; remove pairs and mono")
+                raise UserError(f"{path}: the index of shards: {source['shards']} says {given}; remove pairs and mono")
             source.update(given)
     try:
         return Corpus.model_validate(tree)

@@ -101,7 +101,7 @@ SUFFIX_CHARACTERS = {suffix: chr(0x7101 + number) for number, suffix in enumerat
 PARTICLE_CHARACTERS = "的了吗吧"
 OF_YY = {".": "。", ",": "，", "?": "？"}
 GLUED = re.compile(r" (?=[.,?])| ?’ ?")
-"""The spaces beside punctuation, which are not written."""
+"""The spaces beside punctuation between tokens, which the written text does not have."""
 RETURN = 0.35
 """The probability that a document reuses the word that it sampled last from a pool."""
 
@@ -157,7 +157,7 @@ def choose(rng: Random, options: Sequence[str]) -> str:
 
 
 def order(en: Sequence[Part], xx: Sequence[Part]) -> Part:
-    """One part that joins others, in the English order `en` and in the order of `xx`."""
+    """One part that joins parts: in English in the order of `en`, in xx in the order of `xx`."""
     return Part([token for part in en for token in part.en], [token for part in xx for token in part.xx])
 
 
@@ -218,7 +218,7 @@ def english_lexicon() -> list[Word]:
 
 
 def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """The forms of a new xx word. None of them is in `taken`, to which they are added."""
+    """The forms of a new xx word. None of the forms is in `taken`; all are added to it."""
     short = pos not in (*CONTENT, "copula")
     while True:
         syllables = 1 if short else 2 if rng.random() < 0.7 else 3
@@ -232,7 +232,7 @@ def coin(rng: Random, pos: str, suffixes: dict[str, str], taken: set[str]) -> di
 
 
 def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], taken: set[str]) -> dict[str, str]:
-    """xx form -> yy form. Their stem is not in `taken`, to which it is added."""
+    """Each xx form of a word -> its yy form. The stem of the yy forms is new, and is added to `taken`."""
     while (stem := choose(rng, CHARACTERS) + choose(rng, CHARACTERS)) in taken:
         pass
     taken.add(stem)
@@ -240,7 +240,7 @@ def in_characters(rng: Random, forms: dict[str, str], suffixes: dict[str, str], 
 
 
 class World:
-    """The languages of a seed. Sentences depend only on the seed and the arguments."""
+    """The languages that are made from a seed. Sentences depend only on the seed and the arguments."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -345,7 +345,7 @@ class Composer:
         return self.rng.random() < probability
 
     def express(self, word: Word, key: str = "") -> Part:
-        """The part of a form of a word in both languages, with a new concept."""
+        """A part with one form of a word in both languages, which expresses a new concept."""
         c = next(self.concepts)
         return Part([(word.en[key], (c,))], [(word.xx[key], (c,))], word, c, word.person)
 
@@ -359,7 +359,7 @@ class Composer:
         return known
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
-        """An invariable word from a pool with this probability, otherwise NOTHING."""
+        """With this probability an invariable word sampled from a pool, otherwise NOTHING."""
         return self.express(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
     def mark(self, sign: str) -> Part:
@@ -406,7 +406,7 @@ class Composer:
         return Part(whole.en, whole.xx, noun, core.concept, person)
 
     def adposition(self, preposition: str, phrase: Part) -> Part:
-        """An English preposition that is a case suffix in xx."""
+        """A phrase with an English preposition, in place of which xx has a case suffix."""
         return phrase._replace(en=[(preposition, (phrase.concept,)), *phrase.en])
 
     def relative(self, noun: Word, person: str) -> Part:

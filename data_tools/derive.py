@@ -55,7 +55,7 @@ class Derivation:
         """The number of sentences whose arcs cross."""
 
     def write(self, texts: list[str]) -> list[str]:
-        """Lines in the language's script."""
+        """The lines in the script of the derived language."""
         return self.script.map_texts(texts) if self.script else texts
 
     def write_words(self, words: list[str]) -> list[str]:
@@ -71,7 +71,7 @@ class Derivation:
         return line
 
     def french(self, sentence: Sentence, where: str) -> list[int]:
-        """The French order of a parse's words and multiword tokens, which go where their first words would go."""
+        """A parse's words and multiword tokens in French order; a multiword token goes where its first word goes."""
         check_heads(sentence, where)
         order = as_french(sentence.tree(), self.seed)
         self.sentences += 1
@@ -237,7 +237,7 @@ def work(args: argparse.Namespace) -> str:
                 file.write(line)
         report.append(f"{out}: {args.how} of {source}")
     if derivation.parses and (rest := next(derivation.parses, None)):
-        raise UserError(f"{rest[0]}: --conllu goes on, but --in has ended; give only the parses of --in")
+        raise UserError(f"{rest[0]}: --conllu has a parse beyond the end of --in; give only the parses of --in")
     if derivation.order == "syn":
         crossing = f"{derivation.crossing:,} of {derivation.sentences:,} sentences"
         report.append(f"{crossing} have crossing arcs and stay as they are")

@@ -12,10 +12,10 @@ from .formats import check_text, object_of, take_head
 HEAD_LINES = 1000
 """The number of a file's first lines that decide which form it has."""
 BLOCK_LINES = 50
-"""Blank lines are taken for borders of documents if there are at most this many lines, on average, between two."""
+"""Blank lines separate documents if, on average, at most this many lines are between two of them."""
 
 Passage = tuple[int, bool, list[str]]
-"""A line: (its number in the file, whether it starts a document, its paragraphs; [] if it is blank or markup)."""
+"""A line: (its number in the file, whether it starts a document, its paragraphs: none if it is blank or markup)."""
 
 
 def passages(path: Path, form: str) -> tuple[str, Iterator[Passage]]:

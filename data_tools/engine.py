@@ -33,7 +33,7 @@ Step = Callable[[Path, int], None]
 
 @contextmanager
 def put(path: Path) -> Iterator[Path]:
-    """Yield a path to write to, which then replaces `path`. Two processes may do so at the same time."""
+    """Yield a new path to write to; its file then replaces `path`. Two processes may write `path` at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}{files.PARTIAL}")
     try:
@@ -98,7 +98,7 @@ class Executor:
                 last = report_progress(last, name, len(left) - len(waiting), len(left))
         except BrokenProcessPool:
             raise MachineError(
-                f"a worker was killed during `{name}`, perhaps because memory ran out (`dmesg` tells); start again "
+                f"a worker was killed during `{name}`, perhaps because memory ran out (see `dmesg`); start again "
                 f"with fewer --workers: finished tasks are not done again"
             ) from None
         finally:
@@ -128,7 +128,7 @@ class Executor:
             text = next((text for text in texts if "error: " in text), "\n".join(texts)) or done.stderr
             problem = text.rpartition("error: ")[2].strip()[-2000:]
             raise (UserError if done.returncode == 2 else MachineError)(
-                f"{name}, {len(missing)} of {len(left)} tasks: {problem}; see {logs}"
+                f"step {name}: {len(missing)} of {len(left)} tasks failed: {problem}; see {logs}"
             )
 
 

@@ -10,19 +10,19 @@ from typing import Any
 from xscale.errors import UserError
 
 HEAD_LINES = 500
-"""The number of first lines that are checked on each side of pairs."""
+"""The number of first lines that are checked in each of the two files of pairs."""
 HEAD_CHARACTERS = 1 << 24
 """No further line is checked once the first lines have this many characters."""
 SHARE = 0.8
-"""A file is refused if at least this share of its first lines has another format; in real text it was at most 6 %."""
+"""A file is refused if at least this share of its first lines has another format; real text has 6 % at most."""
 SAME_SHARE, FEWEST = 0.9, 20
-"""Two sides are the same text if at least this share of their first pairs has equal sides, of at least this many."""
+"""Two files count as the same text if at least SAME_SHARE of their first FEWEST pairs or more have equal sides."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
 def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, str]]:
-    """The first numbered lines, which are taken from `lines`."""
+    """Take the first numbered lines from `lines`: at most `most`, and about HEAD_CHARACTERS."""
     head, size = list[tuple[int, str]](), 0
     for line in lines:
         head.append(line)
@@ -33,8 +33,8 @@ def take_head(lines: Iterator[tuple[int, str]], most: int) -> list[tuple[int, st
 
 
 def check_text(path: Path, head: list[str], side: int = 0, lang: str = "", json_lines: bool = False) -> None:
-    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: those of the text that is wanted.
-    json_lines: accept JSON, because it is read as JSON or the user says that these lines are text."""
+    """Raise UserError if a file's first lines are a table, XML or JSON. side, lang: the side (0 or 1) and the language
+    of the wanted text. json_lines: accept JSON, since it is read as JSON or the user says that these lines are text."""
     lines = [line.strip(" \r\n") for line in head if line and not line.isspace()]
     if not lines:
         return

@@ -23,7 +23,7 @@ from .ranks import Ranks, run
 
 TOOL = "data_tools.index"
 Scanned = tuple[list[tuple[dict[str, Any], str, tuple[str, ...], int]], Survey | None]
-"""For some tars: each one's entry in index.json, layout, languages and number of documents; a survey of all texts."""
+"""For some tars: (entry in index.json, layout, languages, number of documents) of each; a survey of all their texts."""
 
 
 def build(

@@ -158,7 +158,7 @@ def documents(source: Source) -> str:
 
 
 def damage(source: Source, ranks: Ranks) -> list[str]:
-    """A line for each shard whose bytes differ from the index, with the first damaged record if it is known."""
+    """A line for each shard that is missing or differs from the index, with the first damaged record if it is known."""
 
     def verify() -> list[str]:
         problems = []

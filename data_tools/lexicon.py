@@ -99,7 +99,7 @@ def counted_forms(sources: list[Source], langs: tuple[str, str], ranks: Ranks) -
 
 def induced(pairs: Counter, first: Counter, second: Counter, min_count: int, min_share: float) -> list[Entry]:
     """The word pairs that are linked at least `min_count` times, and in at least the share `min_share` of the
-    occurrences of their more frequent word; the most frequent pairs come first."""
+    occurrences of the more frequent one of the two words; the most frequent pairs come first."""
     kept = [(a, b) for (a, b), n in pairs.items() if n >= min_count and n >= min_share * max(first[a], second[b])]
     return sorted(kept, key=lambda entry: (-pairs[entry], entry))
 

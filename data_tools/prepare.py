@@ -30,7 +30,7 @@ from .cleaning import identifier, lid_code
 from .corpus import Corpus, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
-EXTRA = ("sentencex", "rensa", "py3langid", "defusedxml", "zstandard")
+EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard")
 """The packages of the extra `prepare`."""
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
@@ -73,7 +73,7 @@ def check(corpus: Corpus) -> None:
 
 
 def check_lexicons(corpus: Corpus) -> None:
-    """Raises UserError unless training can read each dictionary, and finds it by its name."""
+    """Raise UserError unless training can read each dictionary, and finds its languages by its name."""
     from xscale.data.lexicon import pair_of, read_entries  # it takes seconds to import
 
     languages = {lang for source in corpus.sources for lang in source.langs}
@@ -122,9 +122,9 @@ def start(corpus: Corpus, folder: Path, out: Path) -> None:
     if not (folder / "plan.json").exists():
         steps.write_json(folder / "plan.json", plan)
     elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
-        raise UserError(f"{folder} has another corpus.yaml, or its input has changed since; remove it to start anew")
+        raise UserError(f"{folder} is for another corpus.yaml, or an input file has changed; remove it to start anew")
     else:
-        print(f"going on in {folder}", file=sys.stderr)
+        print(f"continuing with the finished tasks in {folder}", file=sys.stderr)
 
 
 def finish(corpus: Corpus, folder: Path, out: Path) -> None:
@@ -144,7 +144,7 @@ def finish(corpus: Corpus, folder: Path, out: Path) -> None:
 
 
 def describe(corpus: Corpus) -> str:
-    """A description of what would be done, estimated from the first units of every source."""
+    """A description of what the command would do, estimated from the first units of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text

@@ -44,7 +44,7 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
     for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
-                f"{source.paths[0]}: unit {unit.number} has an unpaired surrogate, such as \\ud800; fix or remove it"
+                f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
             )
         yield unit
     if unit is None:
@@ -261,7 +261,7 @@ def table_rows(source: SourceSpec) -> Iterator[Unit]:
 
 
 def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
-    """The rows of Arrow's batches. Raises UserError, whatever a damaged file makes of them."""
+    """The rows of Arrow's batches. Raises UserError for every error, since a damaged file may cause any."""
     number = 0
     try:
         for batch in batches(name):

@@ -1,8 +1,8 @@
 """A second script for a WordPiece tokenizer of V ids: token i has a copy i + V, and text is written with the copies.
 
-Each character of the vocabulary is mapped to one that no token has and that the tokenizer and data/words.py treat
-alike: letters to Armenian ones and, when those are used up, others. Text is normalised as the tokenizer does, and then
-mapped character by character, so that WordPiece, which takes the longest piece first, splits it as before.
+Each character of the vocabulary is mapped to one that no token has, and that the tokenizer and data/words.py treat in
+the same way: letters to Armenian ones, then to others. Text is normalised as the tokenizer does, and then mapped
+character by character, so that WordPiece, which takes the longest piece first, splits it as before.
 """
 
 import json
@@ -27,7 +27,7 @@ class Script:
         """path: a tokenizer's directory. overlap: the share of ids that stay as they are, selected by a hash
         with the seed. Raises UserError."""
         if not 0 <= overlap < 1:
-            raise UserError(f"--overlap {overlap:g} is a share of the ids that keep their place: from 0 to below 1")
+            raise UserError(f"--overlap {overlap:g}: the share of ids that stay as they are must be from 0 to below 1")
         self.path = path
         self.tokenizer = Tokenizer(path.absolute())
         self.json: dict[str, Any] = json.loads(self.tokenizer.backend.to_str())
@@ -84,7 +84,7 @@ class Script:
         return int(table()[ord(char)]), unicodedata.category(char)[0], len(there), len(pieces)
 
     def map_texts(self, texts: list[str]) -> list[str]:
-        """The texts in the second script: as many words, and id + V for each id that is neither special nor kept."""
+        """The texts in the second script: words keep their number, and an id i that is not special or kept is i + V."""
         normalizer = self.tokenizer.backend.normalizer
         texts = [normalizer.normalize_str(text) for text in texts] if normalizer else texts
         if not self.kept:

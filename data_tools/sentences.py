@@ -12,7 +12,7 @@ _ORDINAL = re.compile(r"(?:^|[\s(])\d{1,3}\.\s*$")
 _WITH_ORDINALS = re.compile("bs|cs|da|de|et|fi|fo|hr|hu|is|lb|lv|nb|nn|no|pl|sk|sl|sr|tr")
 """The languages in which 3. is an ordinal number."""
 _END = 8
-"""The last characters of a piece that are searched for these."""
+"""The number of last characters of a piece in which _INITIAL and _ORDINAL are searched."""
 _LONG = 60
 """A Thai or Lao sentence is split at a space only if it has at least this number of characters by then."""
 
@@ -32,7 +32,7 @@ def split_sentences(text: str, language: str) -> list[str]:
 
 
 def _split_unspaced(piece: str) -> list[str]:
-    """Long Thai or Lao by its spaces, and other text by _ENDS."""
+    """Split long Thai or Lao at its spaces, and other text at the _ENDS that sentencex does not know."""
     if len(piece) > _LONG and _SPACES.search(piece):
         sentences = [""]
         for part in _SPACES.split(piece):

@@ -4,13 +4,13 @@ wrote, and writes whole files of its own. All files are in one folder:
     raw/SOURCE/CHUNK.jsonl      cut: the units of a source as its reader gives them, in chunks
     clean/CHUNK.{jsonl,npy}     clean: a chunk's units after the rules, and the hashes of their texts
     state/GROUP.npy             select: whether each unit of a language or a pair is kept, repeated or held out
-    links/N.priors              priors: the aligner's statistics of a sample of a large direction's pairs
+    links/N.priors              priors: the aligner's statistics from a sample of pairs, if a direction has many
     links/CHUNK                 align: word links for a chunk's kept or held-out pairs that came without links
     result/tokenizer/           tokenizer: trained on a sample of what is kept
     tars/CHUNK.*, held/CHUNK    shards: a shard, its index and a survey of it; the records that are held out
     result/{shards,heldout}/    gather: the shards of each source under their names, with index.json
 
-Chunks do not depend on the number of workers, so every byte except those of links/ depends on the input alone.
+Chunks do not depend on the number of workers, so every byte depends on the input alone, except eflomal's links.
 """
 
 import json
@@ -49,8 +49,8 @@ KEPT, REPEATED, NEAR, HELD = range(4)
 HELD_SHARE = 10
 """At most about one in this many kept sentences or pairs is held out."""
 PART_PAIRS, SAMPLE_PARTS = 250_000, 2
-"""A pair of languages with pairs for 2 SAMPLE_PARTS parts of PART_PAIRS is aligned in parts of at least this size, with
-priors from an even sample of the size of SAMPLE_PARTS parts."""
+"""From 2 * SAMPLE_PARTS * PART_PAIRS pairs on, a direction is aligned in parts of at least PART_PAIRS pairs, with
+priors from an even sample as large as SAMPLE_PARTS parts."""
 SYMMETRIZE = "grow-diag-final-and"
 SAMPLE = 2_000_000
 """The tokenizer is trained on at most this number of sentences and sides of pairs."""
@@ -60,10 +60,10 @@ STATISTICS = 2
 
 class Chunk(NamedTuple):
     number: int
-    """Its number among the chunks of all sources."""
+    """The chunk's number among the chunks of all sources."""
     source: int
     of_source: int
-    """Its number among the chunks of its source."""
+    """The chunk's number among the chunks of its source."""
 
 
 @lru_cache(maxsize=1)
@@ -133,7 +133,7 @@ def clean(folder: Path, number: int) -> None:
 
 
 def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | None, int]:
-    """A unit's links, renumbered to the words of its clean texts, and how many were dropped. Raises UserError."""
+    """A unit's links, renumbered to the words of its clean texts, and how many links were dropped. Raises UserError."""
     if unit.links is None:
         return None, 0
     given = None if texts == unit.texts else tuple(unit.texts)
@@ -149,7 +149,7 @@ def projected(unit: Unit, texts: list[str], source: SourceSpec) -> tuple[str | N
 
 
 def select(folder: Path, number: int) -> None:
-    """Write the state of each unit of a group. Of equal units in any of the group's chunks, the first is kept."""
+    """Write the state of each unit of a group. With `dedup`, only the first of equal units is kept."""
     corpus = corpus_of(folder)
     group = corpus.groups[number]
     chunks = chunks_in(folder, group)
@@ -226,17 +226,17 @@ def is_unlinked(unit: Unit, state: int) -> bool:
 
 
 class AlignmentPart(NamedTuple):
-    """The chunks of a direction whose pairs are aligned together."""
+    """The chunks whose pairs are aligned together, all of one direction (an ordered pair of languages)."""
 
     direction: int
     chunks: list[Chunk]
     alone: bool
-    """Whether they are all of the direction."""
+    """True if these are all chunks of the direction."""
 
 
 @lru_cache(maxsize=1)
 def parts_of(folder: Path) -> list[AlignmentPart]:
-    """All parts, after `select`. Those of a direction have about the same number of pairs, at least PART_PAIRS."""
+    """All parts, after `select`. If a direction has several, each has about as many pairs, at least PART_PAIRS."""
     corpus, parts = corpus_of(folder), list[AlignmentPart]()
     for number, langs in enumerate(corpus.directions):
         chunks = [c for c in chunks_of(folder) if corpus.sources[c.source].langs == langs]
@@ -257,7 +257,7 @@ def unlinked(folder: Path, chunk: Chunk) -> list[tuple[str, str]]:
 
 
 def make_priors(folder: Path, number: int) -> None:
-    """Write what an even sample of a direction's pairs says of its words, if the direction has several parts."""
+    """Write priors from an even sample of a direction's pairs, if the direction has several parts."""
     parts = [part for part in parts_of(folder) if part.direction == number and not part.alone]
     if parts:
         pairs = (pair for part in parts for chunk in part.chunks for pair in unlinked(folder, chunk))
@@ -280,7 +280,7 @@ def make_links(folder: Path, number: int) -> None:
 
 
 def linked_units(folder: Path, chunk: Chunk) -> Iterator[tuple[Unit, int]]:
-    """The units of a chunk with the links that were made, and their states."""
+    """The units of a chunk, with the links that `make_links` wrote, and their states."""
     path = folder / f"links/{chunk.number}"
     links = iter(path.read_text(encoding="utf-8").split("\n") if path.exists() else ())
     for unit, state in units_and_states(folder, chunk):

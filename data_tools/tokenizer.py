@@ -36,10 +36,10 @@ ROBERTA_SPECIAL = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", 
 _SYMBOLS = r" ?[^\s\p{L}\p{M}\p{N}]+"
 """The pattern of symbols, which never share a token with a word: `en.` would be neither word nor symbol."""
 _BYTE_LEVEL_WORD = rf" ?[\p{{L}}\p{{M}}]+| ?\p{{N}}+|{_SYMBOLS}|\s+(?!\S)|\s+"
-"""The pattern of words is GPT-2's, except that a combining mark belongs to its letter and `'s` is no special case."""
+"""GPT-2's pattern of words, except that a combining mark belongs to its letter and `'s` is no special case."""
 COVERAGE = 0.9995
 _ALPHABET = 1000
-"""This many of the most frequent characters are in a vocabulary whatever the coverage."""
+"""This many of the most frequent characters are in a vocabulary, as far as they fit, whatever the coverage."""
 _ROOM = 0.75
 """The largest share of a vocabulary that single characters may take."""
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -210,8 +210,8 @@ def extended(old: Loaded, fresh: PreTrainedTokenizerFast) -> str:
     model, there = tree["model"], old.hf.get_vocab()
     if len(model["vocab"]) != old.vocab_size:
         raise UserError(
-            f"--extend {old.hf.name_or_path} has tokens after its vocabulary, such as added ones; add further ones by "
-            f"its add_tokens instead"
+            f"--extend {old.hf.name_or_path} has tokens beyond its vocabulary, such as those of add_tokens; add more "
+            f"by its add_tokens instead"
         )
     if model["type"] == "Unigram":
         model["vocab"] += [entry for entry in more["vocab"] if entry[0] not in there]
@@ -235,7 +235,7 @@ def shard_texts(sources: list[Source], limit: int) -> Iterator[tuple[str, str]]:
 
 
 class Sample:
-    """A sample of each language's texts, spread evenly over all of them."""
+    """A sample of each language's texts, spread evenly over the texts."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = defaultdict(list)

@@ -3,9 +3,9 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-Input is plain, .gz or .xz UTF-8 text, read as a stream. A shard covers a fixed range of input lines (of monolingual
-text, the documents that start there), so the output is the same, byte for byte, under `mpirun -n N` for every N. The
-directory appears only when it is complete.
+Input is UTF-8 text, plain, .gz, .xz or .zst, read as a stream. A shard covers a fixed range of input lines (monolingual
+text: the documents that start in this range), so the output is the same, byte for byte, under `mpirun -n N` for every
+N, except for links by --align. The directory appears only when it is complete.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import webdataset
 
 from xscale import files
 from xscale.data.link_projection import project_links
-from xscale.data.text import files_of, read_lines, split_sentences
+from xscale.data.text import files_of, read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import is_blank
 from xscale.errors import UserError
@@ -35,6 +35,7 @@ from . import index as indexing
 from .documents import FORMS, passages
 from .formats import HEAD_LINES, check_text, refuse_equal_sides, take_head
 from .ranks import Ranks, run
+from .sentences import split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
@@ -168,10 +169,10 @@ def mono_lines(
             total += 1
             if starts or number == 1 or total - first >= args.shard_lines:
                 first = total
-            texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p)]
+            texts = paragraphs if args.whole_lines else [s for p in paragraphs for s in split_sentences(p, args.lang)]
             texts = [text for text in texts if not is_blank(text)]
             kept = [(i, text) for i, text in enumerate(texts) if not (keep and keep.reason((text,)))]
-            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None if it is alone in its document
+            doc = None if form in ("lines", "json") and len(kept) == 1 else first  # None: alone in its document
             records = [
                 Record(f"{name}.{args.lang}-{number:09d}.{i}", (args.lang,), (text,), doc=doc) for i, text in kept
             ]
@@ -284,7 +285,7 @@ def _write_shard(path: Path, lines: Iterable[Line]) -> Counter:
 
 
 def counted(lines: Iterable[Line], ranks: Ranks) -> Iterator[Line]:
-    """The same lines. Rank 0 prints from time to time how many there were."""
+    """Yield the lines unchanged. On rank 0, print from time to time how many there were."""
     for number, line in enumerate(lines, start=1):
         yield line
         if ranks.is_main and number % _PROGRESS_LINES == 0:
@@ -348,7 +349,7 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
         most = args.max_tokens if args.max_tokens is not None else sys.maxsize
         keep = TokenFilter(args.tokenizer, args.min_tokens or 0, most)
     if args.kind == "pairs" and args.langs[0] == args.langs[1]:
-        raise UserError(f"--langs {' '.join(args.langs)} are the same; name the languages of the two sides apart")
+        raise UserError(f"--langs {' '.join(args.langs)} are the same; give the sides two different languages")
     for language in args.langs if args.kind == "pairs" else [args.lang]:
         if not LANGUAGE.fullmatch(language):
             raise UserError(

@@ -190,9 +190,7 @@ class Trial:
                 capture_output=True, text=True, timeout=200,
             )  # fmt: skip
             ended = process.poll() is not None  # meanwhile
-            assert ended or (
-                second.returncode and "is being trained by another process" in second.stdout + second.stderr
-            )
+            assert ended or (second.returncode and "trains the run in" in second.stdout + second.stderr)
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
 

@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
 from data_tools.documents import passages
 from data_tools.ranks import Ranks, run
+from data_tools.sentences import split_sentences
 from data_tools.write_shards import sides
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
-from xscale.data.text import split_sentences
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, publish, write_text
@@ -101,7 +101,7 @@ def test_pairs_of_one_language(tmp_path, corpus_files, refused) -> None:
     paths = [f"--{side}={path}" for side, path in zip(("src", "tgt"), corpus_files(["a"], ["b"]), strict=True)]
     words = ["pairs", *paths, f"--out={tmp_path / 'out'}", "--langs", "en", "en"]
     message = refused(lambda ranks: write_shards.main(ranks, words))
-    assert message == "--langs en en are the same; name the languages of the two sides apart"
+    assert message == "--langs en en are the same; give the sides two different languages"
     assert not list(tmp_path.glob("out*"))
 
 
@@ -545,7 +545,7 @@ A, B = [("a.en.txt", b"one"), ("a.cs.txt", b"jeden")], [("b.en.txt", b"two"), ("
     ("members", "problem"),
     [
         ([*A, *A, *B], "record 0: a.en.txt occurs twice in one sample"),
-        ([A[0], *B], "record 1: sample 'b' has en, cs, the samples before have en: .* --langs"),
+        ([A[0], *B], "record 1: sample 'b' has texts in en, cs, the samples before in en: .* --langs"),
         ([A[0], ("a.cs.txt", None), *B], "record 0: member a.cs.txt is a link or a device"),
         ([*A, ("a.links.txt", b"0-0 5-0"), *B], "record 0: link '5-0' does not fit a pair of 1 and 1 words"),
         ([("a.json", b'{"langs": ["en"], "texts": ["x"]}')] * 2, "record 0: a.json occurs twice"),
@@ -698,7 +698,7 @@ def test_splitting_takes_time_in_proportion_to_the_line() -> None:
     began = time.process_time()
     for text in ("A. ", "Dr. ", "He came. ", "。", 'He said "A." '):
         line = text * 40_000
-        sentences = split_sentences(line)
+        sentences = split_sentences(line, "en")
         assert "".join("".join(sentences).split()) == "".join(line.split())
     assert time.process_time() - began < 10
 

@@ -14,7 +14,7 @@ from data_tools import demo_corpus, inspect, tokenizer, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from xscale.data.shards import Source
-from xscale.data.text import files_of, read_lines, split_sentences
+from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
 
 
@@ -98,7 +98,7 @@ def test_links_of_the_aligners_text(tmp_path: Path, corpus_files, write_pairs, s
     with pytest.raises(UserError, match="give all three"):
         write_pairs(*paths, tmp_path / "x", *options[:4])
     (tmp_path / "src").write_text("quite another text\n" * 6)
-    with pytest.raises(UserError, match=r"links: line 1: .*is not of the text.*--links_src F"):
+    with pytest.raises(UserError, match=r"links: line 1: .*does not match the text.*--links_src F"):
         write_pairs(*paths, tmp_path / "x", *options)
 
 
@@ -176,34 +176,6 @@ def test_whole_lines(tmp_path: Path, shard_records) -> None:
     (tmp_path / "t").write_text("One. Two.\n\nThree.\n")
     write_mono(tmp_path / "out", "--text", tmp_path / "t", "--whole_lines")
     assert [r["texts"] for r in records_of(tmp_path / "out", shard_records)] == [["One. Two."], ["Three."]]
-
-
-@pytest.mark.parametrize(
-    ("line", "sentences"),
-    [
-        ("First. Second! Third? Fourth", ["First.", "Second!", "Third?", "Fourth"]),
-        ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
-        ("One. Errs towards leaving together. Good.", ["One. Errs towards leaving together.", "Good."]),
-        ("Dr. Smith met J. R. Tolkien. They talked.", ["Dr. Smith met J. R. Tolkien.", "They talked."]),
-        ("It cost 3.5 euros. Cheap.", ["It cost 3.5 euros.", "Cheap."]),
-        ("Am 3. Mai kam er. Er blieb.", ["Am 3. Mai kam er.", "Er blieb."]),
-        ("Это так. Но нет.", ["Это так.", "Но нет."]),
-        ("今日は。明日も！", ["今日は。", "明日も！"]),
-        ("他说：「走吧。」他说（完。）。走了", ["他说：「走吧。」", "他说（完。）。", "走了"]),
-        ("『「真的吗？！』」“是的。”", ["『「真的吗？！』」", "“是的。”"]),
-        ("no capital follows. so it stays", ["no capital follows. so it stays"]),
-        ("  ", []),
-    ],
-)
-def test_sentences(line: str, sentences: list[str]) -> None:
-    assert split_sentences(line) == sentences
-
-
-def test_splitting_loses_no_character() -> None:
-    world = World(3)
-    line = " ".join(sentence for i in range(40) for sentence in world.document("en", i))
-    for text in (line, line.replace(". ", '." '), line.replace(". ", "…) (")):
-        assert "".join("".join(split_sentences(text)).split()) == "".join(text.split())
 
 
 def test_lines_are_numbered_from_one(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def read(out: Path) -> tuple[str, int, str, int]:
 
 def run(out: Path, rank: int, ours: bool | None) -> Status:
     status = Status(out, Process(rank, 2, rank, 2))
-    status.ours = ours
+    status.has_lock = ours
     return status
 
 

@@ -736,7 +736,7 @@ def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
         assert {job["NodeList"] for job in jobs} == {"n1", "n2"}
         (tmp_path / "b").write_text("a\tb\nc\n")
         bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
-        assert bad.returncode == 2 and f"error: cut, 1 of 2 tasks: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
+        assert bad.returncode == 2 and f"cut: 1 of 2 tasks failed: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokeni
     (shown,) = cells["retrieval", "mean over 2 languages cosine", "accuracy"]
     assert shown.startswith(f"{np.mean(of_pairs):.4g} [") and ("retrieval", "eng_Latn-fra_Latn xsim", "xsim") in cells
     assert run.main(["--model", str(model), "--suite", "retrieval", "--texts", str(model)]) == 2
-    assert "has no test set that it knows" in capsys.readouterr().err
+    assert "has no test set of the suite" in capsys.readouterr().err
 
 
 def test_the_table_has_alignment_error_rates(links: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: Any) -> None:
@@ -229,7 +229,7 @@ def test_a_test_without_labels_gives_way_to_dev(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"), [(["--limit", "0"], "--limit 0"), (["--suite", "transfer"], "has no test set that it knows")]
+    ("flags", "said"), [(["--limit", "0"], "--limit 0"), (["--suite", "transfer"], "has no test set of the suite")]
 )
 def test_what_cannot_be_compared_is_said_before_the_work(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], said: str

@@ -1,3 +1,3 @@
-"""xscale: sharded text streams into a DeepSpeed engine that trains one multilingual encoder on many objectives."""
+"""xscale trains one multilingual encoder on several objectives at once, from sharded text, with DeepSpeed."""
 
 __version__ = "0.1.0"

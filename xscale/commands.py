@@ -1,6 +1,6 @@
-"""The programs that pip installs. xscale-train runs `python -m xscale.train`; so do xscale-eval, xscale-finetune,
-xscale-report, xscale-export and xscale-merge with their modules. `xscale-data TOOL ...` runs a tool that makes or reads
-shards."""
+"""This module has the programs that pip installs. xscale-train runs `python -m xscale.train`; xscale-eval,
+xscale-finetune, xscale-report, xscale-export and xscale-merge run their own modules. `xscale-data TOOL ...` runs a tool
+of data_tools."""
 
 import runpy
 import sys

@@ -1,6 +1,6 @@
 """The recipe: what is trained, on what data, for how long.
 
-A value comes from the YAML file, then from `--set`. Unknown keys and wrong types are errors, and all problems of a
+A value of `--set` replaces the value of the YAML file. Unknown keys and wrong types are errors, and all problems of a
 recipe are reported at once.
 """
 
@@ -25,7 +25,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """The pydantic settings of a recipe's section, and of an objective's options."""
 NotNegative = Annotated[float, Field(ge=0)]
 MOST = 1 << 40
-"""The largest number of steps, samples or tokens: more than anybody needs, and exact as a float."""
+"""The largest allowed number of steps, samples or tokens: more than anybody needs, and exact as a float."""
 Count = Annotated[int, Field(gt=0, le=MOST)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 
@@ -34,19 +34,19 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 class ModelConfig:
     init: str | None = None
     """Weights to start from: a Hugging Face directory, a hub name, or a run or checkpoint of xscale; null: random
-    weights of `preset`. Weights of a run bring the embeddings of its languages and the heads of its streams."""
+    weights of `preset`. A run's language embeddings and its streams' heads are taken over, too."""
     preset: Literal["tiny", "mini", "small", "base", "xlmr-base", "modern-small", "modern-base"] = "tiny"
     """The architecture of a randomly initialised encoder."""
     tokenizer: str | None = None
     """A Hugging Face tokenizer directory; null: the tokenizer of `init`, else `tokenizer/` in the first --data
-    directory or its parent. It may be a larger form of the tokenizer of `init`, to which the model grows."""
+    directory or its parent. It may extend the tokenizer of `init`; the model then gets embeddings of the new tokens."""
     dropout: Annotated[float, Field(ge=0, le=0.9)] = 0.1
     """The dropout probability of hidden states and attention."""
     attention_gain: PositiveFloat | None = None
-    """The random weights of attention's values and outputs have a standard deviation of this / sqrt(width); null: 0.02
-    as in transformers, which is a gain of 0.23 in preset tiny and 0.55 in base. At 0.23 attention adds little, all
-    sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97 at 1), and contrastive losses learn late.
-    Other losses learn somewhat later at 1."""
+    """The gain g of attention: its value and output projections start from random weights of standard deviation g /
+    sqrt(width). null: a standard deviation of 0.02 as in transformers, which is a gain of 0.23 in preset tiny and 0.55
+    in base. At a gain of 0.23 all sentences have nearly the same [CLS] vector (mean cosine 0.9999; 0.97 at a gain of
+    1), and contrastive losses begin to fall late. At a gain of 1 other losses begin to fall somewhat later."""
     rope_theta: PositiveFloat | None = None
     """The base of the rotary position embeddings in all layers (ModernBERT); null: that of `init`, or 160,000 in the
     presets. A larger base suits longer sequences. A phase may change it if the recipe sets it."""
@@ -55,18 +55,18 @@ class ModelConfig:
 @dataclass(frozen=True, config=STRICT)
 class StreamConfig:
     objective: str
-    """The name of the objective."""
+    """The name of the objective, such as mlm or tlm."""
     samples: Annotated[int, Field(ge=0, le=MOST)] | None = None
-    """Samples per optimizer step over all ranks. A sample of pairs is one pair. A sample of monolingual text is about
-    data.max_length tokens of running text: consecutive sentences of a document, or several short documents, each in a
-    sequence of its own. Text beyond data.max_length continues in another sequence; nothing is dropped. A phase may
-    set 0 samples, which pauses the stream."""
+    """Samples per optimizer step over all ranks. In a stream of pairs, a sample is one pair. In a stream of monolingual
+    text, it is about data.max_length tokens of running text: consecutive sentences of a document, or several short
+    documents, each in a sequence of its own. Text beyond data.max_length continues in another sequence; nothing is
+    dropped. A phase may set 0 samples, which pauses the stream."""
     tokens: Count | None = None
     """Tokens per optimizer step, instead of `samples`. A measurement before step 1 converts them to samples."""
     weight: PositiveFloat = 1.0
     """The factor of the stream's loss in the loss of the step."""
     warm_in: NotNegative = 0.0
-    """The factor rises to `weight` over this many steps. A number below 1 is a share of train.steps."""
+    """The number of steps in which the loss's factor rises linearly to `weight`. Below 1: a share of train.steps."""
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de", in either order) whose data and dictionaries the stream reads; null: all."""
     options: Any = None
@@ -84,8 +84,8 @@ class DataConfig:
     max_length: Annotated[int, Field(ge=8, le=MOST)] = 128
     """The maximum number of tokens of a sequence, special tokens included."""
     overlong: Literal["drop", "truncate"] = "drop"
-    """The treatment of pairs that are longer than max_length. They are counted. Monolingual text always continues
-    in another sequence."""
+    """Pairs longer than max_length are dropped or truncated; the log gives their number. Monolingual text always
+    continues in another sequence."""
     segments: bool = True
     """The two sentences of a pair have token types 0 and 1, if the model and the tokenizer have such types and no
     stream has language embeddings; false: both have type 0."""
@@ -95,14 +95,14 @@ class DataConfig:
     languages: list[str] | None = None
     """Languages ("en") or pairs ("en-de") that streams without `languages` of their own read; null: all."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.7
-    """Languages, and pairs of languages, are sampled with a probability proportional to n^alpha."""
+    """A language, or pair of languages, is sampled with probability proportional to n^alpha; alpha_by defines n."""
     alpha_by: Literal["records", "tokens", "bytes"] = "records"
     """The n of n^alpha: the number of a language's records, or of their tokens or bytes, which are estimated from some
-    shards. A sample of running text is a number of tokens, whatever the length of its records."""
+    shards. A sample of running text has about data.max_length tokens in any case."""
     max_epochs: PositiveFloat | None = None
     """About the maximum number of times that the run reads a record (UniMax, Chung et al. 2023, who use data.alpha 0).
-    If a language would be read more often, its excess samples go to the other languages in proportion. If all languages
-    reach the maximum, all exceed it by the same factor. null: no limit."""
+    If a language would be read more often, its excess samples go to the other languages in proportion to their shares.
+    If all languages reach the maximum, all exceed it by the same factor. null: no limit."""
     workers: Annotated[int | Literal["auto"], PlainValidator(_workers)] = "auto"
     """Data loading processes per rank. 0 loads in the training process. auto: 2 on a CPU; 4 to 6 on a GPU, by
     the number of cores per rank."""
@@ -118,16 +118,16 @@ class DataConfig:
         return self
 
     lexicons: list[str] = dataclasses.field(default_factory=list)
-    """Dictionary files, named after the pair: en-de.txt. Without any, `lexicon/*.txt` in the first --data directory or
-    its parent is used. A stream whose objective uses dictionaries reads those of its languages. Dictionaries that no
-    stream reads are used for evaluation only."""
+    """Dictionary files, named after the pair: en-de.txt. If the list is empty, `lexicon/*.txt` in the first --data
+    directory or its parent is used. A stream whose objective uses dictionaries reads those of its languages.
+    Dictionaries that no stream reads are used for evaluation only."""
     truecase: bool = True
     """Dictionary words are spelled as the text mostly spells them, judged by up to 100,000 records of each language.
-    MUSE's words are lower-case, but German text has `Hund`, not `hund`. No effect if the tokenizer lower-cases. The
-    run keeps the changed dictionary in its directory, under lexicon/."""
+    MUSE's words are lower-case, but German text has `Hund`, not `hund`. This has no effect if the tokenizer
+    lower-cases. The run keeps the changed dictionary in its directory, under lexicon/."""
     lexicon_heldout: Annotated[float, Field(ge=0, lt=1)] = 0.2
     """The share of a dictionary's words that no objective sees, chosen by a hash of the word. `alignment/en-de` is
-    measured on these words, `alignment_trained/en-de` on the others. At 0 only the latter exists."""
+    measured on these words, `alignment_trained/en-de` on the others. At 0 there is no `alignment/en-de`."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -147,26 +147,26 @@ class TrainConfig:
     to 1. null: linear, or the scheduler of the ds_config if it has one."""
     decay: NotNegative | None = None
     """The number of steps at the end of the run in which the learning rate falls; before them it stays at its peak
-    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: it never
-    falls."""
+    (warm-up, stable, decay). A number below 1 is a share of `steps`. null: all steps after the warm-up; 0: the learning
+    rate never falls."""
     weight_decay: NotNegative = 0.01
-    """The weight decay of AdamW. Biases and norms have none."""
+    """The weight decay of AdamW. It does not apply to biases and normalisation weights."""
     max_grad_norm: NotNegative = 1.0
     """The global norm to which gradients are clipped; 0: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of a predicted token's target that is spread over the whole vocabulary."""
+    """The share of a predicted token's target probability that is spread over the whole vocabulary."""
     z_loss: NotNegative = 0.0
     """The factor of logsumexp(logits)^2, which is added to the loss of a predicted token (PaLM: 1e-4)."""
     max_tokens: Count | None = None
-    """The tokens of all streams in one forward and backward pass of a rank; null: 16,384 on a GPU, 8,192 on a CPU.
-    Apart from the masks of dropout, it does not change the result."""
+    """The maximum number of tokens in a packed row, which is one forward and backward pass of a rank; null: 16,384 on a
+    GPU, 8,192 on a CPU. Apart from the masks of dropout, it does not change the result."""
     precision: Literal["auto", "fp16", "bf16", "fp32"] = "auto"
-    """The precision of training. auto takes the precision of the ds_config if the hardware has it, else fp32."""
+    """The precision of training. auto takes the precision of the ds_config if the hardware supports it, else fp32."""
     activation_checkpointing: bool = False
     """The forward pass keeps only the inputs of each layer, and the backward pass computes the rest again. This saves
     memory and takes about a third more time."""
     compile: bool = False
-    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout has other masks than
+    """torch.compile compiles the encoder, and all packed rows are padded to one shape. Dropout masks differ from those
     without compilation."""
     deterministic: bool = False
     """CUDA uses only algorithms that are reproducible bit for bit, so that a resume is exact. Attention's backward pass
@@ -179,25 +179,26 @@ class TrainConfig:
     time_limit: PositiveFloat | None = None
     """The minutes after which the run saves and stops with exit code 75, after at least one step; null: no limit."""
     tracker: Literal["wandb", "trackio"] | None = None
-    """A service that receives the metrics, too. The project is XSCALE_PROJECT of the environment, or xscale."""
+    """A service that receives the metrics, too. The environment variable XSCALE_PROJECT names the project; the default
+    is xscale."""
     stall_limit: PositiveFloat | None = 15.0
     """The minutes without progress after which the run ends with exit code 5; null: no limit. The logs then have every
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
     Collectives time out after 30 minutes."""
     stop_limit: PositiveFloat | None = 4.0
     """The minutes that a run may take to stop after a signal or the time limit; null: no limit. After that it ends
-    without saving, with exit code 75 and every rank's stack in its log. Under SLURM, choose less than the lead of
-    --signal, so that the job can still be requeued."""
+    without saving, with exit code 75 and with every rank's stack in the rank's log. Under SLURM, choose less than the
+    lead of --signal, so that the job can still be requeued."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
     """The number of times that a run whose loss or gradient is not finite goes back to its newest good checkpoint and
     skips the bad step. After that it ends with exit code 3."""
     spikes: Literal["warn", "stop", "skip"] | None = "warn"
     """What the run does at a spike, a step whose loss or gradient norm is far above those of the last 128 steps. warn:
     it logs the step, and names its records in spikes.jsonl. stop: it ends with exit code 3. skip: it goes back and
-    skips the step, which counts as one of the `rollbacks`. null: it looks for none."""
+    skips the step, which counts as one of the `rollbacks`. null: the run does not look for spikes."""
     skip_steps: list[int | str] = dataclasses.field(default_factory=list)
     """Excluded steps, counted from 1, such as [500, 81200-81260]: they read their records, but do not change the model.
-    After a loss spike, resume from a checkpoint before it and exclude its steps."""
+    After a loss spike, resume from a checkpoint before the spike and exclude the spike's steps."""
 
     @model_validator(mode="after")
     def skips_within_rollbacks(self) -> Self:
@@ -212,11 +213,11 @@ class TrainConfig:
                 raise ValueError(f"skip_steps: {entry!r} is neither a step nor a range; write [500, 81200-81260]")
             first, *last = (int(number) for number in str(entry).split("-"))
             if first < 1 or [first] > last > []:
-                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range rises")
+                raise ValueError(f"skip_steps: {entry!r}: steps count from 1, and a range goes upwards")
         return self
 
     def skips(self, step: int) -> bool:
-        """True if a step, counted from 1, is excluded."""
+        """Whether a step, counted from 1, is excluded."""
         ranges = [[int(number) for number in str(entry).split("-")] for entry in self.skip_steps]
         return any(steps[0] <= step <= steps[-1] for steps in ranges)
 
@@ -229,11 +230,11 @@ class TrainConfig:
         return self
 
     def whole_steps(self, number: float) -> int:
-        """The number of steps for a value that may be a share of the run."""
+        """Return a number of steps. A value below 1 is a share of the run's steps."""
         return round(number * self.steps) if number < 1 else int(number)
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0. It is neither 0 in the first step nor in the last."""
+        """Return the learning rate of a step, counted from 0. It is neither 0 in the first step nor in the last."""
         warmup = self.whole_steps(self.warmup)
         decay = self.steps - warmup if self.decay is None else self.whole_steps(self.decay)
         if step < warmup:
@@ -284,7 +285,7 @@ class CheckpointConfig:
 
 
 INLINE = ("heldout", "retrieval", "alignment")
-"""The tasks that a run can measure itself."""
+"""The kinds of tasks that a run can measure while it trains."""
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -292,7 +293,8 @@ class EvalTask:
     name: str
     """heldout measures the loss of each stream, language and pair on the records of `data`. retrieval finds the
     translations of sentences among the pairs of `data`. alignment measures the words of the run's dictionaries. A
-    second task of the same name is written NAME.ANYTHING. checkpoint.hook can start other measurements."""
+    second task of one kind is named with a suffix, such as heldout.test. checkpoint.hook can start other
+    measurements."""
     data: list[str] = dataclasses.field(default_factory=list)
     """Shard directories that are not trained on."""
     limit: Count = 1000
@@ -320,7 +322,7 @@ class EvalConfig:
     every: Count = 500
     """The optimizer steps between evaluations."""
     tasks: list[EvalTask] = dataclasses.field(default_factory=list)
-    """The evaluations."""
+    """The tasks that are measured."""
 
 
 IN_PHASES = {
@@ -336,9 +338,9 @@ class Phase:
     """A part of the run, in which some fields of the recipe have other values."""
 
     until: int | float
-    """The end as the recipe has it: an integer is a step, a float is a share of the run."""
+    """The end of the phase as the recipe has it: an integer is a step, a float is a share of the run."""
     fields: dict[str, Any]
-    """The fields as the recipe has them, by their dotted names."""
+    """The values that the phase changes, by dotted field name, as the recipe has them."""
     end: int
     """The first step, counted from 0, that does not belong to the phase."""
     recipe: Any
@@ -357,11 +359,11 @@ class Recipe:
     """The phases in order. The steps after the last phase use the values of the recipe."""
 
     def at(self, step: int) -> "Recipe":
-        """The recipe of a step, counted from 0."""
+        """Return the recipe of a step, counted from 0."""
         return next((phase.recipe for phase in self.phases if step < phase.end), self)
 
     def stream_weight(self, name: str, step: int) -> float:
-        """The factor of a stream's loss in a step, counted from 0."""
+        """Return the factor of a stream's loss in a step, counted from 0."""
         stream = self.streams[name]
         steps = stream.warm_in * self.train.steps if stream.warm_in < 1 else stream.warm_in
         return stream.weight * min(1.0, (step + 1) / max(steps, 1.0))
@@ -376,7 +378,7 @@ class Recipe:
         return resolved
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine the result. A resume must not change them."""
+        """Return the fields that determine the result and that a resume must not change."""
         fields = self.to_dict()
         for section, names in NOT_IDENTITY.items():
             fields[section] = {k: v for k, v in fields[section].items() if k not in names}
@@ -394,7 +396,7 @@ BY_EPOCHS = MOST
 
 
 def steps_of_epochs(recipe: Recipe, pairs: int, samples: int) -> Recipe:
-    """The recipe with train.steps computed from train.epochs. samples: number of pairs in a step. Raises UserError."""
+    """Return the recipe with train.steps computed from train.epochs. samples: pairs per step. Raises UserError."""
     train, problems = recipe.train, list[str]()
     assert train.epochs
     steps = math.ceil(round(train.epochs * pairs / samples, 6))
@@ -442,7 +444,7 @@ RENAMED = {
 
 
 class UniqueKeys(yaml.SafeLoader):
-    """A loader that refuses a key that occurs twice, also as 1 and "1". YAML would take the last one."""
+    """A YAML loader that refuses a key that occurs twice, also as 1 and "1". YAML itself would take the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
@@ -453,7 +455,7 @@ class UniqueKeys(yaml.SafeLoader):
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the shipped recipes, such as "xlm" and "paper/tang_xlm"."""
+    """Return the names of the shipped recipes, such as "xlm" and "paper/tang_xlm"."""
     return sorted(path.relative_to(RECIPES).with_suffix("").as_posix() for path in RECIPES.rglob("*.yaml"))
 
 
@@ -534,7 +536,7 @@ def _put(tree: dict[str, Any], dotted: str, value: Any) -> str:
 def _build_phases(
     recipe: Recipe, phases: Any, tree: dict[str, Any], objectives: dict[str, type], problems: list[str]
 ) -> Recipe:
-    """The recipe with its phases. tree: the recipe's fields without the phases."""
+    """Return the recipe with its phases. tree: the recipe's fields without the phases."""
     if not isinstance(phases, list):
         problems.append(f"phases: {phases!r} is not a list; write [{{until: 0.5, data.alpha: 0.3}}]")
         return recipe
@@ -563,7 +565,7 @@ def _build_phases(
 def _build_phase(
     changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
 ) -> Recipe | None:
-    """The recipe of a phase. tree: the recipe's fields, which are changed to the phase's."""
+    """Return the recipe of a phase. tree: the recipe's fields, which this function changes to those of the phase."""
     allowed = {f"{section}.{name}" for section in ("model", "data") for name in IN_PHASES[section]}
     for name, stream in recipe.streams.items():
         own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
@@ -675,7 +677,7 @@ def _names(cls: Any) -> list[str]:
 
 
 def _build(cls: Any, fields: Any, where: str, problems: list[str], also: list[str] | None = None) -> Any:
-    """An instance of `cls`, or None after adding to `problems`. also: other field names that are allowed there."""
+    """Return an instance of `cls`, or add to `problems` and return None. also: other field names that errors list."""
     if not isinstance(fields, dict):
         problems.append(f"{where}: needs fields, got {fields!r}")
         return None
@@ -691,7 +693,7 @@ _NEEDED = {"int_type": int, "float_type": float, "string_type": str, "bool_type"
 
 
 def _problem(details: Any, where: str, there: str) -> str:
-    """A line about one of pydantic's errors. there: the names of the fields."""
+    """Return a line about one of pydantic's errors. there: the names of the fields that exist."""
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):

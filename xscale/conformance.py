@@ -1,6 +1,6 @@
 """A test helper for authors of objectives: `assert check_objective("my.yaml", ["shards"], plugins=["my"]) == []`.
 
-It computes the recipe's first step in fp64 on a CPU without dropout, for several numbers of ranks and rows.
+It computes the recipe's first step in fp64 on a CPU without dropout, for several numbers of ranks and packed rows.
 """
 
 import copy
@@ -28,7 +28,7 @@ from xscale.step.step import RowPass, StepSums, share_vectors, step_weights
 CPU = torch.device("cpu")
 TOLERANCE = 1e-9
 WHOLE = 1 << 30
-"""A value of train.max_tokens with which a whole step is one row."""
+"""A value of train.max_tokens with which a whole step is one packed row."""
 
 
 def check_objective(
@@ -37,8 +37,8 @@ def check_objective(
     """Return a line for each rule of training that the recipe's objectives break. A few samples in a step suffice.
 
     The rules: loss, metrics, gradient and auxiliary states are the same for any number of ranks and rows; the gradient
-    is that of the loss; rows without samples work like others; the same records are always collated in the same way;
-    auxiliary states continue from what they saved.
+    is that of the loss; packed rows without samples of a stream work like others; the same records are always collated
+    in the same way; auxiliary states continue from what they saved.
     """
     load_plugins(list(plugins))
     sets = ["model.dropout=0.0", "data.workers=0", *sets]
@@ -57,12 +57,12 @@ class FirstStep(NamedTuple):
 
     loss: float
     gradient: Tensor
-    """The gradient of all weights [P]."""
+    """The gradient of all P weights, flattened [P]."""
     metrics: dict[str, float]
 
 
 def first_rows(run_spec: RunSpec, world: int = 1, max_tokens: int = WHOLE) -> list[list[PackedRow]]:
-    """The rows of the first step, by rank."""
+    """Return the packed rows of the first step, a list for each rank."""
     train = replace(run_spec.recipe.train, max_tokens=max(max_tokens, run_spec.recipe.data.max_length))
     run_spec = replace(run_spec, recipe=replace(run_spec.recipe, train=train))
     dataset, start = run_spec.dataset(run_spec.specs), initial_state(run_spec.specs)
@@ -102,7 +102,7 @@ def auxiliary_leaves(module: StepModule) -> list[Tensor]:
 
 
 def check_cuts(module: StepModule, run_spec: RunSpec) -> Iterator[str]:
-    """Check that several rows, 2 ranks and 4 ranks have the same results as one row."""
+    """Check that several packed rows, also on 2 or 4 ranks, have the same results as one row."""
     in_one = copy.deepcopy(module)
     whole = compute_step(in_one, run_spec, first_rows(run_spec))
     norm = whole.gradient.norm()

@@ -1,7 +1,7 @@
-"""All uses of DeepSpeed's private parts.
+"""This module has all uses of DeepSpeed's private attributes and functions.
 
 pyproject.toml allows DeepSpeed 0.19 only. tests/test_deepspeed_private.py checks what these functions need, so that an
-incompatible update fails there. No other file may use a private part.
+incompatible update fails there. No other file may use them.
 """
 
 import copyreg
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 
 def leave_out_shared_memory_op() -> None:
-    """Disable the shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs ranks whose
-    launcher does not set LOCAL_SIZE."""
+    """Disable DeepSpeed's shared-memory all-reduce. It is for inference, needs a C++ build at first use, and hangs
+    ranks whose launcher does not set LOCAL_SIZE."""
     import deepspeed
 
     vars(deepspeed.ops)["__compatible_ops__"] = {}
@@ -43,21 +43,21 @@ def import_muon_uncompiled() -> None:
 
 
 def config_classes() -> tuple[Any, Any, Any]:
-    """The class that reads a ds_config, its error, and its enum of number types."""
+    """Return the class that reads a ds_config, its exception class, and its enum of number types."""
     from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
     return DeepSpeedConfig, DeepSpeedConfigError, DtypeEnum
 
 
 def optimizers() -> list[str]:
-    """The names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
+    """Return the names of DeepSpeed's own optimizers, which optimizer.type may have besides torch's."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return list(DEEPSPEED_OPTIMIZERS)
 
 
 def schedulers() -> dict[str, Any]:
-    """DeepSpeed's own scheduler classes by name, which scheduler.type may have besides torch's."""
+    """Return DeepSpeed's own scheduler classes by name, which scheduler.type may have besides torch's."""
     from deepspeed.runtime import lr_schedules
 
     return {name: getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES}
@@ -74,7 +74,7 @@ def compile_operator(builder: str) -> None:
 
 
 def is_cut_up(weight: Tensor) -> bool:
-    """True if stage 3 has partitioned the weight. Stage 3 gathers a weight when the weight's module is called."""
+    """Whether ZeRO stage 3 has partitioned the weight. Stage 3 gathers a weight when the weight's module is called."""
     return hasattr(weight, "ds_id")
 
 
@@ -91,14 +91,14 @@ def drop_gradients(module: nn.Module) -> None:
 
 
 def is_bf16_optimizer(engine: Any) -> bool:
-    """True if the engine uses BF16_Optimizer: at stage 1 in bf16 with gradients in fp32."""
+    """Whether the engine uses BF16_Optimizer, as at stage 1 in bf16 with gradients in fp32."""
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
     return isinstance(engine.optimizer, BF16_Optimizer)
 
 
 def without_gradient(engine: Any) -> list[nn.Parameter]:
-    """The trainable weights that no pass of this rank has used."""
+    """Return the trainable weights without a gradient, since no backward pass of this rank has reached them."""
     # Gradients in fp32 are in an attribute of another name.
     gradient = getattr(engine.optimizer, "get_gradient_for_reduction", lambda weight: weight.grad)
     return [p for p in engine.module.parameters() if p.requires_grad and gradient(p) is None]
@@ -106,7 +106,7 @@ def without_gradient(engine: Any) -> list[nn.Parameter]:
 
 @contextmanager
 def gradients_by_hand(engine: Any) -> Iterator[None]:
-    """A context: DeepSpeed treats the gradients that are set in it as those of a backward pass."""
+    """A context in which the caller sets gradients, which DeepSpeed then treats as those of a backward pass."""
     accumulates = engine.zero_optimization_stage() in (1, 2)
     if accumulates:
         engine.optimizer.backward_prologue()  # BF16_Optimizer clears the last pass's gradients, which it has read
@@ -116,14 +116,14 @@ def gradients_by_hand(engine: Any) -> Iterator[None]:
 
 
 CHUNK = 1 << 26
-"""The size of the parts of a reduced gradient whose norms are computed. DeepSpeed copies each part to fp64."""
+"""The number of elements in a part of a reduced gradient. For the norm, DeepSpeed copies one part at a time to fp64."""
 
 
 def join_reduced(engine: Any) -> None:
     """Join this rank's reduced gradients, one tensor per weight, into one tensor per group, as the update does later
     anyway.
 
-    DeepSpeed's norm (2 operators) and overflow check (12, in 16 bits) then run on a few tensors instead of all.
+    DeepSpeed's norm (2 operators per tensor) and overflow check (12 per 16-bit tensor) then run on few tensors.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() not in (1, 2) or is_bf16_optimizer(engine) or optimizer.cpu_offload:
@@ -146,7 +146,7 @@ class JoinedGradient(list):
 
 
 def look_at_norm_alone(engine: Any) -> None:
-    """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once.
+    """Let stages 1 and 2 decide by the norm alone whether the gradient is finite. Called once per engine.
 
     DeepSpeed otherwise checks every gradient, waits for the device, and checks the norm, too. The norm of a gradient
     that is not finite is not finite either. In fp32 DeepSpeed checks the norm only.
@@ -169,7 +169,7 @@ def leave_out_step(engine: Any) -> None:
 
 
 def no_smaller_scale(error: Exception) -> bool:
-    """True if the error says that fp16 cannot lower its loss scale any more."""
+    """Whether the error says that fp16 cannot lower its loss scale any more."""
     return "loss scale already at minimum" in str(error)
 
 
@@ -200,7 +200,7 @@ def pickle_stage_plainly() -> None:
 
 
 def save_by(engine: Any, snapshot_engine: Any, folder: Path, tag: str, client_state: dict[str, Any]) -> None:
-    """Call engine.save_checkpoint, and give its files to `snapshot_engine`, which has makedirs and save."""
+    """Call engine.save_checkpoint with `makedirs` and `save` of `snapshot_engine` in the place of DeepSpeed's."""
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
     class Engine(TorchCheckpointEngine):
@@ -225,7 +225,7 @@ def model_file(path: Path) -> Path:
 
 
 def partition_files(path: Path) -> list[Path]:
-    """The files of the optimizer's partitions in the order of ranks; an empty list at stage 0."""
+    """Return the files of the optimizer's partitions in the order of ranks; [] at stage 0."""
 
     def rank_of(file: Path) -> int:
         (rank,) = re.findall(r"zero_pp_rank_(\d+)_", file.name)
@@ -235,14 +235,14 @@ def partition_files(path: Path) -> list[Path]:
 
 
 def saved_groups(model: dict[str, Any], rank: dict[str, Any]) -> Iterator[tuple[dict[str, torch.Size], bool]]:
-    """Yields, for each group of weights at stages 1 to 3, the shapes in order, and whether each weight is partitioned
-    by itself (stage 3) or the whole flat group is. model, rank: the contents of model_file and of a partition_file."""
+    """Yield, for each group of weights at stages 1 to 3, the weights' shapes in order, and whether each weight is
+    partitioned by itself (stage 3) or the whole flat group is. model, rank: the loaded files of model and rank."""
     for shapes in model["param_shapes"]:
         yield shapes, "fp32_flat_groups" in rank["optimizer_state_dict"]
 
 
 def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Yields, for each group, a rank's fp32 weights and their optimizer state."""
+    """Yield, for each group, a rank's flat fp32 weights and their optimizer state."""
     state = rank["optimizer_state_dict"]
     stage_3 = "fp32_flat_groups" in state
     weights = state["fp32_flat_groups" if stage_3 else "single_partition_of_fp32_groups"]
@@ -252,21 +252,21 @@ def saved_partition(rank: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, An
 
 
 def saved_scaler(rank: dict[str, Any]) -> Any:
-    """The loss scaler, which is the same on all ranks."""
+    """Return the loss scaler, which is the same on all ranks."""
     return rank["optimizer_state_dict"].get("loss_scaler")
 
 
 def saved_whole(model: dict[str, Any]) -> tuple[dict[str, Tensor], dict[int, dict[str, Any]]]:
-    """The weights by name and the optimizer states by number, at stage 0."""
+    """Return the weights by name and the optimizer states by number of a checkpoint of stage 0."""
     return model["module"], (model.get("optimizer") or {}).get("state", {})
 
 
 Fragment = tuple[nn.Parameter, int, int, int]
-"""A weight, the first and the end number of a range of its numbers, and the range's start in a flat tensor."""
+"""(weight, first, last, at): the elements [first, last) of a flattened weight, which begin at `at` in a flat tensor."""
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
-    """This rank's flat tensors at stages 1 to 3, which the optimizer updates, and the fragments in them."""
+    """Yield this rank's flat tensors, which the optimizer updates at stages 1 to 3, and the fragments in each."""
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()

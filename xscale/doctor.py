@@ -51,7 +51,7 @@ DEMO = Path("data/demo")
 PROBE_BYTES = 64 << 20
 """The size of the file that is written to --out, and of the tensors that are sent between ranks."""
 OPEN_FILES, SHM_BYTES = 1 << 12, 1 << 30
-"""Fewer open files, or a smaller /dev/shm on a host with GPUs, gives a warning."""
+"""A lower limit of open files, or a smaller /dev/shm on a host with GPUs, gives a warning."""
 LEAD_SECONDS = 30
 """A shorter time between SLURM's signal and the end of a job gives a warning."""
 USER_SIGNAL = "preempt_send_user_signal"
@@ -104,7 +104,7 @@ def machine(hardware: Hardware) -> Lines:
 
 
 def file_system(out: Path) -> Lines:
-    """The file system of --out, or of the nearest folder above it that exists."""
+    """Yield lines about the file system of --out, or of the nearest folder above it that exists."""
     place = files.nearest_existing(out)
     if not place.is_dir():
         yield f"error: --out {out}: {place} is a file, or leads nowhere; choose another"
@@ -122,8 +122,8 @@ def file_system(out: Path) -> Lines:
 
 
 def probe_file_system(place: Path) -> tuple[float, int, bool]:
-    """The bytes per second that are written to disk, the free bytes, and whether files can be locked. Raises OSError
-    if files cannot be written, or if a rename does not replace an existing file."""
+    """Return the bytes per second that are written to disk, the free bytes, and whether files can be locked. Raises
+    OSError if files cannot be written, or if a rename does not replace an existing file."""
     with tempfile.TemporaryDirectory(prefix=".doctor-", dir=place) as made:
         speed = files.write_speed(Path(made), PROBE_BYTES)
         old, new = Path(made) / "old", Path(made) / "new"
@@ -156,7 +156,7 @@ def launcher(process: Process) -> Lines:
 
 
 def network(process: Process) -> Lines:
-    """Lines about the speed of collectives. All ranks must call it together; rank 0's lines are printed."""
+    """Yield lines about the speed of collectives. All ranks must call this together; rank 0's lines are printed."""
     if process.world == 1:
         yield "one process: no collectives to measure"
         return
@@ -184,7 +184,7 @@ def network(process: Process) -> Lines:
 
 
 def seconds_of(call: Callable[[], Any], times: int) -> float:
-    """The average time of a call, after a first call that is not measured."""
+    """Return the average time of a call in seconds, after a first call that is not measured."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     call()
     wait()
@@ -196,7 +196,7 @@ def seconds_of(call: Callable[[], Any], times: int) -> float:
 
 
 def slurm() -> Lines:
-    """Lines about settings of the SLURM site with which SIGUSR2 is too late for a run to save and be requeued."""
+    """Yield lines about SLURM, with warnings if SIGUSR2 comes too late for a run to save and be requeued."""
     job = os.environ.get("SLURM_JOB_ID")
     if not shutil.which("scontrol"):
         inside = f"in job {job}, but without scontrol, as in a container: MASTER_ADDR must be set"
@@ -247,7 +247,7 @@ def scontrol(*words: str) -> str:
 
 
 def slurm_fields(line: str) -> dict[str, str]:
-    """The words NAME=VALUE of a line of `scontrol show ... -o`."""
+    """Return the words NAME=VALUE of a line of `scontrol show ... -o`."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
@@ -259,8 +259,7 @@ def first_number(text: str | None) -> int:
 
 
 def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hardware) -> Lines:
-    """Lines that list the shipped ds_configs that can train this recipe on this machine, and why each other one
-    cannot."""
+    """Yield lines that list the shipped ds_configs that can train this recipe here, and why each other one cannot."""
     good: list[str] = []
     refused: dict[str, list[str]] = {}
     for path in sorted(SHIPPED.glob("*.json")):
@@ -279,7 +278,7 @@ def ds_configs(run_spec: RunSpec, module: StepModule, world: int, hardware: Hard
 
 
 def room(run_spec: RunSpec, module: StepModule, out: Path) -> Lines:
-    """Lines about the room for checkpoints on the disk of --out."""
+    """Yield lines about the room for checkpoints on the disk of --out."""
     size, _ = cost.checkpoint_bytes(module, {"zero_optimization": {"stage": 2}}, "bf16", 1)
     keep = run_spec.recipe.checkpoint.keep
     yield f"{keep} checkpoints of {size / 1e9:,.2f} GB stay, beside one that is being written"
@@ -304,7 +303,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def examine(args: argparse.Namespace, process: Process) -> Iterator[tuple[str, Callable[[], Lines]]]:
-    """The title and function of each check, in order. All ranks run the first check; only rank 0 runs the others."""
+    """Yield the title and function of each check, in order. All ranks run the first check, rank 0 also the others."""
     yield "network", partial(network, process)
     if not process.is_main:
         return

@@ -40,7 +40,7 @@ PROBE_BYTES = 16 << 20
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
-    """Print what the run will do. args: train.py's. Raises UserError if a start would."""
+    """Print what the run will do. args: the arguments of train.py. Raises UserError if a start of the run would."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
     run_spec = resolve_run(args.recipe, args.set, args.data, known=append.known_sources(args))
@@ -73,8 +73,8 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
 
 
 def planned_hardware(ds_config: Path) -> Hardware:
-    """The hardware to plan for: this machine's, or, if it has no GPU and the ds_config asks for half precision,
-    GPUs."""
+    """Return the hardware to plan for: GPUs if this machine has none and the ds_config asks for half precision,
+    otherwise this machine's hardware."""
     here, asked = Hardware.here(), read_ds_config(ds_config)
     return here if here.device == "cuda" or not {"fp16", "bf16"} & asked.keys() else Hardware("cuda", True, True)
 
@@ -94,7 +94,7 @@ def data_lines(run_spec: RunSpec) -> Iterator[str]:
 
 
 def unknown_tokens(run_spec: RunSpec) -> list[str]:
-    """Lines about the share of unknown tokens in each language, with a warning if it is large."""
+    """Return lines about the share of unknown tokens in each language, with a warning if it is large."""
     shares = {}
     for language in run_spec.languages:
         texts = [text for some in texts_of(language, run_spec.sources, UNKNOWN_SAMPLE) for text in some]
@@ -103,8 +103,8 @@ def unknown_tokens(run_spec: RunSpec) -> list[str]:
 
 
 def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
-    """Lines about the samples, records and epochs that each stream reads of each source, in each phase of the run. They
-    are estimated from the stream's first steps."""
+    """Yield lines about the samples, records and epochs that each stream reads of each source in each part of the run.
+    These numbers are estimated from the stream's first steps."""
     for title, total, phase in run_spec.parts():
         if run_spec.phases:
             yield f"{title}:"
@@ -129,7 +129,7 @@ def sampling_lines(run_spec: RunSpec) -> Iterator[str]:
 def cost_lines(
     run_spec: RunSpec, module: StepModule, config: EngineConfig, process: Process, device: str
 ) -> Iterator[str]:
-    """Lines about the rows of a step, and the memory, FLOPs and communication of a rank."""
+    """Yield lines about the packed rows of a step, and the memory, FLOPs and communication of a rank."""
     rows, shape = run_spec.fit(process, device)
     world, samples = process.world, {spec.name: spec.samples for spec in run_spec.specs}
     yield (
@@ -154,7 +154,7 @@ def cost_lines(
 
 
 def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[str]:
-    """Lines about the FLOPs and tokens of a step, and of the queue warm-up before the first step."""
+    """Yield lines about the FLOPs and tokens of a step, and of the queue warm-up before the first step."""
     flops, works = cost.StepFlops(module.encoder), {spec.name: work_of(run_spec, spec) for spec in run_spec.specs}
     parts = flops.flops(RowCost(*map(sum, zip(*works.values(), strict=True))))
     total = max(sum(parts.values()), 1.0)
@@ -174,7 +174,7 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
 
 
 def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
-    """A stream's work in a step of all ranks, estimated from some samples of the first step."""
+    """Return a stream's work in a step of all ranks, estimated from some samples of the first step."""
     few = replace(spec, samples=min(spec.samples, READ))
     mixture = run_spec.mixture(ALONE, "cpu", [few], initial_state([few]))
     (batch,) = step_batches(mixture, run_spec.dataset([few]), workers=0, steps=1)
@@ -182,7 +182,7 @@ def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
 
 
 def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int, out: Path) -> str:
-    """The size of a checkpoint, and the time that rank 0 takes to write its part here."""
+    """Return a line about the size of a checkpoint, and the time that rank 0 takes here to write its own part."""
     whole, first = cost.checkpoint_bytes(module, ds_config, precision, world)
     try:
         place = files.nearest_existing(out)
@@ -194,8 +194,8 @@ def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: st
 
 
 def check_room(size: float, keep: int, out: Path) -> str:
-    """A warning, or "", if the disk of --out lacks room for all checkpoints that stay plus the one being written.
-    Raises UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
+    """Return a warning if the disk of --out lacks room for all checkpoints that stay plus the one being written,
+    otherwise "". Raises UserError if it lacks room for a single one. size: the bytes of a checkpoint."""
     place = files.nearest_existing(out)
     needed = max(keep + 1 - len(complete_steps(out / "checkpoints")), 1) * size
     free = shutil.disk_usage(place).free if place.is_dir() else math.inf

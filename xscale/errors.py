@@ -1,4 +1,4 @@
-"""Errors that users or machines cause, and helper functions with which commands report them."""
+"""This module has the errors that users or machines cause, and functions with which commands report them."""
 
 import errno
 import faulthandler
@@ -31,21 +31,21 @@ _ERRNO_NAMES = (
     *("ETIMEDOUT", "ENODEV", "ENXIO", "ENOTCONN", "EHOSTDOWN", "EREMOTEIO", "EBUSY"),  # a server, or a device
 )
 ENVIRONMENT_ERRNOS = {getattr(errno, name) for name in _ERRNO_NAMES}
-"""The error numbers by which a file system or a network fails a correct program."""
+"""The error numbers of a failing file system, network or device, for which the program is not to blame."""
 
 
 class NotFinite(Exception):
     """The loss or the gradients of a run are not finite, or have a spike. All ranks raise it together. Exit code 3."""
 
     def __init__(self, message: str, step: int = 0, good: int | None = None):
-        """step: the 1-based step whose update a rollback skips. good: the step of the newest checkpoint before the
-        trouble began, or None where the run may not go back."""
+        """step: the 1-based step whose update a rollback skips. good: the step of the newest good checkpoint, or None
+        if the run may not go back."""
         super().__init__(message)
         self.step, self.good = step, good
 
 
 class MachineError(Exception):
-    """The machine fails a correct program. The message names the remedy. Exit code 4."""
+    """The machine has failed, not the program. The message names the remedy. Exit code 4."""
 
 
 class Replaced(UserError):
@@ -53,7 +53,7 @@ class Replaced(UserError):
 
 
 class RankError(UserError):
-    """A UserError on this rank alone, such as a damaged record."""
+    """A UserError that only this rank has, such as a damaged record."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def no_exit(what: str) -> Iterator[None]:
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """A context that adds a note to errors, such as the name of a plug-in."""
+    """A context that adds the note `what` to errors, such as the name of a plug-in."""
     try:
         with no_exit(what):
             yield
@@ -99,7 +99,7 @@ def check_arguments(words: list[str]) -> None:
 
 
 def can_be_encoded(text: str) -> bool:
-    """False if the text has an unpaired surrogate, which paths and JSON may have."""
+    """Whether UTF-8 can encode the text: paths and JSON may have unpaired surrogates, which it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -135,7 +135,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def number_of(variable: str, default: int) -> int:
-    """The number in a launcher's environment variable, or `default` if it is unset. Raises UserError."""
+    """Return the number in a launcher's environment variable, or `default` if it is unset. Raises UserError."""
     value = os.environ.get(variable) or str(default)
     if not value.strip().isdecimal():
         raise UserError(
@@ -147,8 +147,8 @@ def number_of(variable: str, default: int) -> int:
 def hold_signals() -> None:
     """Block SIGUSR2 in this process and all that it starts. The signal stays pending until run/watch.py sees it.
 
-    SLURM sends it to every process of a job; unblocked, it would end a process that is still importing, or a compiler.
-    SIGUSR1 asks for stacks; they are written to the console until the rank has its log.
+    SLURM sends SIGUSR2 to every process of a job; unblocked, it would end a process that is still importing, or a
+    compiler. SIGUSR1 makes the process write its stacks, to the console until the rank has its log.
     """
     faulthandler.register(signal.SIGUSR1, 2)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})

@@ -1,9 +1,9 @@
-"""A checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
+"""Export a checkpoint as a Hugging Face directory: `python -m xscale.export CHECKPOINT_OR_RUN_DIR HF_DIR`.
 
 The directory has weights, config and tokenizer for `AutoModelForMaskedLM.from_pretrained`, the files of a
 `SentenceTransformer` (eval/sentence_files.py), the objectives' own heads (models/heads.py), and a model card
-(eval/card.py). For a run, the newest checkpoint is exported, or the best. Before the directory is moved to its
-place, it is loaded and compared with the trained model.
+(eval/card.py). Of a run, the newest checkpoint is exported, or with --best the best. Before the directory is moved to
+its place, it is loaded and compared with the trained model.
 """
 
 import argparse
@@ -26,8 +26,8 @@ from xscale.plugins import load_plugins
 
 
 def export(source: Path, out: Path, best: bool = False, pooling: str | None = None, layers: int | None = None) -> Path:
-    """Export a checkpoint, and return its path. pooling: for sentence vectors; None: as trained. layers: export the
-    first `layers` layers, without heads; None: the whole model. Raises UserError."""
+    """Export a checkpoint and return the checkpoint's path. pooling: how sentence vectors are pooled; None: as in
+    training. layers: export the first `layers` layers, without heads; None: the whole model. Raises UserError."""
     path = find_best(source) if best else checkpoints.find(source)
     check_new(out)
     lm, heads = load_run(path)
@@ -52,7 +52,7 @@ def push(folder: Path, repo: str) -> None:
 
 
 def find_best(run: Path) -> Path:
-    """The checkpoint that the recipe's checkpoint.best has chosen. Raises UserError."""
+    """Return the directory of the checkpoint with the best value of the recipe's checkpoint.best. Raises UserError."""
     named = run / "checkpoints" / checkpoints.BEST
     if not named.is_file():
         raise UserError(

@@ -1,4 +1,4 @@
-"""Writes files and folders so that they are complete or absent: under another name at first, synced, then renamed."""
+"""Writes files and folders so that they are complete or absent: under another name first, then synced and renamed."""
 
 import fcntl
 import hashlib
@@ -23,11 +23,11 @@ LOCK = "lock"
 LOCK_SECONDS = 20
 """The time that a start waits for the previous run to end. Ranks may outlive a killed launcher for a while."""
 FIRST, FAR_SECONDS, THREADS = 8, 3e-4, 32
-"""parallel_map uses THREADS threads if the FIRST calls take FAR_SECONDS on average, as on a network file system."""
+"""parallel_map uses THREADS threads if its FIRST calls take FAR_SECONDS or more each, as on a network file system."""
 
 
 def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Found]:
-    """Return the results of `map` as a list. Slow calls run in threads; on a local disk threads would take longer."""
+    """Return list(map(look, *items)). Slow calls run in threads; on a local disk threads would take longer."""
     begun = time.perf_counter()
     found = [*map(look, *(of[:FIRST] for of in items))]
     others = [of[FIRST:] for of in items]
@@ -39,7 +39,7 @@ def parallel_map(look: Callable[..., Found], *items: Sequence[Any]) -> list[Foun
 
 @contextmanager
 def publish(path: Path) -> Iterator[Path]:
-    """Yield a path to write a file or a directory to. It replaces `path` unless an exception is raised.
+    """Yield a temporary path for a file or a directory, which then replaces `path` unless an exception is raised.
 
     A directory at `path` must be empty.
     """
@@ -59,8 +59,8 @@ def publish(path: Path) -> Iterator[Path]:
 
 
 def beside(path: Path) -> Path:
-    """The temporary path to which `path` is written before it is renamed. Raises UserError for `.`, `..`, links and
-    devices."""
+    """Return the temporary path to which `path` is written before it is renamed. Raises UserError for `.`, `..`, links
+    and devices."""
     if path.name in ("", ".."):
         raise UserError(f"{str(path)!r} cannot be written; choose a new name")
     if path.is_symlink() and not path.is_file():
@@ -131,7 +131,7 @@ def remove(path: Path) -> None:
 
 
 class Lock:
-    """A lock on a directory, until it is closed or its process ends. Raises UserError if another process has it."""
+    """A lock on a directory until `close` or the process's end. Raises UserError if another process has the lock."""
 
     def __init__(self, folder: Path):
         self.path, self.problem = folder / LOCK, ""
@@ -151,15 +151,15 @@ class Lock:
         else:
             self.file.seek(0)
             owner = self.file.readline().strip()
-            raise UserError(f"{folder} is being trained by another process ({owner}); stop it first")
+            raise UserError(f"another process ({owner}) trains the run in {folder}; stop that process first")
         self.text = f"host {os.uname().nodename}, process {os.getpid()}\n{os.urandom(8).hex()}\n"
         self.file.truncate(0)
         self.file.write(self.text)
         self.file.flush()
 
     def check(self) -> None:
-        """Raises Replaced if another process has locked the directory since, which was removed and made again, or has
-        no locks."""
+        """Raises Replaced if another process has taken the directory since: it was removed and made again, or has no
+        locks."""
         try:
             text = self.path.read_text()
         except (OSError, ValueError):  # removed, or unreadable for now
@@ -175,14 +175,14 @@ class Lock:
 
 
 def may_be_there(path: Path | str) -> bool:
-    """True if the path exists, or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
+    """Whether the path exists or may be a hub name (NAME, or OWNER/NAME if there is no folder OWNER)."""
     named, path = str(path), Path(path)
     on_hub = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", named) and (len(path.parts) == 1 or not path.parent.exists())
     return path.exists() or bool(on_hub)
 
 
 def apply_umask(folder: Path) -> None:
-    """Give a folder and its contents the modes of the umask. safetensors makes files for the owner only."""
+    """Give a folder and its contents the file modes of the umask. safetensors makes files that only the owner reads."""
     mask = os.umask(0)
     os.umask(mask)
     for path in (folder, *folder.rglob("*")):
@@ -204,7 +204,7 @@ def sha256_file(path: Path) -> str:
 
 
 def write_speed(folder: Path, size: int = 64 << 20) -> float:
-    """The bytes per second that one process writes to disk in a folder."""
+    """Return the bytes per second that one process writes to disk in a folder."""
     data = os.urandom(1 << 20)  # a file system may compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         started = time.perf_counter()
@@ -215,7 +215,7 @@ def write_speed(folder: Path, size: int = 64 << 20) -> float:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The path, or the nearest path above it that exists, which may be a broken link."""
+    """Return the path, or the nearest path above it that exists. It may be a broken link."""
     path = path.absolute()
     while not os.path.lexists(path):
         path = path.parent

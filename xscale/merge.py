@@ -1,9 +1,9 @@
 """Merge models into one: `python -m xscale.merge A B C --how mean|weighted|ema|ties --out HF_DIR`.
 
 A model is a Hugging Face directory, a checkpoint, or a run, whose newest checkpoint is taken. `mean` and `weighted`
-average the models. `ema` averages the checkpoints of one run, or the models from the oldest to the newest. `ties` adds
-the merged changes of the models to the model --base, from which they were trained (Yadav et al. 2023). All models must
-have the same tokenizer, configuration and shapes.
+average the models. `ema` takes the exponential moving average of the checkpoints of one run, or of the models from the
+oldest to the newest. `ties` adds the merged changes of the models to the model --base, from which they were trained
+(Yadav et al. 2023). All models must have the same tokenizer, configuration and shapes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from xscale.models.heads import KeptHeads, load_heads
 from xscale.plugins import load_plugins
 
 NOT_COMPARED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "xscale")
-"""The fields of a model's config in which merged models may differ, beside dropout."""
+"""The fields of a model's config, besides dropout, in which merged models may differ."""
 HELD_OUT = "lexicon_heldout"
 
 
@@ -69,7 +69,7 @@ def load(path: Path) -> Model:
         return Model(str(found), lm, heads, found / checkpoints.HF, pooling)
     lm, has_head = read_pretrained("model", path)
     if not has_head:
-        raise UserError(f"{path} has no masked-LM head, whose place random weights would take; merge models that have")
+        raise UserError(f"{path} has no masked-LM head, so that its head would be random; merge models that have one")
     lm.config.xscale = getattr(lm.config, "xscale", None) or {}
     return Model(str(path), lm, load_heads(path), path, saved_pooling(path))
 
@@ -99,8 +99,8 @@ def average(vectors: list[Tensor], shares: list[float]) -> Tensor:
 def ties(vectors: list[Tensor], density: float) -> Tensor:
     """Returns the merged change of the base's weights (Yadav et al. 2023, algorithm 1 with a lambda of 1).
 
-    vectors: each model's change. Trim: only the share `density` of the largest numbers of each change is kept. Elect:
-    the sign of a weight's change is that of the sum. Disjoint mean: the changes of that sign are averaged.
+    vectors: each model's change. Trim: of each change, only the share `density` of largest magnitudes is kept. Elect:
+    an element's sign is that of its sum over models. Disjoint mean: the elements of that sign are averaged.
     """
     trimmed = []
     for vector in vectors:
@@ -113,7 +113,7 @@ def ties(vectors: list[Tensor], density: float) -> Tensor:
 
 
 def combine(vectors: list[Tensor], args: argparse.Namespace) -> Tensor:
-    """Returns the weights, merged as `args` ask. vectors: the weights of each model, for ties with the base's last."""
+    """Returns the weights, merged as `args` ask. vectors: the weights of each model; for ties, the base's are last."""
     if args.how == "ties":
         *vectors, base = vectors
         return base + ties([vector - base for vector in vectors], args.density)

@@ -1,4 +1,4 @@
-"""The names of metrics, and which direction of each is better.
+"""This module parses the names of metrics, and says whether higher or lower values of a metric are better.
 
 A key is written NAME, NAME/STREAM, NAME/STREAM.TERM, NAME/STREAM/LANGUAGE or NAME/STREAM.TERM/LANGUAGE, such as
 `loss/alignlm.bi/de-en`.
@@ -11,7 +11,7 @@ LESS = re.compile(r"loss(?!_scale)|perplexity|\bxsim|bits_per|\baer\b|delta", re
 NEITHER = re.compile(
     r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
-"""These metrics have no better direction: they are sizes, or properties of the text."""
+"""Neither higher nor lower values of these metrics are better: they are sizes, or properties of the text."""
 
 
 class MetricKey(NamedTuple):
@@ -24,7 +24,7 @@ class MetricKey(NamedTuple):
     term: str = ""
     """The term of the stream's loss."""
     language: str = ""
-    """A language or a pair, if the number is about its targets alone."""
+    """A language or a pair of languages, if the number covers only targets of this language or pair."""
 
     def __str__(self) -> str:
         stream = f"{self.stream}.{self.term}" if self.term else self.stream
@@ -32,16 +32,16 @@ class MetricKey(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "MetricKey":
-        """The inverse of `str`."""
+        """Return the key that `str` writes as `text`."""
         name, stream, language = (*text.split("/", 2), "", "")[:3]
         return cls(name, *stream.partition(".")[::2], language)
 
 
 def direction(name: str) -> int:
-    """1: more is better; -1: less is better; 0: neither. name: a metric's, or an evaluation's number."""
+    """Return 1 if higher values are better, -1 if lower, else 0. name: of a metric or an evaluation's number."""
     return 0 if NEITHER.search(name) else -1 if LESS.search(name) else 1
 
 
 def is_better(name: str, number: float, than: float | None) -> bool:
-    """True if a number is better than an earlier one, or if there is no earlier one."""
+    """Whether `number` is better than an earlier one, or there is no earlier one."""
     return than is None or (number < than if direction(name) < 0 else number > than)

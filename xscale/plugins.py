@@ -1,4 +1,4 @@
-"""Plug-ins: objectives and model types of other packages, loaded by `--plugin MODULE`."""
+"""This module loads plug-ins, which are objectives and model types of other packages, by `--plugin MODULE`."""
 
 import importlib
 from dataclasses import fields
@@ -53,4 +53,4 @@ def _check_objectives(plugin: str, objectives: dict[str, Any]) -> None:
             raise UserError(f'{where}.reads = {objective.reads!r}: must be "mono" or "pair"')
         clash = sorted(own & {field.name for field in fields(objective.options)})
         if clash:
-            raise UserError(f"{where}: every stream has {', '.join(clash)}; give the options other names")
+            raise UserError(f"{where}: every stream has {', '.join(clash)}; give these options other names")

@@ -1,4 +1,4 @@
-"""The rank of this process, whichever launcher started it, and small messages between the ranks."""
+"""This module finds the rank of this process, whichever launcher started it, and sends small messages between ranks."""
 
 import contextlib
 import ctypes
@@ -41,7 +41,7 @@ _LAUNCHERS = {
     "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
 PORTS = range(20000, 32768)
-"""The ports at which ranks of SLURM meet. They are below the ports that systems give to outgoing connections."""
+"""The ports at which the ranks of a SLURM job connect. They are below the ports of outgoing connections."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ def find_process() -> Process:
         rank, world, local_rank, local_world = names
         process = Process(number_of(rank, 0), number_of(world, 1), number_of(local_rank, 0), _local_world(local_world))
         if process.rank >= process.world:
-            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or fix the launcher's")
+            raise UserError(f"{rank}={env[rank]} is not below {world}={env[world]}; unset both, or correct them")
         if local_world in env and not process.local_rank < process.local_world <= process.world:
             raise UserError(
                 f"{local_rank}={process.local_rank}, {local_world}={env[local_world]} and {world}={env[world]} "
-                f"contradict each other; unset them, or fix the launcher's"
+                f"contradict each other; unset them, or correct the launcher's settings"
             )
     env.update(RANK=str(process.rank), WORLD_SIZE=str(process.world), LOCAL_RANK=str(process.local_rank))
     env["LOCAL_SIZE"] = env["LOCAL_WORLD_SIZE"] = str(process.local_world)
@@ -91,8 +91,8 @@ def name_process(name: str) -> None:
 
 
 def check_launch() -> None:
-    """Raises UserError for a process without a launcher in a SLURM job of several tasks, because srun was forgotten,
-    and if only one of RANK and WORLD_SIZE is set."""
+    """Raises UserError if a SLURM job of several tasks was started without srun or another launcher, or if only one of
+    RANK and WORLD_SIZE is set."""
     tasks = number_of("SLURM_NTASKS", number_of("SLURM_NNODES", 1))
     if tasks > 1 and not _launcher_variables():
         raise UserError(
@@ -102,13 +102,13 @@ def check_launch() -> None:
     said = [name for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)]
     if len(said) == 1 and not _launcher_variables():
         raise UserError(
-            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; it "
-            f"would be a run of one rank: set both, or unset it"
+            f"the environment has {said[0]}={os.environ[said[0]]}, but not the other of RANK and WORLD_SIZE; this "
+            f"process would be a run of one rank: set both, or unset {said[0]}"
         )
 
 
 def _port(process: Process) -> int:
-    """The port at which the ranks meet. A run of one rank takes any free port, so that two runs do not meet."""
+    """Return the port at which ranks connect. A run of one rank takes any free port, so that two runs differ."""
     if process.world == 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
             return server.getsockname()[1]
@@ -119,7 +119,7 @@ def _port(process: Process) -> int:
 
 
 def _launcher_variables() -> tuple[str, str, str, str] | None:
-    """The names of the variables of the launcher that started this process; None without a launcher."""
+    """Return the names of the variables of the launcher that started this process; None without a launcher."""
     env = os.environ
     for names in _LAUNCHERS.values():
         # srun --mpi=pmi2 sets PMI_RANK too, but not the rank within the node.
@@ -130,7 +130,7 @@ def _launcher_variables() -> tuple[str, str, str, str] | None:
 
 
 def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
-    """The environment without the variables that a launcher sets, for a process that is not a rank of this run."""
+    """Return `env` without the variables that a launcher sets, for a process that is not a rank of this run."""
     said = {name for names in _LAUNCHERS.values() for name in names} | {"MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE"}
     of_launchers = ("TORCHELASTIC_", "GROUP_", "ROLE_", "OMPI_", "PMI_", "PMIX_", "SLURM_STEP_")
     said |= {name for name in SOCKETS if env.get(name) == LOOPBACK}
@@ -138,7 +138,7 @@ def environment_without_launcher(env: dict[str, str]) -> dict[str, str]:
 
 
 def _local_world(variable: str) -> int:
-    """The number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" is 2, 2, 2, 1."""
+    """Return the number of ranks on this node. SLURM lists the numbers of all nodes: "2(x3),1" is 2, 2, 2, 1."""
     text = os.environ.get(variable) or os.environ.get("LOCAL_SIZE") or "1"
     counts = []
     try:
@@ -171,7 +171,7 @@ def _scontrol(*words: str) -> str:
 
 
 def _resolves(host: str) -> bool:
-    """True if the network knows the name. A node may have another name in SLURM than in the network."""
+    """Whether the network knows the name. A node may have another name in SLURM than in the network."""
     try:
         return bool(socket.getaddrinfo(host, None))
     except OSError:
@@ -185,7 +185,7 @@ def _wait_for_name(host: str) -> None:
     while not _resolves(host):
         if time.monotonic() > deadline:
             raise dist.DistNetworkError(
-                f"MASTER_ADDR={host} is no host that {socket.gethostname()} knows; export its address"
+                f"MASTER_ADDR={host} cannot be resolved by {socket.gethostname()}; set it to the host's IP address"
             )
         time.sleep(1)
 
@@ -208,7 +208,7 @@ def check_interfaces() -> None:
 
 
 def start(process: Process) -> torch.device:
-    """Join the process group; nccl on CUDA, gloo on CPU. Returns this rank's device."""
+    """Join the process group, over nccl on CUDA and gloo on a CPU. Returns this rank's device."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         # CUDA reads this at its first allocation. Rows differ in size, which would fragment fixed segments.
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -242,7 +242,7 @@ def start(process: Process) -> torch.device:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """If wanted, let torch use only algorithms without races, and raise an error for operators that have none."""
+    """If wanted, let torch use only deterministic algorithms, and raise an error for operators that have none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(wanted)
@@ -254,7 +254,7 @@ class Message:
 
     tensor: torch.Tensor
     work: Any
-    """None if the process is alone."""
+    """torch's handle of the sum; None if the group is this process alone."""
 
     def arrived(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -266,7 +266,7 @@ class Message:
 
 
 class HostGroup:
-    """The group in which all ranks exchange small values over gloo, from host to host, so that no device is waited for.
+    """The group in which all ranks exchange small values over gloo, from host to host, without waiting for a device.
 
     In a process that never called `start`, the group is this process alone.
     """
@@ -292,16 +292,16 @@ class HostGroup:
         return self.begin_sum(numbers).wait()
 
     def begin_sum(self, numbers: list[int]) -> "Message":
-        """Begin a sum over ranks. Other messages may overtake it."""
+        """Begin a sum over ranks. Sums that begin later may be complete earlier."""
         tensor = torch.tensor(numbers, dtype=torch.int64)
         return Message(tensor, self.group and dist.all_reduce(tensor, group=self.group, async_op=True))
 
     def agree(self, ok: bool) -> bool:
-        """True if `ok` is True on every rank."""
+        """Whether `ok` is True on every rank."""
         return self.sum([int(not ok)])[0] == 0
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, in rank order, on every rank."""
+        """Return the `value` of each rank, in rank order, on every rank."""
         if self.group is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -336,7 +336,7 @@ class HostGroup:
         return [of_ranks[i % self.size][0][i // self.size] for i in range(len(works))]
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The `value` of rank `source`, on every rank. For large values: `gather` holds one of each rank."""
+        """Return the `value` of rank `source` on every rank. It suits large values: `gather` holds one of each rank."""
         if self.group is None:
             return value
         values = [value if self.rank == source else None]

@@ -1,4 +1,4 @@
-"""The record, the unit of all data: a sentence or a pair of sentences."""
+"""This module has the record, the unit of all data: a sentence or a pair of sentences."""
 
 import json
 from typing import NamedTuple
@@ -13,7 +13,7 @@ class Record(NamedTuple):
     langs: tuple[str, ...]
     texts: tuple[str, ...]
     links: str | None = None
-    """Word links of a pair in Pharaoh form, "0-0 1-2": 0-based words (data/words.py), first text - second text."""
+    """Word links of a pair as "0-0 1-2" (Pharaoh form): 0-based words (data/words.py) of the first and second text."""
     doc: str | int | None = None
     """Name of a sentence's document. Consecutive records of a shard with the same document are running text."""
 
@@ -27,7 +27,7 @@ class Record(NamedTuple):
 
     @classmethod
     def from_dict(cls, fields: dict) -> "Record":
-        """The record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
+        """Return the record with these fields. Raises ValueError if a field is absent, of the wrong type or empty."""
         try:
             key, langs, texts = fields["key"], tuple(fields["langs"]), tuple(fields["texts"])
         except (KeyError, TypeError) as error:

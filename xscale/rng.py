@@ -17,13 +17,13 @@ _S30, _S27, _S31, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 
 
 def key(*parts: str | int) -> np.uint64:
-    """A 64-bit key of a tuple of names and numbers, e.g. `key(seed, "tlm", "mask", epoch)`."""
+    """Return a 64-bit key of some names and numbers, such as `key(seed, "tlm", "mask", epoch)`."""
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return np.uint64(int.from_bytes(digest[:8], "little"))
 
 
 def hash64(key: Key, counter: Key) -> np.ndarray:
-    """uint64 hash of every `counter` with `key`; the two broadcast against each other."""
+    """Return the uint64 hash of every `counter` with `key`; the two broadcast against each other."""
     with np.errstate(over="ignore"):
         x = (np.asarray(counter).astype(np.uint64) + np.uint64(1)) * GOLDEN + key
         x = (x ^ (x >> _S30)) * _M1
@@ -32,21 +32,21 @@ def hash64(key: Key, counter: Key) -> np.ndarray:
 
 
 def uniform(key: Key, counter: Key) -> np.ndarray:
-    """Uniform float64 random number in [0, 1) for every `counter`."""
+    """Return a uniform float64 random number in [0, 1) for every `counter`."""
     return (hash64(key, counter) >> _S11).astype(np.float64) * (1.0 / (1 << 53))
 
 
 def permutation(key: Key, n: int) -> np.ndarray:
-    """Random int64 permutation of range(n)."""
+    """Return a random int64 permutation of range(n)."""
     return np.argsort(hash64(key, np.arange(n, dtype=np.uint64)))  # no two hashes are the same
 
 
 def part_of_permutation(
     key: Key, n: int, at: int, bits: int, leading: np.ndarray | None = None
 ) -> tuple[int, np.ndarray, np.ndarray]:
-    """A part of permutation(key, n): the about n / 2^bits consecutive numbers around place `at` whose hashes begin with
-    the same bits. Returns the place of the part's first number, its numbers in ascending order, and the index in these
-    of the first number, the second, and so on. Takes less time and memory than the whole. leading: see leading_bits."""
+    """Compute the part of permutation(key, n) around place `at`: about n / 2^bits consecutive numbers, whose hashes
+    have the same first bits. Returns (place of the part's first number, the part's numbers ascending, the indices that
+    bring them into the permutation's order). Needs less time and memory than the whole. leading: see leading_bits."""
     if not bits:
         return 0, np.arange(n), permutation(key, n)
     leading = leading_bits(key, n, bits) if leading is None else leading
@@ -62,12 +62,12 @@ def part_of_permutation(
 
 
 _CHUNK = 1 << 15
-"""The number of hashes that fit into a processor's cache."""
+"""`leading_bits` computes this many hashes at a time, which fit into a processor's cache."""
 _MULTIPLES = np.arange(_CHUNK, dtype=np.uint64) * GOLDEN
 
 
 def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
-    """hash64(key, range(n)) >> 64 - bits, as uint8 [n]; bits from 1 to 8. hash64's last line changes none of them."""
+    """Return the first `bits` bits (1 to 8) of hash64(key, range(n)), as uint8 [n]. hash64's last line keeps them."""
     leading = np.empty(n, dtype=np.uint8)
     x, shifted = np.empty_like(_MULTIPLES), np.empty_like(_MULTIPLES)
     with np.errstate(over="ignore"):
@@ -83,5 +83,5 @@ def leading_bits(key: Key, n: int, bits: int) -> np.ndarray:
 
 
 def torch_seed(*parts: str | int) -> int:
-    """A seed that `torch.manual_seed` takes, for one step's dropout or one model's initialisation."""
+    """Return a seed that `torch.manual_seed` takes, for one step's dropout or one model's initialisation."""
     return int(key(*parts) >> np.uint64(1))

@@ -1,4 +1,4 @@
-"""The data of scale smoke: sentences of the demo world under the names of the shared data's files."""
+"""Makes the data of the scale `smoke`: sentences of the demo world, in files with the names that --data has."""
 
 import lzma
 from pathlib import Path
@@ -45,13 +45,13 @@ def make_data(folder: Path) -> Path:
 
 
 def spaced(first: str, second: str, links: str) -> tuple[str, str, str]:
-    """A pair whose words are apart by spaces, as its links count them."""
+    """A pair with spaces between all words that its links count."""
     a, b = (" ".join(words) for words, _ in split([first, second]))
     return a, b, links
 
 
 def tagged(text: str) -> str:
-    """A sentence as CoNLL-U, with tags that its words' looks say, and each word hanging on the one before."""
+    """A sentence as CoNLL-U. Its tags are made up from the words' form; each word's head is the word before it."""
     words = text.split()
     rows = [
         f"{n + 1}\t{word}\t_\t{tag(word)}\t_\t_\t{n}\t{'obj' if n else 'root'}\t_\t_" for n, word in enumerate(words)

@@ -2,15 +2,15 @@
 
     python benchmarks/papers/run.py --grid tang --scale cpu --data SHARED_DATA --out DIR
 
-A grid (tang, sizes, methods, mixtures, or a YAML file of yours) names worlds (the data), arms (the recipes), which of
-them make cells, and which arms are compared; scales.yaml says how much each scale does of it. A cell is one world, arm
-and seed: train, export, measure, fine-tune, each by the public command. What is done is not repeated: a grid that was
-killed goes on where it was, and its table is the same. Before the others, the first two cells show that they learn.
+A grid (tang, sizes, methods, mixtures, or a YAML file of yours) names worlds (the data), arms (the recipes), the cells,
+and the arms that are compared; scales.yaml has the sizes of each scale. A cell is one world, one arm and one seed:
+public commands train, export, measure and fine-tune it. A grid that was killed can be started again: it does not repeat
+finished work, and its table is the same. The script stops if one of the first two cells does not learn (not at smoke).
 
-DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md each cell's cost,
-DIR/alignment.png words' alignment against what transfer loses, DIR/words.png translated words by t-SNE. Scale smoke
-makes its own data. `--only WORLD/ARM ...` runs some cells; several processes may run those of different worlds, and a
-last call without it writes the table of all.
+DIR/table.md has means and deviations over seeds and the tests of the comparisons, DIR/cells.md has each cell's cost,
+DIR/alignment.png shows alignment scores and the loss in transfer, DIR/words.png translated words by t-SNE. Scale smoke
+makes its own data. `--only WORLD/ARM ...` runs only these cells; several processes may run cells of different worlds,
+and a last call without --only writes the table of all cells.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Cell(NamedTuple):
 
 
 class Grid:
-    """A grid's cells at a scale, and the folder where they are made."""
+    """A grid's cells at a scale, and the folder for their results."""
 
     def __init__(self, args: argparse.Namespace):
         self.out: Path = args.out.resolve()
@@ -82,7 +82,7 @@ class Grid:
         self.check_settings({"grid": args.grid} | self.scale)
 
     def check_settings(self, settings: dict[str, Any]) -> None:
-        """Refuses to go on in a folder whose cells have other settings. The number of seeds may grow."""
+        """Raise UserError if the folder has cells with other settings. The number of seeds may grow."""
         path = self.out / "settings.json"
         text = json.dumps({key: value for key, value in settings.items() if key not in ("seeds", "cells", "learns")})
         if path.exists() and path.read_text(encoding="utf-8") != text:
@@ -90,7 +90,7 @@ class Grid:
         files.write_text(path, text)
 
     def run(self, *words: object) -> None:
-        """`python WORDS`, or deepspeed's launcher where the scale has ranks; what it prints goes to a log."""
+        """Run `python WORDS`, and append its output to commands.log. Raises CommandError."""
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
         log = self.out / "commands.log"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ class Grid:
             raise CommandError(done.returncode, f"`{line[:200]}` ended with exit code {done.returncode}; see {log}")
 
     def once(self, made: Path, *words: object) -> None:
-        """Runs a command that writes one file, unless the file is there."""
+        """Run a command that writes the file `made`, unless the file exists."""
         if not made.exists():
             partial = made.with_name(f"{made.stem}.partial{made.suffix}")
             made.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Grid:
         return folder
 
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
-        """The shipped recipe with the scale's fields and then the arm's. A stream that is null is left out."""
+        """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null."""
         recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
         fields = {
             "model.preset": self.scale["preset"],
@@ -152,7 +152,7 @@ class Grid:
         return recipe
 
     def train(self, cell: Cell, arm: dict[str, Any], steps: int, init: Path | None) -> Path:
-        """The export of a trained cell."""
+        """Train a cell and export it, unless the export exists. Returns the export's folder."""
         hf, run, world = self.out / "hf" / cell.path, self.out / "runs" / cell.path, self.world(cell.world)
         if (hf / "config.json").exists():
             return hf
@@ -168,7 +168,7 @@ class Grid:
         return hf
 
     def finish(self, cell: Cell) -> dict[str, Any]:
-        """All of a cell's scores, and what it cost."""
+        """Train and measure a cell, unless that is done. Returns its scores and its cost."""
         path = self.out / "scores" / f"{cell.path}.json"
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
@@ -190,7 +190,7 @@ class Grid:
         return found
 
     def measure(self, cell: Cell, hf: Path) -> dict[str, float]:
-        """The scores by name, in percent, but for losses in nats."""
+        """Measure an export. Returns scores by name: losses in nats, all others in per cent."""
         world, parts = self.world(cell.world), self.out / "parts" / cell.path
         (heldout,) = (world / "heldout").iterdir()
         pair = heldout.name
@@ -216,7 +216,7 @@ class Grid:
         return scores
 
     def tune(self, task: str, texts: dict[str, dict[str, str]], world: Path, hf: Path, parts: Path) -> dict[str, float]:
-        """Zero-shot and supervised scores, and their difference."""
+        """Fine-tune an export. Returns zero-shot and supervised scores, their difference, and the majority class's."""
         tune = self.scale["tune"]
         given = {part: [f"{lang}={world / file}" for lang, file in files.items()] for part, files in texts.items()}
         limit = ("--limit", tune["limit"], "--test_limit", tune["limit"]) if tune["limit"] else ()
@@ -229,8 +229,8 @@ class Grid:
         return {f"{task} {names[key]}": 100 * numbers[key] for key in names if key in numbers}
 
     def training(self, cell: Cell, started: float) -> dict[str, Any]:
-        """Whether the loss fell; the steps and tokens of the training, the minutes since the cell was begun or resumed,
-        the commit."""
+        """Whether the loss fell, and the cost: steps, tokens, minutes since the cell was begun or resumed, minutes of
+        training, and the commit."""
         metrics = self.out / "runs" / cell.path / "metrics.jsonl"
         lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         tenth = max(len(lines) // 10, 1)
@@ -259,7 +259,7 @@ def read_results(path: Path) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def problems(done: list[dict[str, Any]]) -> list[str]:
-    """Why the cells that are there do not show that cells of this size learn; [] where they do."""
+    """The signs in finished cells that cells of this scale do not learn; [] if there are none."""
     found = []
     for one in done:
         name, scores = "/".join(map(str, one["cell"].values())), one["scores"]

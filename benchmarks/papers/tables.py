@@ -21,11 +21,11 @@ from xscale import files
 Done = dict[str, Any]
 """A finished cell: its world, arm and seed, scores by name, and cost."""
 WORDS = 40
-"""Pairs of the t-SNE picture."""
+"""The number of word pairs in the t-SNE picture."""
 
 
 def write_tables(out: Path, grid: dict[str, Any], scale: dict[str, Any], done: list[Done]) -> None:
-    """table.md depends on the cells' scores alone; what depends on the machine is in cells.md."""
+    """Write table.md, which depends only on the cells' scores, and cells.md with their costs on this machine."""
     tables = [*map_worlds(done), *comparisons(grid, done), *correlations(done)]
     files.write_text(out / "table.md", "\n\n".join(tables) + "\n")
     files.write_text(out / "cells.md", costs(scale, done))
@@ -44,7 +44,7 @@ def folder_name(name: str) -> str:
 
 
 def converged(one: Done) -> bool:
-    """Whether the loss fell, and a model that predicts tokens says more of the held-out text than their frequencies."""
+    """True if the loss fell and, for a model that predicts tokens, the TLM loss is below the unigram entropy."""
     scores = one["scores"]
     says_more = not one.get("predicts", True) or scores.get("TLM loss", math.inf) < scores.get("unigram entropy", 0)
     return not one["problem"] and one["loss fell"] and says_more
@@ -62,7 +62,7 @@ def values_of(done: list[Done], world: str, arm: str, name: str) -> dict[int, fl
 
 
 def map_worlds(done: list[Done]) -> list[str]:
-    """A table for each world: means and sample deviations over seeds."""
+    """A table for each world, with means and sample standard deviations over seeds."""
     tables = []
     for world in dict.fromkeys(one["cell"]["world"] for one in done):
         of_world = [one for one in done if one["cell"]["world"] == world]
@@ -144,7 +144,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def draw_alignment(path: Path, done: list[Done], name: str) -> None:
-    """Tang et al. 2022, figure 3: a point a cell, a colour an arm, a marker a world."""
+    """Draw figure 3 of Tang et al. 2022: a point for each cell, a colour for each arm, a marker for each world."""
     points = points_of(done, name)
     worlds, arms = (list(dict.fromkeys(point[n] for point in points)) for n in (2, 3))
     figure, axes = plt.subplots(figsize=(5, 4))
@@ -162,8 +162,8 @@ def draw_alignment(path: Path, done: list[Done], name: str) -> None:
 
 
 def draw_words(out: Path, grid: dict[str, Any], done: list[Done]) -> None:
-    """Yang et al. 2021, figure 2: t-SNE of the input embeddings of words and their translations, which a line joins,
-    for the first two arms of the first world."""
+    """Draw figure 2 of Yang et al. 2021, for two arms of the first world: t-SNE of the input embeddings of words and
+    their translations, joined by lines. The arms are mlm and align_mlm, or else the first two."""
     first = done[0]["cell"]
     same = [one["cell"] for one in done if one["cell"]["world"] == first["world"] and not one["problem"]]
     arms = {cell["arm"]: cell for cell in reversed(same) if grid["arms"][cell["arm"]]}
@@ -196,8 +196,8 @@ def draw_words(out: Path, grid: dict[str, Any], done: list[Done]) -> None:
 
 
 def frequent_pairs(world: Path, hf: Path) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """Ids of the first words of the dictionary that are one token on both sides (a tokenizer's first words are its most
-    frequent ones), none of them known to any cell, and the model's input embeddings."""
+    """The token ids of the first word pairs in the dictionary of withheld words that are one token on each side, and
+    the model's input embeddings. (The first words of a dictionary are frequent ones.)"""
     vocabulary = json.loads((world / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     (dictionary,) = (world / "withheld").iterdir()
     entries = (line.split() for line in dictionary.read_text(encoding="utf-8").splitlines())

@@ -14,14 +14,14 @@ from typing import Any
 from xscale.errors import UserError
 
 Run = Callable[..., None]
-"""Runs `python` with these words."""
+"""Runs `python` with its arguments as the command line."""
 WRITE = ("-m", "data_tools.write_shards")
 DICTIONARY, PARALLEL = 0.25, 0.25
-"""Shares of the vocabulary and of the lines (Tang et al. 2022, G.3 and G.4)."""
+"""The shares of the vocabulary that the dictionary has, and of the lines that become pairs (Tang et al., G.3, G.4)."""
 
 
 def make_world(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path, run: Run) -> None:
-    """Makes the folder `out` whole or not at all."""
+    """Make a world in the folder `out`, which appears only when it is complete."""
     if out.exists():
         return
     partial = out.with_name(out.name + ".partial")
@@ -32,7 +32,7 @@ def make_world(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Pat
 
 
 def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path, run: Run) -> None:
-    """English and a language derived of it. Every n-th line is held out; all cells read the other ones."""
+    """Make a world of English and a language derived from it. Every n-th line is held out from all cells."""
     source, syn = data / spec["text"], spec["how"].endswith("syn")
     parses = read_blocks(source) if syn else []
     lines = [text_of(block) for block in parses] if syn else read(source)
@@ -69,7 +69,7 @@ def make_derived(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: P
 
 
 def write_words(out: Path) -> None:
-    """The text dictionary that training reads: the tokens of the id dictionary that are words, for no text is `##s`."""
+    """Write the dictionary all/en-xx.txt: those entries of the id dictionary whose tokens are whole words."""
     vocabulary = json.loads((out / "tokenizer/tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     tokens = {number: token for token, number in vocabulary.items()}
     entries = [[tokens[int(number)] for number in line.split()] for line in read(out / "ids.txt")]
@@ -77,7 +77,7 @@ def write_words(out: Path) -> None:
 
 
 def split_dictionary(out: Path, pair: str, share: float, run: Run) -> None:
-    """A share of the words for training; the others are in no dictionary."""
+    """Write a dictionary with a share of the words for training, and one of the entries without any of these words."""
     name = f"{pair}.txt"
     run("-m", "data_tools.lexicon", "--dict", out / "all" / name, "--share", share, "--out", out / "lexicon" / name)
     seen = {word for line in read(out / "lexicon" / name) for word in line.split()}
@@ -85,7 +85,7 @@ def split_dictionary(out: Path, pair: str, share: float, run: Run) -> None:
 
 
 def make_real(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path, run: Run) -> None:
-    """Two languages: their pairs with word links, the two sides of these as text, and running text where there is."""
+    """Make a world of two languages: pairs with word links, the sides of the pairs as text, running text if given."""
     langs, pair = spec["langs"], "-".join(spec["langs"])
     for lang in langs:
         write(out / f"text/{lang}.txt", read(data / f"{spec['pairs']}.{lang}.xz")[: scale["lines"]])
@@ -133,7 +133,7 @@ def read_blocks(path: Path) -> list[str]:
 
 
 def text_of(block: str) -> str:
-    """The sentence that a block of CoNLL-U says that it is."""
+    """The sentence in the comment `# text =` of a block of CoNLL-U. Raises UserError."""
     found = [line.partition("=")[2].strip() for line in block.split("\n") if line.startswith("# text =")]
     if not found:
         raise UserError(f"a sentence of the parses has no `# text =`: {block[:200]!r}; add it, as UD's files have it")

@@ -1,1 +1,1 @@
-"""This package writes a run's checkpoints, removes old ones and loads them, also into other runs."""
+"""This package writes, loads and removes the checkpoints of a run. Other runs can load them too."""

@@ -45,20 +45,20 @@ class CheckpointManager:
     ):
         """Begin without a checkpoint under way.
 
-        keep: the number of newest checkpoints that stay. saved: the step that the engine was loaded from. note: it is
-        called with what the rank is doing. published: rank 0 calls it with each new checkpoint, and it returns the
-        steps whose checkpoints must stay.
+        keep: the number of newest checkpoints that stay. saved: the step of the run's checkpoint from which the engine
+        was loaded, or None. note: a function that is called with a description of what the rank is doing. published:
+        rank 0 calls it with each new checkpoint, and it returns the steps whose checkpoints must stay.
         """
         self.folder, self.host_group, self.keep, self.note, self.published = folder, host_group, keep, note, published
         self.writer = CheckpointWriter(engine, folder, host_group, write_more)
         self.saved = saved
         """The step of the newest checkpoint."""
         self.good = saved
-        """The step of the newest checkpoint that a rollback may load: it was begun while no step was skipped."""
+        """The step of the newest checkpoint that a rollback may load: it was begun while fp16 skipped no step."""
         self.good_under_way = True
         """True if a rollback may load the checkpoint under way, once it is written."""
         self.blocked, self.times = 0.0, dict[str, float]()
-        """The seconds that training has waited for the checkpoint under way, and metrics for the next step."""
+        """The seconds that training has waited for the checkpoint under way, and metrics that the next step reports."""
 
     @property
     def under_way(self) -> int | None:
@@ -73,7 +73,7 @@ class CheckpointManager:
     def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
-        good: a rollback may load this checkpoint, since no step is being skipped. background: write the files while
+        good: a rollback may load this checkpoint, since fp16 is skipping no step. background: write the files while
         training goes on. must: wait until they are written, and raise OSError if that fails.
         """
         self.settle()
@@ -127,8 +127,8 @@ class CheckpointManager:
 class CheckpointWriter:
     """Writes one checkpoint at a time, by two calls that all ranks make together.
 
-    `begin` takes a snapshot, and a thread of each rank writes its files, forces them to disk and hashes them. `finish`
-    waits for all ranks and publishes the checkpoint, if no rank has failed.
+    `begin` takes a snapshot, and a thread of each rank writes the rank's files, forces them to disk and hashes them.
+    `finish` waits for all ranks and publishes the checkpoint, if no rank has failed.
     """
 
     def __init__(self, engine: Any, folder: Path, host_group: HostGroup, write_more: WriteMore):
@@ -160,8 +160,8 @@ class CheckpointWriter:
     def begin(self, step: int, manifest: dict[str, Any], background: bool) -> None:
         """Begin to write the checkpoint of `step`. All ranks call it together, and `finish` later.
 
-        manifest: the manifest without its list of files. background: a thread writes a copy in host memory, so that
-        training may go on. Otherwise the files are written when the call returns.
+        manifest: the manifest without its list of files. background: a thread writes the files from a copy in host
+        memory, while training goes on. Otherwise the files are written when the call returns.
         """
         assert self.step is None
         self.step, self.manifest, self.sealed, self.thread, self.seconds = step, manifest, {}, None, 0.0
@@ -184,7 +184,7 @@ class CheckpointWriter:
             self._write(taken.taken)
 
     def _make_room(self) -> OSError | None:
-        """Make an empty directory, and return an error if that fails or the disk lacks room. Rank 0 only."""
+        """Make an empty directory. Returns an error if that fails or the disk lacks room for the files. Rank 0 only."""
         parameters = sum(p.numel() for p in self.engine.module.parameters())
         needed = 16 * parameters + self.engine.module.auxiliary_bytes() + SPARE_BYTES
         try:
@@ -216,7 +216,7 @@ class CheckpointWriter:
         self.seconds = time.monotonic() - started
 
     def finish(self) -> tuple[str, float]:
-        """Publish the checkpoint. Returns a message ("" if all went well) and the longest writing time of a rank.
+        """Publish the checkpoint. Returns a message ("" if all went well) and the longest writing time of a rank, in s.
 
         If a rank has failed, the new files are removed and older checkpoints stay untouched.
         """

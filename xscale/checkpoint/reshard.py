@@ -17,7 +17,7 @@ from torch import Tensor
 from xscale import deepspeed_private as private
 
 WEIGHT = "fp32"
-"""The key of the weights. The other keys are the optimizer's, such as exp_avg."""
+"""The key of the weights in SavedGroup.flats. The other keys are those of the optimizer's states, such as exp_avg."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class SavedPartitions:
     def __init__(self, path: Path, names: list[str], at: float = 0.0):
         """Open one of the files, each of which says where all parameters are.
 
-        names: the module's parameters, in their order. at: this rank's number divided by the number of ranks. The file
-        at that relative place in the list of files probably holds some of this rank's slices.
+        names: the names of the module's parameters, in their order. at: this rank's number divided by the number of
+        ranks. The file at that relative place in the list of files probably holds some of this rank's slices.
         """
         self.model = _load(private.model_file(path))
         self.files = private.partition_files(path)
@@ -68,8 +68,7 @@ class SavedPartitions:
             self.scaler, self.like = None, self._whole(names)
 
     def _partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Set the places by a rank's file that was saved at stage 1, 2 or 3. Returns the loss scaler and the rank's
-        groups."""
+        """Fill `places` from a rank's file of stage 1, 2 or 3. Returns the loss scaler and the rank's groups."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0
@@ -86,7 +85,7 @@ class SavedPartitions:
         return found
 
     def _whole(self, names: list[str]) -> list[SavedGroup]:
-        """Set the places for a checkpoint of stage 0: the model's file has everything, and the optimizer's states are
+        """Fill `places` for a checkpoint of stage 0: the model's file has everything, and the optimizer's states are
         numbered instead of named. Returns the groups."""
         weights, states = private.saved_whole(self.model)
         decayed_first = sorted(names, key=lambda name: weights[name].ndim <= 1)  # models/build.py's decay_groups
@@ -128,7 +127,7 @@ class PartitionSlice:
 
 
 def partition_slices(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
-    """Yield each flat tensor that this rank's optimizer updates, with the slices of parameters in it."""
+    """Yield each flat tensor that this rank's optimizer updates, with the slices of parameters that it holds."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     if engine.zero_optimization_stage() == 0:
         for parameter, name in names.items():

@@ -21,7 +21,7 @@ from xscale.ranks import HostGroup
 PREFIX = "encoder.lm."
 """The prefix of the encoder's parameters in the engine's module."""
 HEADS = "heads."
-"""The prefix of the objectives' own parameters. The stream's name follows."""
+"""The prefix of the parameters of the streams' heads; the stream's name follows it."""
 
 
 def load_engine(engine: Any, checkpoint: Checkpoint, host_group: HostGroup) -> None:

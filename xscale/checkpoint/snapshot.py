@@ -19,8 +19,8 @@ from xscale import deepspeed_private as private
 
 
 class SnapshotEngine:
-    """A DeepSpeed checkpoint engine that keeps in memory what DeepSpeed asks it to save. It raises no error, since the
-    other ranks would then wait at DeepSpeed's next barrier."""
+    """A DeepSpeed checkpoint engine that keeps in memory what DeepSpeed asks it to save. If memory runs out, it sets
+    `problem` instead of raising an error, after which the other ranks would wait at DeepSpeed's next barrier."""
 
     def __init__(self, copies: bool):
         """Begin empty. copies: copy the tensors, since training goes on; otherwise keep them as they are."""
@@ -48,8 +48,8 @@ def snapshot(engine: Any, partial: Path, copies: bool) -> SnapshotEngine:
 
 
 def on_host(state: Any) -> Any:
-    """Return a copy of the state in host memory. Tensors that share memory do so in the copy too, so that torch.save
-    writes the same bytes."""
+    """Return a copy of the state in host memory. Tensors that share memory also share it in the copy, so that
+    torch.save writes the same bytes."""
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}
     for tensor in _tensors(state):

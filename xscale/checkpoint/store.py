@@ -30,7 +30,7 @@ OWN_HASH = "sha256"
 HF = "hf"
 """The folder of a checkpoint with the model's Hugging Face config and the tokenizer."""
 AUXILIARY_STATES = "companions.pt"
-"""The file with the momentum encoders and queues, by stream. Every rank has the same, so rank 0 writes it."""
+"""The file with the momentum encoders and queues, by stream. All ranks have the same ones, so rank 0 writes them."""
 NAME = re.compile(r"step_\d{8,}")
 
 
@@ -63,17 +63,17 @@ class Checkpoint:
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read their records and change nothing, as their loss or gradient was not finite."""
+        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
         return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
 
     @property
     def calibration(self) -> dict[str, Any] | None:
-        """The run's estimates (data/calibration.py). None in checkpoints of earlier versions."""
+        """The run's estimated lengths in tokens (data/calibration.py). None in checkpoints of earlier versions."""
         return self.manifest.get("calibration")
 
     @property
     def engine(self) -> dict[str, Any] | None:
-        """The ZeRO stage, the precision and the optimizer. None in checkpoints of earlier versions."""
+        """The DeepSpeed engine's ZeRO stage, precision and optimizer. None in checkpoints of earlier versions."""
         return self.manifest.get("engine")
 
 
@@ -104,8 +104,8 @@ def find(path: Path) -> Path:
 def newest_valid(
     folder: Path, host_group: HostGroup, warn: Callable[[str], None], upto: float = math.inf
 ) -> Checkpoint | None:
-    """Return the newest checkpoint up to step `upto` whose files have the right hashes. All ranks get the same one.
-    warn: it is called with a message for each damaged checkpoint."""
+    """Return the newest checkpoint up to step `upto` whose files match their hashes in the manifest, or None. All ranks
+    get the same one. warn: a function that is called with a message for each damaged checkpoint."""
     for path in reversed([path for path in complete_steps(folder) if step_of(path) <= upto]):
         problem = verify(path, host_group)
         if problem is None:
@@ -120,8 +120,7 @@ def step_of(path: Path) -> int:
 
 
 def verify(path: Path, host_group: HostGroup) -> str | None:
-    """Compare the checkpoint's files with their hashes, each file on one of the ranks. Returns what is wrong, or
-    None."""
+    """Compare the checkpoint's files with their hashes, each file on one rank. Returns what is wrong, or None."""
     try:
         checkpoint = read(path)
     except UserError as error:
@@ -183,7 +182,7 @@ def publish(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def sealed_manifest(manifest: dict[str, Any], digest: str | None = None) -> str:
-    """Return the manifest's text with a hash of its content, or with `digest` in its place."""
+    """Return the manifest's text with a hash of its content, or with `digest` in the place of this hash."""
     content = {key: value for key, value in manifest.items() if key != OWN_HASH}
     digest = digest or hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, OWN_HASH: digest}, indent=1)

@@ -35,8 +35,8 @@ def balance(tokens: np.ndarray, world: int, max_tokens: int, rows: int = 1) -> t
 def assign_to_bins(tokens: np.ndarray, bins: int) -> np.ndarray:
     """The bin of each sample. tokens: the samples' lengths, longest first.
 
-    Each round assigns samples, back and forth, to the emptiest bins: those that have no more tokens than the emptiest
-    one would have after the next sample.
+    Each round assigns samples to the emptiest bins, in ascending and then descending order of their tokens. The
+    emptiest bins are those with no more tokens than the emptiest bin of all would have after the next sample.
     """
     assigned = np.empty(len(tokens), dtype=np.int64)
     turns = -(-len(tokens) // (ROUNDS * bins))

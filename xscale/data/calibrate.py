@@ -30,7 +30,7 @@ Work = Callable[[], Any]
 
 
 def run_serially(works: list[Work]) -> list[Any]:
-    """Call all functions in this process. HostGroup.share can be used instead, which divides them among the ranks."""
+    """Call all functions in this process and return their values. HostGroup.share divides the calls among the ranks."""
     return [work() for work in works]
 
 
@@ -46,8 +46,8 @@ def calibrate(
     lines: list[tuple[float, float]] | None = None,
     alpha_by: str = "records",
 ) -> Calibration:
-    """Measure the calibration of a run, which is the same on every machine. share: divides the work. lines: the
-    Calibration.lines that another phase of the run has measured."""
+    """Measure the calibration of a run, which is the same on every machine. share: calls functions and returns their
+    values. lines: the Calibration.lines that another phase of the run has measured; None: measure them."""
     shards = max(SHARDS // len(sources), SHARDS_OF_SOURCE)
     sample = min(max(LINE_RECORDS // len(sources), 8), 32)
     dataset = copy.copy(dataset)
@@ -78,7 +78,7 @@ def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, 
 
 
 def similar_samples(estimated_tokens: np.ndarray, max_length: float) -> list[np.ndarray]:
-    """Groups of samples with similar estimates; each sample that is estimated over max_length is a group by itself."""
+    """Numbers of the samples to tokenise, in groups of similar estimates. One over max_length is a group by itself."""
     shortest_first = np.argsort(estimated_tokens, kind="stable")
     within, beyond = np.split(shortest_first, [int((estimated_tokens <= max_length).sum())])
     some, single = within[:: DRAWN // READ], beyond[:: -(-len(beyond) // BEYOND) or 1]

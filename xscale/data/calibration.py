@@ -1,7 +1,7 @@
 """Estimates of the number of tokens that a sample adds to a packed row, made before its text is read.
 
-They are measured once, before step 1 (calibrate.py), and kept with the checkpoints. The bytes of a record predict its
-tokens, but not what a stream makes of them: special tokens, pairs that are dropped, sequences that are read twice.
+The statistics behind the estimates are measured once, before step 1 (calibrate.py), and saved in the checkpoints. The
+bytes of a record predict the tokens of its text, but not special tokens, dropped pairs and sequences read twice.
 """
 
 import math
@@ -16,9 +16,9 @@ class Estimate:
     """Statistics that correct a stream's byte-based token estimates to its real token counts in packed rows."""
 
     ratio: float = 1.0
-    """Real tokens in packed rows per estimated token, without the pairs that are estimated over data.max_length."""
+    """Real tokens in packed rows per estimated token, without pairs whose estimate exceeds data.max_length."""
     beyond: float | None = None
-    """Mean tokens that a pair estimated over data.max_length adds, few if these are dropped. None: use `ratio`."""
+    """Mean real tokens of a pair whose estimate exceeds data.max_length. None: `ratio` holds for such pairs."""
     tokens: float = 0.0
     """Mean number of tokens that one sample adds to a packed row."""
     sequences: float = 1.0
@@ -30,32 +30,32 @@ class Estimate:
     too_long: float = 0.0
     """Share of the pairs that are longer than data.max_length."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Sum of StreamBatch.targets over the samples that were read."""
+    """Sum of StreamBatch.targets over the samples that the calibration has tokenised."""
 
     def row_tokens(self, estimated_tokens: np.ndarray, max_length: float) -> np.ndarray:
-        """Estimated tokens that each sample adds to a row: whole numbers, with equal sums on all machines [samples]."""
+        """Estimated tokens that each sample adds to a row [samples]; whole, so that all machines get equal sums."""
         tokens = estimated_tokens * self.ratio
         if self.beyond is not None:
             tokens = np.where(estimated_tokens > max_length, self.beyond, tokens)
         return np.rint(tokens).astype(np.int64)
 
     def variance(self, tokens: np.ndarray) -> np.ndarray:
-        """Variance of the real tokens of bins with so many estimated tokens, due to the samples and to the ratio."""
+        """Variance of the real tokens of bins with `tokens` estimated ones, due to `noise` and errors of `ratio`."""
         return self.noise * tokens * (1 + tokens / max(self.counted, 1))
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The estimates of a run. All ranks have the same, also after a resume, because row assignment depends on them."""
+    """The estimates of a run. They are equal on all ranks, also after a resume: row assignment depends on them."""
 
     lines: list[tuple[float, float]]
-    """(a, b) of each source: its records are estimated at a * bytes + b tokens."""
+    """(a, b) of each source: the estimate of a record's tokens is a * (number of its bytes) + b."""
     streams: dict[str, Estimate]
     phases: list[dict[str, Estimate]] = field(default_factory=list)
     """The streams' estimates in each phase of the run."""
 
     def of_phases(self) -> list["Calibration"]:
-        """The calibration of each phase."""
+        """The calibration of each phase of the run."""
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:
@@ -63,7 +63,7 @@ class Calibration:
         return self.streams.get(stream) or Estimate()
 
     def estimated_tokens(self, source: int, length: np.ndarray) -> np.ndarray:
-        """Estimated tokens of each record of a source, from its bytes [n_records]."""
+        """Estimated tokens of records of a source [n_records]. length: bytes of each record [n_records]."""
         a, b = self.lines[source]
         return np.maximum(a * length + b, 1.0)
 
@@ -72,14 +72,14 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, tree: dict[str, Any], sources: int, streams: list[str]) -> "Calibration":
-        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if it has other sources or streams."""
+        """The inverse of `to_dict`. Raises ValueError, KeyError or TypeError if `tree` has other sources or streams."""
         found, *phases = (
             {name: Estimate(**fields) for name, fields in of_phase.items()}
             for of_phase in (tree["streams"], *tree.get("phases", []))
         )
         lines = [(a, b) for a, b in tree["lines"]]
         if len(lines) != sources or set(found) != set(streams):
-            raise ValueError(f"it has {len(lines)} sources and streams {', '.join(found)}")
+            raise ValueError(f"it has {len(lines)} sources and streams {', '.join(found)}, not those of the run")
         wrong = [f"streams.{n}.ratio = {e.ratio}" for n, e in found.items() if not 0 < e.ratio < math.inf]
         if wrong:
             raise ValueError(wrong[0])

@@ -1,9 +1,9 @@
 """Safe forks of a process that has native threads.
 
 Python 3.11 does not hold the lock of its list of threads when it forks. If a library's thread, such as one of torch's,
-is just acquiring the GIL, and so is in that list, the child waits for the lock forever, inside of fork
+holds this lock at that moment, to acquire the GIL, the child waits for the lock forever, inside of fork
 (PyOS_AfterFork_Child, _PyThreadState_DeleteExcept), and the parent waits for the child's records. On a busy machine,
-one of some hundred starts hung for this reason.
+some starts hung for this reason.
 """
 
 import os

@@ -4,8 +4,8 @@ Shape letters: N entries.
 
 A file is named after the pair, in the order of its columns: en-de.txt, en-zh-CN.txt.
 
-A share of the entries is withheld from all objectives, so that alignment can be measured on words that none has seen.
-An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
+A share of the entries is withheld from all objectives, so that alignment can be measured on words that no objective has
+seen. An entry is withheld if either of its words is, by a hash of the word alone. So all files, directions, runs and
 dictionaries that share a language withhold the same words. (If only one language's words were hashed, a word of the
 other would be withheld only if all its translations are: 3.7 % of MUSE's English words with German, 1.2 % once there is
 a Chinese dictionary too.)
@@ -51,9 +51,9 @@ class Lexicon:
     fingerprint: str
     path: Path
     unknown: int = 0
-    """Number of further entries of the file, left out because they have unknown tokens."""
+    """Number of entries of the file that are left out because they have unknown tokens."""
     changed: int = 0
-    """Number of entries whose spelling was changed to the one of the training text."""
+    """Number of entries whose spelling was changed to that of the training text (data/truecase.py)."""
 
     @property
     def name(self) -> str:
@@ -128,7 +128,7 @@ class Ragged:
         self.values = np.array([token for ids in lists for token in ids], dtype=np.int64)
 
     def take(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The chosen lists laid end to end, and the index at which each starts."""
+        """The lists with the numbers `which`, laid end to end, and the index at which each of them starts."""
         lengths = self.lengths[which]
         first = np.cumsum(self.lengths)[which] - lengths
         return self.values[np.repeat(first, lengths) + offsets(lengths)], np.cumsum(lengths) - lengths
@@ -156,7 +156,7 @@ def load_lexicon(
     ids = [_encoded([entry[side] for entry in words], tokenizer) for side in (0, 1)]
     kept = [i for i, (a, b) in enumerate(zip(*ids, strict=True)) if a and b and unknown not in (*a, *b)]
     if not kept:
-        raise UserError(f"{path}: the tokenizer knows no entry of this dictionary; is it for other languages?")
+        raise UserError(f"{path}: the tokenizer knows no entry of the dictionary; is either for other languages?")
     content = "\n".join(f"{a}\t{b}" for a, b in words).encode()
     return Lexicon(
         langs,
@@ -196,8 +196,8 @@ def pair_of(path: Path, languages: Collection[str] = ()) -> tuple[str, str]:
     found = cut_pair(path.name.partition(".")[0], languages)
     if found is None:
         raise UserError(
-            f"{path}: a dictionary's file name says its languages in the order of its columns, as en-de.txt, or "
-            f"en-zh-CN.txt with the country in capitals"
+            f"{path}: a dictionary's file name says its languages in the order of its columns, such as en-de.txt or, "
+            f"with the country in capitals, en-zh-CN.txt"
         )
     return found
 
@@ -241,8 +241,8 @@ def check_column_order(lexicon: Lexicon, path: Path, sources: list[Source]) -> N
     if swapped > straight:
         a, b = lexicon.langs
         raise UserError(
-            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text the other "
-            f"way round, {straight:,} as named). Rename it to {b}-{a}.txt or swap the columns"
+            f"{path}: its columns look like {b} {a}, its name says {a} {b} ({swapped:,} words fit the text as {b} {a}, "
+            f"{straight:,} as {a} {b}). Rename it to {b}-{a}.txt or swap the columns"
         )
 
 

@@ -1,4 +1,4 @@
-"""Converts word links of another tokenisation to links of the words of data/words.py, by the words' characters."""
+"""Converts links between words of another tokenisation to links between words of data/words.py, by characters."""
 
 import difflib
 import html
@@ -32,7 +32,7 @@ def pharaoh(links: list[tuple[int, int]]) -> str:
 def project_links(
     links: str, texts: tuple[str, ...], tokenised: tuple[str, ...] | None = None, by_words: bool = False
 ) -> tuple[str, int]:
-    """The links between words of data/words.py, and how many were dropped, e.g. links of a word and a symbol.
+    """The links between words of data/words.py, and how many given links were dropped, e.g. of a word and a symbol.
 
     tokenised: the texts whose white-space words the given links count; None: the texts themselves. by_words: the given
     links count words of data/words.py already. Raises ValueError.
@@ -72,7 +72,7 @@ def places(text: str, tokenised: str) -> list[list[int]]:
     if ours != theirs:
         blocks = difflib.SequenceMatcher(None, ours, theirs, False).get_matching_blocks()
         if 2 * sum(size for _, _, size in blocks) < len(theirs):
-            raise ValueError(f"the tokenised text {tokenised[:60]!r} is not of the text {text[:60]!r}")
+            raise ValueError(f"the tokenised text {tokenised[:60]!r} does not match the text {text[:60]!r}")
     place_of = {b + k: visible[a + k] for a, b, size in blocks for k in range(size)}
     found, at = [], 0
     for token in tokens:

@@ -21,7 +21,7 @@ from xscale.data.stream_batch import StateIndices
 from xscale.errors import UserError
 
 Layout = list[list[int]]
-"""The texts of each sequence, by number."""
+"""The numbers of each sequence's texts. Text 2p + s is side s of pair p."""
 
 _LINK = r"\d{1,9}-\d{1,9}"
 _PHARAOH = re.compile(rf"\s*({_LINK}(\s+|$))*")
@@ -32,7 +32,7 @@ class WordLinks:
     first: np.ndarray
     """Number of each text's first word, and W at the end [2 P + 1]."""
     links: np.ndarray
-    """Numbers of the linked words, in a pair's first text and in its second; each link once [K, 2]."""
+    """The number of each link's word in a pair's first text, and of its word in the second; no link twice [K, 2]."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WordTokens:
 
 
 def read_links(pairs: list[Example], symbols: bool = True) -> WordLinks:
-    """The links of the pairs, without links of a word and a symbol. symbols: keep links of two symbols.
+    """The links of the pairs, without links between a word and a symbol. symbols: keep links between two symbols.
 
     Raises UserError for a link that is malformed or outside its sentences.
     """
@@ -107,7 +107,7 @@ def word_tokens(
     first: np.ndarray,
     keep: Literal["all", "first", "last"],
 ) -> WordTokens:
-    """The places of each word's tokens: of all, of the first or of the last. A word that was cut off has none."""
+    """The places of each word's tokens (keep: all, first or last); none for a cut-off word. first: WordLinks.first."""
     texts = list(chain.from_iterable(layout))
     if not texts:
         return WordTokens(np.empty(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
@@ -125,7 +125,7 @@ def word_tokens(
 
 
 def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
-    """All pairs of a token of one word and a token of another word that is linked with it; each pair once [Z, 2]."""
+    """All pairs of a token of a link's first word and a token of its second word; no pair twice [Z, 2]."""
     ours, n_ours = tokens.runs(links[:, 0])
     partner = np.repeat(links[:, 1], n_ours)
     theirs, n_theirs = tokens.runs(partner)
@@ -135,9 +135,9 @@ def token_links(links: np.ndarray, tokens: WordTokens) -> np.ndarray:
 
 
 def linked_states(links: np.ndarray, masked: np.ndarray, tokens: int) -> tuple[np.ndarray, StateIndices]:
-    """The indices in `masked` [M] of the tokens with a link [R], and for each the sum of the states linked with it.
+    """The indices in `masked` [M] of the tokens with a link [R], and for each the sum of the states that it links to.
 
-    The sums are rows of A^T H, where A[i, j] = 1 if (i, j) or (j, i) is a link. A sum's places are in ascending order.
+    The sums are rows of A^T H: H are the hidden states, and A[i, j] = 1 if (i, j) or (j, i) is a link. tokens: N.
     """
     row_of = np.full(tokens, -1, dtype=np.int64)
     row_of[masked] = np.arange(len(masked))

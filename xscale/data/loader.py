@@ -33,7 +33,7 @@ CHARACTERS = 64
 """The maximum number of characters of a text that are tokenised, per token of data.max_length; see `shortened`."""
 
 Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
-"""A function of samples, the stream's options, and the context. A sample is a list of one or more examples."""
+"""(samples, the stream's options, context) -> stream batch. A sample is a list of one or more examples."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class StreamCollate:
     words: bool = False
     """True if the examples carry the words of their texts."""
     lexicons: tuple[Any, ...] | None = None
-    """The stream's own lexicons; None: use the context's."""
+    """The stream's own dictionaries; None: those of the context that StepDataset was given."""
     names: tuple[str, ...] = ()
     """Languages and pairs whose losses are reported separately (Context.names)."""
     objective: str = ""
     """Name of the objective; "" if the stream is not from a recipe."""
     terms: frozenset[str] = frozenset()
-    """Terms of the objective's loss."""
+    """Names of the terms of the objective's loss."""
 
     def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> StreamBatch:
         with blaming(f"streams.{stream}, objective {self.objective}: collate"):
@@ -73,11 +73,11 @@ class StepBatch:
         return sum(row.samples for row in self.rows)
 
     def too_long(self) -> dict[str, int]:
-        """Number of overlong pairs of each stream."""
+        """Number of pairs longer than data.max_length, by stream."""
         return self._sums("too_long")
 
     def targets(self) -> dict[tuple[str, str], int]:
-        """Targets on this rank of each (stream, term)."""
+        """Number of targets on this rank, by (stream, term)."""
         return self._sums("targets")
 
     def counts(self) -> dict[tuple[str, str, str], int]:
@@ -209,15 +209,15 @@ class StepDataset(Dataset):
             at = end
 
     def shortened(self, pair: Record, words: bool) -> Record:
-        """The pair, with its texts cut if they are far too long, to save time in tokenisation. A pair whose words are
-        needed stays whole, unless data.overlong drops it."""
+        """The pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words: whether
+        the stream needs the words of the pair, which then stays whole, unless data.overlong drops it anyway."""
         most = CHARACTERS * self.context.max_length
         if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
             return pair
         return pair._replace(texts=tuple(text[:most] for text in pair.texts), links="" if words else pair.links)
 
     def borders(self, texts: list[str], ids: list[list[int]]) -> dict[int, list[int]]:
-        """For each text that is longer than a sequence, by its number: the tokens before which it may be cut."""
+        """Number of a text that is longer than a sequence -> the tokens before which the text may be cut."""
         long = [i for i, tokens in enumerate(ids) if len(tokens) > self.context.max_length - 2]
         if not long:
             return {}
@@ -235,7 +235,7 @@ class StepDataset(Dataset):
         return found
 
     def identities(self, stream: str, records: SampledRecords) -> np.ndarray:
-        """uint64 key of each record, for its stream and epoch [n_records]."""
+        """uint64 key of all random choices about each record, for the stream and the record's epoch [n_records]."""
         per_stream = rng.key(self.seed, stream, "record")
         per_source = rng.hash64(per_stream ^ self.source_keys[records.source], records.epoch)
         number = (records.shard.astype(np.uint64) << np.uint64(40)) + records.record.astype(np.uint64)
@@ -246,7 +246,7 @@ class PhasedDataset(Dataset):
     """The datasets of a run's phases."""
 
     def __init__(self, ends: list[int], datasets: list[StepDataset]):
-        """ends: for each phase but the last, the first step after it, counted from 0."""
+        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
         self.ends, self.datasets = ends, datasets
 
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
@@ -254,7 +254,7 @@ class PhasedDataset(Dataset):
 
 
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
-    """The number of workers for data.workers; "auto" is 2 on a CPU, and 4 to 6 for a GPU by the cores of the rank."""
+    """The number of loader workers of a rank. wanted: data.workers; "auto" is 2 on a CPU, 4 to 6 by cores for a GPU."""
     if wanted != "auto":
         return int(wanted)
     cores = len(os.sched_getaffinity(0))
@@ -264,7 +264,7 @@ def worker_count(wanted: int | str, process: Process, device: str) -> int:
 
 
 def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: int) -> Iterator[StepBatch]:
-    """The next `steps` batches of the mixture. workers: number of worker processes, with a planner; 0: this process."""
+    """The next `steps` batches of the mixture. workers: number of worker processes; 0: all work is in this process."""
     return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
 
 
@@ -299,7 +299,7 @@ def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
 
 
 class _PlanSampler:
-    """The plans as a sampler of DataLoader."""
+    """Gives the plans to a DataLoader as its sampler."""
 
     def __init__(self, plans: Plans):
         self.plans = plans

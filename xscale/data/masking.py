@@ -1,8 +1,8 @@
 """The choice of masked tokens, and of what replaces them (Devlin et al. 2019).
 
 Each token that is not a special one is chosen with probability `mask_prob`. A chosen token becomes [MASK] in 80 % of
-the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice is a function of the record's identity and
-the token's place in it.
+the cases, a random ordinary token in 10 %, and stays in 10 %. Every choice is a function of the sequence's identity
+and of the place of the token, or the number of the word, in the sequence.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ becomes a random token, and below RANDOM it becomes [MASK]."""
 def mask_tokens(
     sequences: Sequences, tokenizer: Tokenizer, mask_prob: float, whole_word: bool = False
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Masked token ids [N], and the sorted indices [M] of the tokens to predict."""
+    """Token ids after masking [N], and the sorted indices of the tokens to predict [M]."""
     per_token = sequences.identities[sequences.numbers]
     place = sequences.offsets.astype(np.uint64)
     maskable = ~tokenizer.is_special[sequences.ids]

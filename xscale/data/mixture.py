@@ -3,8 +3,8 @@
 In each step a stream takes `samples` samples from its sources. Languages (or language pairs) are sampled with p_i
 proportional to n_i^alpha (Conneau & Lample 2019), as evenly as whole numbers allow, and each source is read in its
 epoch order. A sample is one record; in a packed stream, it is running text that fills about one sequence (order.py).
-The state is one position per source. The state and the step number determine all later samples. A step's global batch
-is sampled first and then assigned to ranks and rows (balance.py).
+The state has the step number and each stream's position in each source; it determines all later samples. A step's
+global batch is sampled first and then assigned to ranks and rows (balance.py).
 """
 
 import bisect
@@ -30,7 +30,7 @@ PACK_FILL = 0.94
 """The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
 
 ORDER = 3
-"""Version of the order of running text. Before version 3, a sample was consecutive pieces of a permutation."""
+"""Version of the order of running text. Before version 3, samples were consecutive pieces of a permuted window."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class StreamSpec:
     samples: int
     packed: bool
     idle: frozenset[int] = frozenset()
-    """The sources that the stream does not sample from now, but does in another phase of the run."""
+    """The sources that the stream does not sample from in this phase, but does in another phase of the run."""
     most: tuple[float, ...] = ()
-    """The maximum probability of each source, due to data.max_epochs; empty: no limit."""
+    """The maximum probability with which each source is sampled, due to data.max_epochs; empty: no limit."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepPlan:
 class GlobalBatch:
     """The samples of one optimizer step over all ranks, by stream, and the bin to which each is assigned.
 
-    A stream's records are ordered by source. Sorting all ranks' records by sample would take longer than the rest.
+    A stream's records are ordered by source. `plans` orders only the records of its ranks by sample, to save time.
     """
 
     records: dict[str, SampledRecords]
@@ -146,7 +146,7 @@ class Mixture:
         if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
             raise UserError(
                 f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
-                f"continue with that version, or start a new run from it: model.init=DIR and another --out"
+                f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
             )
 
     def __iter__(self) -> Iterator[StepPlan]:
@@ -208,8 +208,8 @@ class Mixture:
             position[:] = [epoch, stop, *position[2:]] if stop < order.size else [epoch + 1, 0]
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        """Yield the shards of each remote source's window, if it has changed since the last call, and the shards of
-        the next window of the epoch, if the cache has room for both."""
+        """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
+        epoch. A source whose window is the same as in the last call is left out."""
         for stream in self.streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source, epoch = self.sources[number], position[0]
@@ -244,7 +244,7 @@ class PhasedMixture:
     """The mixtures of a run's phases. Each continues from the state that the previous one has left."""
 
     def __init__(self, ends: list[int], mixtures: list[Mixture]):
-        """ends: for each phase but the last, the first step after it, counted from 0."""
+        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
         self.ends, self.mixtures = ends, mixtures
         self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
         for mixture in mixtures:
@@ -289,18 +289,19 @@ def look(source: Source, shards: Sequence[int], records: Sequence[slice | np.nda
 FIT_SAMPLES = 2**15
 """The shape of rows is fitted to about this many samples of the first steps."""
 MIN_STEPS, MAX_STEPS = 4, 64
-"""Least and greatest number of steps that the shape is fitted to."""
+"""The minimum and maximum number of steps to which the shape of rows is fitted."""
 UNCOMPILED = 1.5
-"""The time of a row that exceeds the compiled shape, relative to a row that fits."""
+"""The time of a row that exceeds the compiled shape, divided by the time of a row that fits."""
 TOKEN_MULTIPLE = 16
 """The token count of a compiled row is a multiple of this."""
 
 
 def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
-    """The number of rows per step, and a shape of at most max_tokens that nearly all rows fit. mixture: a new one.
+    """The number of rows of each rank in a step, and a shape of at most max_tokens that nearly all rows fit.
 
-    longest: data.max_length, the length of a filler sequence. Row lengths are modelled as normally distributed; their
-    variance is that between rows plus that of the estimates. A row that exceeds the shape is computed uncompiled.
+    mixture: one that no step was taken from. longest: data.max_length, the length of a filler sequence. Row lengths are
+    taken as normally distributed; their variance is that between rows plus that of estimates. Rows that do not fit run
+    uncompiled.
     """
     start, samples = mixture.state, sum(stream.samples for stream in mixture.streams)
     steps = min(max(FIT_SAMPLES // samples, MIN_STEPS), MAX_STEPS)
@@ -329,7 +330,7 @@ def best_deviations(relative: float, ranks: int) -> float:
 
 
 def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray:
-    """The expected tokens of each bin of a step, their variance, and its expected sequences [3, bins]."""
+    """For each bin of a step: the expected tokens, the variance of tokens, and the expected sequences [3, bins]."""
     bins, rows = mixture.assign(batch.tokens, rows)
     found = np.zeros((3, rows * mixture.world))
     for name, tokens in batch.tokens.items():
@@ -341,7 +342,7 @@ def expected_bins(mixture: Mixture, batch: GlobalBatch, rows: int) -> np.ndarray
 
 
 def source_sizes(sources: list[Source], calibration: Calibration, by: str) -> list[float]:
-    """The number of records of each source, or of their bytes or tokens, which are estimated from some shards."""
+    """The size of each source in `by`: records, bytes or tokens. Bytes and tokens are estimated from some shards."""
     if by == "records":
         return [source.records for source in sources]
     lines = calibration.lines if by == "tokens" else [(1.0, 0.0)] * len(sources)
@@ -368,8 +369,8 @@ def stream_weights(stream: StreamSpec, sources: list[Source], alpha: float, size
 
 
 def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """The weights, each limited to its `most`. What is cut off goes to the other weights in proportion. If the sum of
-    `most` is at most 1, all weights are proportional to `most`."""
+    """The weights, each limited to its `most`; the others grow in proportion, so that the sum stays 1. If the sum of
+    `most` is at most 1, the weights are proportional to `most`."""
     most = np.where(weights > 0, most, 0.0)
     if most.sum() <= 1:
         return most / most.sum() if most.sum() else weights
@@ -384,7 +385,7 @@ def limited(weights: np.ndarray, most: np.ndarray) -> np.ndarray:
 
 def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
-    text has changed within the epoch, the numbers of TextPacking.before follow."""
+    text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
     return {"step": 0, "positions": positions, "order": ORDER}
 
@@ -413,12 +414,12 @@ def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:
 
 
 BUCKETS = 1 << 12
-"""The number of values that the leading bits of a random number may have."""
+"""The number of values that the leading bits of a random number have in `choose`."""
 
 
 def source_weights(sources: list[Source], alpha: float, sizes: list[float] | None = None) -> np.ndarray:
     """The probability of each source: proportional to n^alpha over languages or (undirected) language pairs, and to n
-    among the sources of one. sizes: n of each source; None: its number of records."""
+    among the sources of one language or pair. sizes: n of each source; None: its number of records."""
     names, sizes = [source.pair for source in sources], sizes or [source.records for source in sources]
     of_name = dict.fromkeys(names, 0.0)
     for name, size in zip(names, sizes, strict=True):

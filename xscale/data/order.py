@@ -1,17 +1,17 @@
-"""The order of a source's records: a pure function of (shard sizes, seed, epoch) and, for text, of its documents.
+"""The order of a source's records: a function of shard sizes, seed, epoch and, for running text, its documents.
 
 Each epoch divides the shards into windows of about WINDOW_RECORDS records and permutes the records of each window. So a
 shard is read through about once an epoch, a batch has records from all over the source (benchmarks/shuffle.py measures
 how well), and only one window is in memory, whatever the size of the source.
 
 Running text is permuted in pieces instead of records. A piece is a document, or consecutive sentences of a long
-document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. Positions still
-count records.
+document that fill a sample. The room that a piece leaves in its sample is filled with shorter pieces. A position is
+always a number of records, not of pieces.
 
-A stream of many sources keeps only one part of each window in memory. The parts of a permutation are slices of it; a
-part of running text takes a slice of each of the window's shards and is permuted by itself.
+A stream of many sources keeps only one part of each window in memory. The parts of a permuted window are slices of
+it; a part of running text takes a slice of each of the window's shards and is permuted by itself.
 
-If the room of a sample changes within a part, the remaining records of the part are permuted and packed anew.
+If the room of a sample (its maximum tokens) changes within a part, the part's remaining records are packed anew.
 """
 
 import bisect
@@ -26,7 +26,7 @@ WINDOW_RECORDS = 1 << 20
 WINDOW_SHARDS = 256
 """The maximum number of shards of a window, so that a reader can keep all of them open."""
 PART_RECORDS = 1 << 15
-"""The minimum number of records of a part, if the window has several."""
+"""The minimum number of records of a part, if its window has several parts."""
 
 Look = Callable[[Sequence[int], Sequence[slice | np.ndarray]], tuple[np.ndarray, np.ndarray]]
 """A function that maps shards, and records of each, to the bytes of every record [n], and to True for every record that
@@ -45,14 +45,14 @@ class TextPacking(NamedTuple):
 
 
 class WindowPart(NamedTuple):
-    """A part of a window, or all of it, in the order of the epoch."""
+    """A part of a window, or a whole window, in the order of the epoch."""
 
     first: int
-    """Position of the part's first record."""
+    """Position in the epoch of the part's first record."""
     ordinals: np.ndarray
     """Number of each record within its window, counted through the window's shards [n]."""
     lengths: np.ndarray
-    """Bytes of each record [n]; empty if the order cannot look at records."""
+    """Bytes of each record [n]; empty if EpochOrder has no `look`."""
     sample_ends: np.ndarray
     """End of each sample of running text, in records from the part's start [samples]."""
 
@@ -127,7 +127,6 @@ class EpochOrder:
         return ends + part.first, shards[slot], number_in_shard, part.lengths[records]
 
     def part(self, position: int) -> WindowPart:
-        """The part that holds `position`."""
         if not 0 <= position - self._part.first < len(self._part.ordinals):
             self._part = EMPTY_PART  # frees its memory for the next part
             window, first, _ = self.bounds(position)
@@ -143,7 +142,7 @@ class EpochOrder:
         return rng.hash64(self.key, np.uint64(window + 1))
 
     def _make_permuted_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part of a window's permutation that has place `at`, counted from the window."""
+        """WindowPart's fields for the part with record `at` of a permuted window. `first` is a place in the window."""
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
         bits = min((parts - 1).bit_length(), 8)
@@ -159,7 +158,7 @@ class EpochOrder:
         return first, ordinals[order], lengths, NO_RECORDS
 
     def _make_text_part(self, window: int, parts: int, at: int) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
-        """WindowPart's fields for the part of a window's running text that has place `at`, counted from the window."""
+        """WindowPart's fields for the part with record `at` of a window of text. `first` is a place in the window."""
         assert self.text and self.look
         shards, key = self.window_shards(window), self._window_key(window)
         counts = self.counts[shards]
@@ -192,7 +191,7 @@ class EpochOrder:
 
 
 def window_count(counts: np.ndarray, window: int = WINDOW_RECORDS) -> int:
-    """The number of windows of a source. counts: records of each shard. window: records of a window."""
+    """The number of windows of a source. counts: records of each shard. window: wanted records of a window."""
     return min(max(int(counts.sum()) // window, -(-len(counts) // WINDOW_SHARDS), 1), len(counts))
 
 
@@ -267,4 +266,4 @@ def runs(sizes: np.ndarray, borders: np.ndarray, room: int) -> np.ndarray:
 
 
 FEW = 32
-"""When at most this many borders have runs left, these are found faster one by one."""
+"""When at most this many borders have runs left, finding these runs one by one is faster."""

@@ -24,7 +24,7 @@ class Tokens(NamedTuple):
     """Sequences laid end to end: numpy arrays in a worker, tensors in a step."""
 
     input_ids: Any
-    """[N], int64."""
+    """Token ids [N], int64."""
     positions: Any
     """Position of each token in its sequence, or in its segment if positions are reset, from 0 [N], int64."""
     types: Any | None
@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
     labels: Any
     """Labels of all predictions [M], int64."""
     names: Any
-    """Number of each prediction's name in PackedRow.names [M], int64; len(names) if it has none."""
+    """Index in PackedRow.names of each prediction's group [M], int64; len(names) if it is in no group."""
     arrays: dict[str, dict[str, Any]]
     """Further arrays that each stream's loss reads, by stream."""
     auxiliary: dict[str, tuple[Tokens, Index]]
@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
 
 class RowCost(NamedTuple):
-    """The cost of a row for any model: numbers of tokens, sums of squared lengths (attention), and predictions."""
+    """What the cost of a row depends on: tokens, the sum of squared sequence lengths (attention), and predictions."""
 
     tokens: int = 0
     squares: int = 0
@@ -78,15 +78,15 @@ class PackedRow:
     predictions: dict[tuple[str, str], int]
     """Number of predictions by (stream, term), in the order of `inputs.labels`."""
     targets: dict[tuple[str, str], int]
-    """Number of targets by (stream, term), and other counts of the stream."""
+    """Number of targets by (stream, term), and other counts of a stream by (stream, name)."""
     work: RowCost
     samples: int
     too_long: dict[str, int]
-    """Number of each stream's pairs, or sentences, that were longer than max_length."""
+    """Number of each stream's pairs that were longer than data.max_length."""
     names: list[tuple[str, str, str]] = field(default_factory=list)
     """(stream, term, language or pair) of each group of predictions whose losses are summed separately."""
     counts: dict[tuple[str, str, str], int] = field(default_factory=dict)
-    """Number of predictions by (stream, term, language or pair), and StreamBatch.pairs by (stream, what, pair)."""
+    """Number of predictions by (stream, term, language or pair), of pairs by (stream, "drawn" or "too_long", pair)."""
     keys: dict[str, list[str]] = field(default_factory=dict)
     """Keys of each stream's records, in the order in which they were sampled."""
 
@@ -98,7 +98,7 @@ def pack_row(
     shape: RowShape | None = None,
     names: dict[str, tuple[str, ...]] | None = None,
 ) -> PackedRow:
-    """The packed row of these stream batches, filled up to `shape` if it fits.
+    """The packed row of these stream batches, filled up to `shape` if it fits into that.
 
     longest: data.max_length; filler: id of the filling tokens; names: Context.names of each stream.
     """
@@ -163,7 +163,7 @@ def group_predictions(
 def lay_out(
     parts: list[Sequences], types: list[Types | None], longest: int, filler: int, shape: RowShape | None = None
 ) -> tuple[Tokens, list[np.ndarray]]:
-    """The sequences of all parts, longest first, and for each part the index of each of its tokens in the row.
+    """The tokens of all parts' sequences, longest sequence first, and for each part the index of its tokens in the row.
 
     types: what each part's token types mean. A row without any token gets a filler sequence.
     """
@@ -196,7 +196,7 @@ def lay_out(
 
 
 def _filler_lengths(tokens: int, sequences: int, longest: int, shape: RowShape | None) -> np.ndarray:
-    """Lengths of the sequences that fill a row up, each at most `longest`."""
+    """Lengths of the filler sequences of a row, each at most `longest`."""
     if shape is not None and tokens <= shape.tokens:
         rest = shape.tokens - tokens
         whole = [longest] * (rest // longest) + [rest % longest] * bool(rest % longest)

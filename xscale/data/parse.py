@@ -1,4 +1,4 @@
-"""Parses records from the bytes of a tar: a line of JSON, or the consecutive members that share a key."""
+"""Parses records from the bytes of a tar. A record is a line of JSON, or the consecutive members that share a key."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def _once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False) -> Record:
     """The record of consecutive tar members: KEY.json, or KEY.LANG.txt for each language (+ KEY.links.txt), or KEY.txt.
 
-    langs: the languages whose texts are read, in this order; whole: refuse texts in other languages.
+    langs: the languages whose texts are read, in this order (None: all); whole: refuse texts in other languages.
     """
     texts: dict[str, str] = {}
     links, key, seen, fields = None, "", set[str](), None
@@ -69,8 +69,8 @@ def parse_sample(data: bytes, langs: tuple[str, ...] | None, whole: bool = False
     order = [lang for lang in langs if lang in texts] if langs else list(texts)
     if whole and len(order) < len(texts):
         raise ValueError(
-            f"sample {key!r} has {', '.join(texts)}, the samples before have {', '.join(order) or 'others'}: say "
-            f"which to read by --langs, or keep one directory for each"
+            f"sample {key!r} has texts in {', '.join(texts)}, the samples before in {', '.join(order) or 'others'}: "
+            f"say which to read by --langs, or keep one directory for each language or pair"
         )
     return Record.from_dict({"key": key, "langs": order, "texts": [texts[lang] for lang in order], "links": links})
 

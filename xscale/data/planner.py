@@ -25,7 +25,7 @@ from xscale.ranks import HostGroup, name_process
 
 @dataclass(frozen=True)
 class Failure:
-    """A UserError or an environment OSError, in a form that another process can send to the main one."""
+    """A UserError, or an OSError of the machine such as a full disk, in a form that can be sent to the main process."""
 
     message: str
     errno: int | None = None
@@ -33,7 +33,7 @@ class Failure:
 
     @classmethod
     def of_error(cls, error: UserError | OSError, where: str = "") -> "Failure":
-        """The failure that reports an error to the user. Raises the error itself if it is a fault of the program."""
+        """The failure that reports an error to the user. Raises the error itself if the error is a bug of xscale."""
         if isinstance(error, UserError):
             return cls(f"{where}{error}")
         if error.errno not in {*ENVIRONMENT_ERRNOS, errno.ENOMEM}:
@@ -52,7 +52,7 @@ class Node(NamedTuple):
 
     ranks: list[int]
     address: bytes
-    """The name of the planner's socket. The socket is in no folder, so nothing remains when processes are killed."""
+    """The name of the planner's socket. The socket is in no folder, so no file remains when processes are killed."""
     listener: socket.socket | None
     """The listening socket, on the first rank."""
 
@@ -73,8 +73,8 @@ def find_node(host_group: HostGroup) -> Node | None:
 
 def start_planner(mixture: Mixture | PhasedMixture, steps: int, node: Node | None = None) -> Plans:
     """The plans of the next steps, from a background process, the planner. It works ahead of training until the buffers
-    of its connections are full, since ordering a new window may take longer than a step. node: all of its ranks share
-    one planner, which its first rank starts."""
+    of its connections are full, since ordering a new window may take longer than a step. node: the ranks that share
+    one planner, which the first of them starts; None: this rank has its own."""
     listener = node and node.listener
     if node is None:
         ours, theirs = multiprocessing.Pipe()
@@ -122,7 +122,7 @@ def _received_plans(planner: multiprocessing.Process | None, ours: Connection, s
             if isinstance(plan, Failure):
                 return
     except (EOFError, ConnectionResetError):
-        how = "gone, which another rank of this node has"
+        how = "gone; another rank of this node started it"
         if planner:
             planner.join()
             code = planner.exitcode or 0
@@ -160,7 +160,7 @@ def _plan(mixture: Mixture | PhasedMixture, steps: int, connect: Callable[[], di
 
 
 def leave_signals_to_parent() -> None:
-    """Ignore the signals that the trainer handles, since it alone decides when to stop, and die when it dies."""
+    """Ignore the signals that the trainer handles, since it alone decides when to stop; die when the trainer dies."""
     with suppress(OSError, AttributeError):
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

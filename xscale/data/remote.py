@@ -29,17 +29,17 @@ from xscale.files import PARTIAL, sha256_file
 TRIES = 7
 """The number of attempts to download a file."""
 FIRST_WAIT = 0.5
-"""The seconds before the second attempt, about. They double before each further one."""
+"""The approximate seconds of waiting before the second attempt. They double before each further attempt."""
 STALL = 30.0
-"""The seconds without a byte after which an attempt has failed."""
+"""An attempt to download has failed after this many seconds without a new byte."""
 TOUCHED = 10.0
-"""A read updates the time of a shard's file only if that time is more than this many seconds ago."""
+"""A read sets the modification time of a shard's file to now if it is more than this many seconds ago."""
 FETCHERS = 4
 """The number of threads that fetch shards ahead of their use."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 """Errors of the cache's disk, which another attempt would not fix."""
 REFUSED = {401, 403}
-"""The codes of HTTP for a request without the right credentials."""
+"""HTTP's status codes for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
 Found = TypeVar("Found")
 
@@ -91,7 +91,7 @@ class Remote:
 
     def read(self, shard: tuple[str, int, str], length: int, offset: int, again: bool) -> bytes:
         """Bytes of a shard, fetched if the cache lacks it. shard: name, size and SHA-256. again: the bytes were
-        damaged, so fetch it anew. The file is not kept open, so that deleting a shard frees the disk."""
+        damaged; fetch the shard anew. The file is not kept open, so that deleting a shard frees the disk."""
         path = f"{self.folder}/{shard[0]}"  # a Path would take longer than the read
         if again:
             Path(path).unlink(missing_ok=True)
@@ -139,12 +139,12 @@ class Remote:
             if not there and not fetch_file(f"{self.url}/{name}", path, check, optional=True):
                 raise UserError(
                     f"{self.url} has no file {name!r}; run `python -m data_tools.index` where the shards are, and "
-                    f"copy all that it writes there too"
+                    f"copy every file that it writes to the URL too"
                 )
 
 
 class FetchAhead:
-    """Threads that fetch shards before they are read. If that fails, the process that needs the shard reports why."""
+    """Threads that fetch shards before they are read. If a fetch fails, the reader of the shard reports why."""
 
     def __init__(self) -> None:
         self.wanted: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -157,7 +157,7 @@ class FetchAhead:
             try:
                 fetch()
             except Exception as error:
-                LOG.info(f"fetching ahead failed: {error}")
+                LOG.info(f"a shard could not be fetched ahead of its use: {error}")
 
 
 def find_remote(url: str, cache: Cache) -> list[Remote]:
@@ -191,7 +191,7 @@ def find_one(url: str, cache: Cache) -> Remote | None:
         again = path.with_name("again")
         download(f"{url}/index.json", again)
         if (answer := path.read_bytes()) != again.read_bytes():
-            raise ValueError("two answers differ")
+            raise ValueError("two downloads differ")
         json.loads(answer)
 
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
@@ -206,7 +206,7 @@ def find_one(url: str, cache: Cache) -> Remote | None:
 
 def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bool = False) -> bool:
     """Fetch a file. check: raises an error if the downloaded file is damaged. optional: if the server has no such
-    file, return False. Raises OSError after the last attempt."""
+    file, return False. Raises OSError if all attempts fail."""
 
     def attempt(number: int) -> bool:
         partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write
@@ -226,8 +226,8 @@ def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bo
 
 
 def persist(url: str, attempt: Callable[[int], Found]) -> Found:
-    """Call `attempt` with the number of the attempt until it succeeds, and return its value. Raises OSError past the
-    last attempt, and UserError if the server refuses access."""
+    """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. Raises OSError if TRIES
+    attempts have failed, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
         try:
             return attempt(number)
@@ -240,13 +240,13 @@ def persist(url: str, attempt: Callable[[int], Found]) -> Found:
                 raise UserError(f"{url}: the server refuses access ({problem}); {hint}") from None
         if number < TRIES:
             wait = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)
-            LOG.warning(f"{url}: try {number} of {TRIES} failed ({problem}); the next is in {wait:.1f} s")
+            LOG.warning(f"{url}: try {number} of {TRIES} failed ({problem}); the next try is in {wait:.1f} s")
             time.sleep(wait)
     raise OSError(errno.EREMOTEIO, f"it could not be fetched in {TRIES} tries ({problem})", url)
 
 
 def download(url: str, path: Path) -> None:
-    """Download a file to a path, without a check. Raises the file system's errors, and TimeoutError if it stalls."""
+    """Download a file to a path, unchecked. Raises the file system's errors, or TimeoutError after STALL seconds."""
     import fsspec
 
     if url.startswith("http"):
@@ -283,7 +283,7 @@ def timed(do: Callable[[], Found], progress: Callable[[], Any] = lambda: None) -
             return done.result(timeout=STALL)
         except TimeoutError:
             if done.done() or before == (now := progress()):
-                raise TimeoutError(f"nothing came for {STALL:g} s") from None
+                raise TimeoutError(f"no data came for {STALL:g} s") from None
             before = now
 
 

@@ -1,4 +1,4 @@
-"""An even sample of a language's text from all its sources, for counts that are made before step 1."""
+"""Evenly spaced records of one language from all its sources, for counts of words or tokens before step 1."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,15 @@ from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
 
 SAMPLE, RUN = 100_000, 64
-"""SAMPLE: maximum number of records of a language. RUN: consecutive records that are read, if there are more."""
+"""SAMPLE: maximum number of records read of a language. RUN: if there are more, runs of this many are read."""
 _CHUNK = 1024
 
 
 def texts_of(
     language: str, sources: list[Source], most: int | None = None, part: int = 0, parts: int = 1
 ) -> Iterator[list[str]]:
-    """Yield chunks of texts of at most `most` records (default: SAMPLE): those of part number `part` of `parts`."""
+    """Yield lists of the language's texts, from at most `most` (default: SAMPLE) records. parts: number of callers that
+    share the work; part: number of this caller, from 0, which gets every `parts`-th list of each source."""
     having = [source for source in sources if language in source.langs]
     ends = np.cumsum([source.records for source in having])
     chosen = sample_records(int(ends[-1]) if having else 0, SAMPLE if most is None else most)
@@ -27,7 +28,7 @@ def texts_of(
 
 
 def sample_records(records: int, most: int) -> np.ndarray:
-    """The numbers of all records, or of at most `most` records in evenly spaced runs."""
+    """The numbers of all records, or if there are more than `most`, of at most `most` in evenly spaced runs of RUN."""
     if records <= most:
         return np.arange(records)
     return (evenly_spaced(records // RUN, most // RUN)[:, None] * RUN + np.arange(RUN)).ravel()

@@ -45,7 +45,7 @@ def scan_shard(
 ) -> ScannedShard:
     """Scan a tar: find the byte range and checksum of every record. Raises UserError naming shard and record.
 
-    links_count: for each layout, the words that its links count (a name of SEGMENTATIONS), to check that links fit.
+    links_count: layout -> the kind of words that its links count (a key of SEGMENTATIONS), to check that links fit.
     """
     ranges: list[tuple[int, int, int]] = []
     layouts: set[str] = set()
@@ -60,7 +60,7 @@ def scan_shard(
             check_languages(record.langs)
             found_langs = record.langs
         elif record.langs != found_langs:
-            raise ValueError(f"languages {record.langs} in a source of {found_langs}; keep one directory for each")
+            raise ValueError(f"languages {record.langs} in a source of {found_langs}; give each its own directory")
         if links_count and record.links is not None and len(record.langs) == 2:
             project_links(record.links, record.texts, by_words=links_count[min(layouts)] == "unicode")
         ranges.extend(entries(record, offset, data, follows=record.doc is not None and record.doc == doc))
@@ -103,25 +103,25 @@ def scan_shard(
 
 
 def _check_end(fd: int, offset: int) -> None:
-    """Raises ValueError unless the archive ends here. tarfile mistakes a damaged header or a cut-off file for it."""
+    """Raises ValueError if no tar ends at `offset`. tarfile takes a damaged header or a cut-off file for an end."""
     rest = os.pread(fd, 1 << 20, offset)
     if len(rest) < BLOCK or rest.strip(b"\0"):
-        raise ValueError("cut off or damaged after the record before: no end-of-archive mark follows it")
+        raise ValueError("the tar is cut off or damaged here: no end-of-archive mark follows the record before")
 
 
 def _files_of(tar: tarfile.TarFile, size: int, layouts: set[str]) -> Iterator[tarfile.TarInfo]:
     """Yield the members of a tar except directories, and add their layout to `layouts`. size: bytes of the tar. Raises
-    ValueError for a member that is no file, is cut off, or has a second layout."""
+    ValueError for a member that is no file, is cut off, or is of another layout than those before."""
     for member in tar:
         if member.offset_data + member.size > size:
             raise ValueError("the file ends inside a member")
         if not member.isfile() and not member.isdir():
-            raise ValueError(f"member {member.name} is a link or a device; archive the file itself: --dereference")
+            raise ValueError(f"member {member.name} is a link or a device; archive the file itself: tar --dereference")
         if not member.isfile():
             continue
         layouts.add("lines" if member.name.endswith(".jsonl") else "samples")
         if len(layouts) == 2:
-            raise ValueError(f"member {member.name}: .jsonl members and others cannot share a source")
+            raise ValueError(f"member {member.name}: a source cannot have both .jsonl members and others")
         yield member
 
 

@@ -36,14 +36,14 @@ _LANGUAGES = {
     "THAANA": "dv",
     "OL": "sat",
 }
-"""Script, by the first word of its characters' Unicode names -> the codes of the languages that use it."""
+"""Script (the first word of its characters' names in Unicode) -> the codes of the languages that use the script."""
 _TAGS = {
     **{tag: ("CJK",) for tag in ("hans", "hant", "hani")},
     **{"latn": ("LATIN",), "cyrl": ("CYRILLIC",), "grek": ("GREEK",), "arab": ("ARABIC",), "deva": ("DEVANAGARI",)},
     **{"hebr": ("HEBREW",), "beng": ("BENGALI",), "hang": ("HANGUL",), "kore": ("HANGUL", "CJK")},
     **{"jpan": ("CJK", "HIRAGANA", "KATAKANA"), "thai": ("THAI",), "geor": ("GEORGIAN",), "armn": ("ARMENIAN",)},
 }
-"""ISO 15924 tag, such as the one in zh_Hant -> its scripts."""
+"""ISO 15924 tag in lower case, such as "hant" for zh_Hant -> the scripts that it stands for."""
 _LONG_CODES = (
     "ab abk af afr am amh an arg ar ara arb as asm av ava az aze azj ba bak be bel bg bul bn ben bo bod br bre bs bos "
     "ca cat ce che co cos cs ces cv chv cy cym da dan de deu dv div dz dzo el ell en eng eo epo es spa et est ekk eu "
@@ -63,7 +63,7 @@ _SHORT_CODES: dict[str, str] = {
 
 
 def short_code(lang: str) -> str:
-    """The code of a language by any of its names: "de" for de, deu, deu_Latn and de-AT."""
+    """The two-letter code of a language, if it has one, from any of its codes: "de" for de, deu, deu_Latn and de-AT."""
     code = re.split("[-_]", lang.lower())[0]
     return _SHORT_CODES.get(code, code)
 

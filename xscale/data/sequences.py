@@ -27,7 +27,7 @@ class Example:
     words: tuple[TokenWords, ...] | None
     """The words of each text, if the stream asks for them."""
     identity: np.uint64
-    """The key of all random choices for this record in this epoch of this stream."""
+    """The key of all random choices about the record, for one stream and epoch."""
     number: int = 0
     """The sample's number in the global batch of its stream."""
     key: str = ""
@@ -56,7 +56,7 @@ class Sequences:
     words: np.ndarray | None
     """Word number of each token within its sequence, -1 for a token that belongs to no word [N]."""
     identities: np.ndarray
-    """uint64 key of each sequence [B]."""
+    """uint64 key of all random choices about each sequence [B]."""
     segment_starts: np.ndarray
     """Index of each segment's first token that is not a special one."""
 
@@ -82,10 +82,10 @@ def join_segments(
     language_ids: dict[str, int],
     reset_positions: bool = False,
 ) -> Sequences:
-    """Make [CLS] segment [SEP] segment [SEP] ... of each sequence; a segment is (example, number of its text).
+    """Lay out each sequence as [CLS] segment [SEP] segment [SEP] ...; a segment is (example, number of its text).
 
     Two texts of one record get the tokenizer's own template for a pair. [CLS] belongs to the first segment, and special
-    tokens between two segments belong to the former one. A sequence has the identity of its first example.
+    tokens between two segments belong to the first of them. A sequence has the identity of its first example.
     """
     flat: list[int] = []
     words: list[np.ndarray] | None = [] if any(s and s[0][0].words is not None for s in sequences) else None
@@ -215,7 +215,7 @@ def split_to_fit(example: Example, room: int) -> list[Example]:
 
 
 def join_texts(examples: list[Example]) -> Example:
-    """Join several texts to one, with the identity of the first."""
+    """Join several texts to one, with the identity of the first text."""
     ids = [token for example in examples for token in example.ids[0]]
     words = [example.words[0] for example in examples if example.words is not None]
     return replace(examples[0], ids=(ids,), words=(words_of.join_words(words),) if words else None)

@@ -52,10 +52,10 @@ SEGMENTATIONS = {"unicode": {"name": "unicode", "version": words.VERSION}, "whit
 FOLLOWS = 1 << 31
 """The bit of `length` in an entry that continues the document of the entry before it."""
 PART_BYTES = 1024
-"""A longer monolingual text is indexed in parts of about this many UTF-8 bytes."""
+"""A monolingual text of more than this many UTF-8 bytes is indexed in parts of about this size."""
 OPEN_FILES = 1 << 14
 """The maximum number of open files of all sources of a process, or half of the process's limit if that is less. The
-most recently used files stay open. They are enough for the windows of dozens of sources (data/order.py)."""
+most recently used files stay open. So many are enough for the windows of dozens of sources (data/order.py)."""
 BLOCK = tarfile.BLOCKSIZE
 
 
@@ -65,7 +65,7 @@ class Shard(NamedTuple):
     bytes: int
     sha256: str
     idx_crc32: int
-    """CRC-32 of its .idx."""
+    """CRC-32 of the shard's .idx."""
 
 
 class Source:
@@ -96,7 +96,7 @@ class Source:
             checksums = [shard.idx_crc32 for shard in self.shards]
             remote.fetch_entries(ENTRIES, (self.counts * IDX_DTYPE.itemsize).tolist(), checksums)
         self.readahead = False
-        """True if shards are read completely: a whole shard is then requested when it is opened."""
+        """True if shards are read completely: opening a shard then requests all of it from the file system."""
 
     @property
     def kind(self) -> str:
@@ -228,7 +228,7 @@ class Source:
                 file.intact.add(shard)
                 return found[: self.counts[shard]]
         if self.remote:
-            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove this folder of the cache and start again")
+            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder from the cache and start again")
         return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:
@@ -238,15 +238,15 @@ class Source:
         data = file.read(about.records * IDX_DTYPE.itemsize, 0)
         if zlib.crc32(data) != about.idx_crc32:
             raise UserError(
-                f"{file.path} is damaged, or another shard's: its checksum is not what index.json said when this "
-                f"process read it. Shards must not change while they are read: bring the old ones back. Or copy it "
-                f"again, or run `python -m data_tools.index {self.directory}`"
+                f"{file.path} is damaged, or belongs to another shard: its checksum is not that of the index.json that "
+                f"this process has read. Shards must not change while they are read: bring the old ones back. Else "
+                f"copy the file again, or run `python -m data_tools.index {self.directory}`"
             )
         file.verified = changed
         return data
 
     def continues_document(self, shard: int, record: int) -> bool:
-        """Whether the record continues the document of the one before."""
+        """Whether the record continues the document of the record before it."""
         return bool(self._entry(shard, record)[1] & FOLLOWS)
 
     def read(self, shard: int, record: int) -> Record:
@@ -297,8 +297,8 @@ class Source:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
     def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
-        """The record, with only its part of a long text, which has one index entry per part. most: the maximum number
-        of other parts."""
+        """The record of one part of a long text, which has an index entry for each part. whole: the record of all the
+        text. most: the maximum number of other parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))
         near = np.frombuffer(self._idx_bytes(shard, first, end), dtype=IDX_DTYPE)
         same = near["offset"] == offset
@@ -309,14 +309,14 @@ class Source:
         return whole._replace(key=f"{whole.key}+{number}", texts=(text,))
 
     def _entry(self, shard: int, record: int) -> tuple[int, int, int]:
-        """Offset, length with FOLLOWS, and CRC-32 of a record."""
+        """Offset, length with the bit FOLLOWS, and CRC-32 of a record."""
         if not 0 <= record < self.counts[shard]:
             raise IndexError(record)
         return ENTRY.unpack(self._idx_bytes(shard, record, record + 1))
 
     def _idx_bytes(self, shard: int, first: int, end: int) -> bytes:
-        """The entries of some records of a shard. The .idx is verified when it is opened, and again when it has
-        changed, since an .idx that was replaced together with its tar would fit the new tar."""
+        """The entries of some records of a shard. The .idx is verified when it is opened and whenever it has changed,
+        since an .idx that was replaced together with its tar would fit the new tar, but not index.json."""
         if self.remote:
             return self.entries(shard)[first:end].tobytes()
         idx = self._file(self._idx(shard))
@@ -450,7 +450,7 @@ def check_index(index: dict[str, Any]) -> list[Shard]:
     if len({shard.name for shard in shards}) < len(shards):
         raise ValueError("a shard occurs twice")
     if not shards or index["records"] != sum(shard.records for shard in shards):
-        raise ValueError(f"records {index['records']} is not the sum over its shards")
+        raise ValueError(f"records {index['records']} is not the sum over the shards")
     return shards
 
 
@@ -492,7 +492,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
             remote = find_remote(directory, cache or Cache.of())
             if not remote:
                 raise UserError(
-                    f"--data {directory}: no index.json there or one level below. Copy folders of shards there whole"
+                    f"--data {directory}: no index.json there or one level below. Copy complete shard directories there"
                 )
             sources += [Source(of.folder, of) for of in remote]
             continue
@@ -508,7 +508,7 @@ def find_sources(locations: Sequence[Path | str], cache: Cache | None = None) ->
     for source in sources:
         if source.fingerprint in seen:
             raise UserError(
-                f"--data: {source.directory} has the same content as {seen[source.fingerprint]}; give it once"
+                f"--data: {source.directory} has the same content as {seen[source.fingerprint]}; give one of them"
             )
         seen[source.fingerprint] = source.directory
     return sources
@@ -521,7 +521,7 @@ def check_none_forgotten(directory: Path, found: list[Path]) -> None:
         if path not in found and not being_written and path.is_dir() and any(path.glob("*.tar")):
             raise UserError(
                 f"{path} has shards and no index.json that can be read. Copy it again, or run "
-                f"`python -m data_tools.index {path}`; or move it away, or name the others in --data"
+                f"`python -m data_tools.index {path}`; or move it away, or name the other directories in --data"
             )
 
 

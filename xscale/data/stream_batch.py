@@ -22,7 +22,7 @@ _NEUTRAL = rng.key("language", "neutral")
 
 @dataclass(frozen=True)
 class StreamShare:
-    """The number of a packed row (`part`) among all rows of an optimizer step, over all ranks (`parts`)."""
+    """A packed row of an optimizer step: number `part` of the `parts` rows of all ranks."""
 
     step: int = 0
     part: int = 0
@@ -36,9 +36,9 @@ class Context:
     tokenizer: Tokenizer
     max_length: int
     overlong: str
-    """"drop" or "truncate"."""
+    """What happens to pairs over max_length: "drop" or "truncate"."""
     language_ids: dict[str, int]
-    """Language numbers from 1 on. 0 is neutral, and used for languages that the model does not have."""
+    """Language -> its number, from 1 on; 0 (neutral) for a language that the model was not trained with."""
     seed: int = 0
     lexicons: tuple[Any, ...] = ()
     """The stream's dictionaries (data/lexicon.py), without the withheld words."""
@@ -50,13 +50,13 @@ class Context:
     """Languages ("en") and pairs ("de-en") whose losses are reported separately."""
 
     def fit_pairs(self, samples: list[list[Example]]) -> tuple[list[Example], int]:
-        """The pairs that fit into max_length, and how many were too long. samples: of one pair each."""
+        """The pairs, dropped or truncated if over max_length, and how many were over it. samples: one pair each."""
         special = self.tokenizer.pair.special
         return fit_pairs([sample[0] for sample in samples], self.max_length, self.overlong, special)
 
     def name_numbers(self, sequences: Sequences) -> np.ndarray:
-        """The index in `names` of each sequence's language or pair, which are those of its first and last token;
-        len(names) if `names` lacks it [B]."""
+        """For each sequence, the index in `names` of its language or pair, found from its first and last token;
+        len(names) if `names` lacks the language or pair [B]."""
         ends = np.cumsum(sequences.lengths)
         first, last = sequences.languages[ends - sequences.lengths], sequences.languages[ends - 1]
         codes, which = np.unique(np.stack([first, last], 1), axis=0, return_inverse=True)
@@ -66,7 +66,7 @@ class Context:
         return np.array(numbers, dtype=np.int64)[which]
 
     def types(self, language_embeddings: bool) -> "Types | None":
-        """What the token types in sequences of pairs mean; None: they are 0."""
+        """What the token types of sequences of pairs mean; None: all are 0."""
         return "languages" if language_embeddings else "segments" if self.segments else None
 
 
@@ -88,19 +88,19 @@ class StateIndices(NamedTuple):
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """One stream's part of a packed row. Without samples it has the same fields with empty values."""
+    """One stream's part of a packed row. A part without samples has the same keys, with empty values."""
 
     sequences: Sequences
     """The sequences as the model sees them, with masked tokens."""
     reads: dict[str, StateIndices]
     """The states that the loss reads, by name."""
     targets: dict[str, int]
-    """Number of targets of each term of the loss, and other counts of the stream, by name."""
+    """Number of targets by term of the loss, and other counts of the stream by name."""
     samples: int
     labels: dict[str, np.ndarray] = field(default_factory=dict)
-    """Ids that each term predicts from the vocabulary, in the order of the loss's predictions [M]."""
+    """Term -> the token ids that it predicts [M]; terms are in the order of Losses.predictions."""
     names: dict[str, np.ndarray] = field(default_factory=dict)
-    """Number in Context.names of each label of a term [M]."""
+    """Term -> the index in Context.names of each label's language or pair [M]."""
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
     """Further arrays that the loss reads on the device."""
     types: Types | None = None
@@ -118,7 +118,7 @@ class AuxiliaryInputs(NamedTuple):
 
     sequences: Sequences
     reads: StateIndices
-    """The states that the encoder computes."""
+    """The states that the auxiliary encoder computes."""
 
 
 def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
@@ -128,16 +128,16 @@ def check_stream_batch(stream_batch: StreamBatch, terms: Set[str]) -> None:
     tokens = len(stream_batch.sequences.ids)
     if int(stream_batch.sequences.lengths.sum()) != tokens:
         raise ValueError(
-            f"its sequences' lengths add up to {stream_batch.sequences.lengths.sum()}, but they have {tokens} ids"
+            f"its sequences have lengths that add up to {stream_batch.sequences.lengths.sum()}, but {tokens} ids"
         )
     for name, (places, counts) in stream_batch.reads.items():
         if len(places) and not 0 <= places.min() <= places.max() < tokens:
             raise ValueError(f"reads[{name!r}] has places from {places.min()} to {places.max()}, of {tokens} tokens")
         if counts is not None and int(counts.sum()) != len(places):
-            raise ValueError(f"reads[{name!r}] has counts of {counts.sum()} places, and {len(places)} places")
+            raise ValueError(f"reads[{name!r}] has counts that add up to {counts.sum()}, but {len(places)} places")
     if unknown := stream_batch.labels.keys() - terms:
         raise ValueError(
-            f"labels has {', '.join(sorted(unknown))}, none of the loss's terms {', '.join(sorted(terms))}"
+            f"labels has {', '.join(sorted(unknown))}; the terms of the loss are {', '.join(sorted(terms))}"
         )
 
 
@@ -152,9 +152,9 @@ def masked_lm(
     samples: int | None = None,
     too_long: int = 0,
 ) -> StreamBatch:
-    """The stream batch of MLM and TLM, with the term "mlm" and the state "masked" [M].
+    """The stream batch of MLM and TLM, with the term "mlm" and the states "masked" [M].
 
-    neutral: share of the sequences whose language is hidden; samples: number of samples, by default of sequences.
+    neutral: share of sequences with language number 0; samples: number of samples, by default that of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)

@@ -5,7 +5,7 @@ from xscale.errors import UserError
 
 
 def matches_languages(languages: list[str], langs: tuple[str, ...]) -> bool:
-    """True if a stream's `languages` contain this language or pair: "en-de", "de-en", or each language alone."""
+    """True if a stream's `languages` have `langs`, one language or a pair: "en-de", "de-en", or both "en" and "de"."""
     return not both_names(langs).isdisjoint(languages) or set(langs) <= set(languages)
 
 
@@ -15,10 +15,10 @@ def both_names(langs: tuple[str, ...]) -> set[str]:
 
 
 def check_languages(languages: list[str] | None, sources: list[Source]) -> None:
-    """Check that there is data for each of data.languages. Raises UserError."""
+    """Raises UserError unless the sources have data for each of `languages`, the value of data.languages."""
     there = {name for source in sources for name in {*both_names(source.langs), *source.langs}}
     if absent := [language for language in languages or [] if language not in there]:
-        raise UserError(f"data.languages: --data has nothing in {', '.join(absent)}, only {', '.join(sorted(there))}")
+        raise UserError(f"data.languages: --data has no text in {', '.join(absent)}, only {', '.join(sorted(there))}")
 
 
 def select_sources(

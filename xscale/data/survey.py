@@ -16,7 +16,7 @@ import numpy as np
 from xscale.data.scripts import scripts_of
 
 HASHES = 1 << 16
-"""The maximum number of distinct texts of a side whose hashes are kept."""
+"""The maximum number of distinct texts whose hashes are kept, for each side of a pair."""
 BATCH = 256
 """The number of records that are counted together."""
 ONE_IN = 16
@@ -24,7 +24,7 @@ ONE_IN = 16
 OCTAVE = 8
 """The number of steps per doubling to which lengths are rounded."""
 DUPLICATES, SAME, IN_SCRIPT, RATIO, CORRELATION, FEWEST = 0.5, 0.1, 0.5, 8.0, 0.2, 1000
-"""Bounds beyond which a source causes a warning. FEWEST: with fewer pairs, the correlation is ignored."""
+"""A result of `Survey.result` beyond its bound causes a warning. FEWEST: pairs needed to judge the correlation."""
 
 
 class Survey:
@@ -64,7 +64,7 @@ class Survey:
         self.pending = []
 
     def _forget(self, side: int) -> None:
-        """Halve the limit as long as there are too many hashes."""
+        """Halve the limit of hashes until at most HASHES are kept."""
         while len(self.seen[side]) > HASHES:
             self.limits[side] >>= 1
             self.seen[side] = _below(self.limits[side], self.seen[side])
@@ -86,9 +86,9 @@ class Survey:
     def result(self) -> dict[str, Any]:
         """The measurements by name.
 
-        duplicates: share of a side's texts that occurred before; scripts: shares of a side's letters, the largest
-        first; same_text: share of pairs whose sides are equal; length_ratio: characters of the second text divided by
-        those of the first; length_correlation: correlation of the logarithms of both lengths.
+        duplicates: share of a side's texts that occurred before; scripts: share of a side's letters by script, the
+        largest first; same_text: share of pairs whose sides are equal; length_ratio: characters of the second text
+        divided by those of the first; length_correlation: correlation of the logarithms of both lengths.
         """
         self.flush()
         found: dict[str, Any] = {
@@ -136,7 +136,7 @@ def script_of(character: str) -> str:
 
 
 def warnings(found: dict[str, Any], langs: tuple[str, ...], records: int) -> list[str]:
-    """A line about each result that is outside of its bounds."""
+    """A line about each result of `Survey.result` that is beyond its bound."""
     lines = []
     shares = [[sum(scripts.get(s, 0) for s in scripts_of(lang)) for lang in langs] for scripts in found["scripts"]]
     foreign = [

@@ -1,9 +1,8 @@
-"""Reads text files as streams to their last byte: plain, .gz, .xz or .zst. Errors name file and line."""
+"""Reads text files line by line: plain, .gz, .xz or .zst. A cut-off file is an error. Errors name file and line."""
 
 import gzip
 import lzma
 import os
-import re
 import unicodedata
 import zlib
 from collections import Counter
@@ -16,9 +15,9 @@ from xscale.errors import UserError, can_be_encoded
 
 _BLOCK = 1 << 15
 _LONGEST_LINE = 1 << 26
-"""The bytes of a line from which on a file is refused, so that memory is bounded."""
+"""The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
 _ZSTD_BLOCK = 1 << 10
-"""The bytes of .zst that are decompressed at once. A frame may hold 32,768 times its size."""
+"""The number of bytes of a .zst file that are decompressed at once; the text in them may be 32,768 times as large."""
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
@@ -38,14 +37,7 @@ _FORMS = {
 }
 """First bytes of a file that is not plain text -> what its error message says."""
 _OLD_MAC = 8
-"""If the first line of a file has this many carriage returns, they are taken for the ends of its lines."""
-_END = re.compile(
-    r"(?<=[.!?…])[\"'”’»)\]]*\s+(?=[\"'“„«(\[]*[A-ZÀ-ÞĀ-ŽΑ-ΩА-Я0-9])"
-    r"|(?<=[。！？])[」』”’）》】]*(?![。！？」』”’）》】])"
-)
-_INITIAL = re.compile(r"(?:^|[\s(])(?:[A-Z]|[A-Z][a-z]{1,2}|\d{1,3}|etc|bzw|ca|vgl|usw)\.$")
-_INITIAL_LENGTH = 8
-"""The number of last characters of a piece that are searched for _INITIAL; every match is shorter."""
+"""A file is refused if its first line has at least this many carriage returns, the line ends of old Macs."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -105,11 +97,11 @@ def _gunzip(file: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=file) as lines:
         yield from _plain(cast(BinaryIO, lines))
     if not file.tell():
-        raise EOFError("it has no byte")
+        raise EOFError("it is empty")
 
 
 def _unxz(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the text of all streams of an .xz file. lzma.open ignores trailing bytes that are no stream."""
+    """Yield the text of all streams of an .xz file. Unlike lzma.open, refuse trailing bytes that are no stream."""
     decoder, form, data = None, lzma.FORMAT_AUTO, b""
     while data := data or file.read(_BLOCK):
         if decoder is None:
@@ -121,11 +113,11 @@ def _unxz(file: BinaryIO) -> Iterator[bytes]:
             yield decoder.decompress(b"", _LONGEST_LINE)
         data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
     if decoder or not file.tell():
-        raise EOFError("it ends inside a stream" if decoder else "it has no byte")
+        raise EOFError("it ends inside a stream" if decoder else "it is empty")
 
 
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the text of all frames of a .zst file. zstandard's reader does not notice a cut-off frame."""
+    """Yield the text of all frames of a .zst file. Unlike zstandard's own reader, refuse a cut-off frame."""
     try:
         import zstandard
     except ImportError:
@@ -139,11 +131,11 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from None
     if decoder or not file.tell():
-        raise EOFError("it ends inside a frame" if decoder else "it has no byte")
+        raise EOFError("it ends inside a frame" if decoder else "it is empty")
 
 
 def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a text that comes in blocks, without their ends; a line that is too long as it was found so."""
+    """Yield the lines of a text that comes in blocks, without line ends. A line over _LONGEST_LINE may be cut off."""
     rest, size = list[bytes](), 0
     for block in blocks:
         first, *others = block.split(b"\n")
@@ -179,10 +171,10 @@ def files_of(paths: list[Path]) -> list[Path]:
         if path.exists() and not path.is_file() and path not in paths:  # reading a pipe would wait forever
             raise UserError(f"{path} is neither a file nor a directory; remove it, or name the files")
         if not can_be_encoded(str(path)):
-            raise UserError(f"{str(path)!a} is not UTF-8, and keys of records name their file; rename it")
+            raise UserError(f"{str(path)!a} is not UTF-8, but keys of records contain file names; rename it")
     twice = [path for path, times in Counter(os.path.abspath(path) for path in files).items() if times > 1]
     if twice:
-        raise UserError(f"{twice[0]} is given twice; its lines would be too")
+        raise UserError(f"{twice[0]} is given twice, so its lines would be read twice")
     return files
 
 
@@ -202,18 +194,3 @@ def _end_of(text: str, number: int, of: int) -> int:
     second_half = range(end, end - len(text) // of // 2, -1)
     spaces = (at for at in second_half if text[at - 1].isspace())
     return next(spaces, next((at for at in second_half if unicodedata.category(text[at])[0] != "M"), end))
-
-
-def split_sentences(line: str) -> list[str]:
-    """Split a paragraph into sentences, by punctuation and the next word's capital. In doubt, it does not split."""
-    pieces, start = [], 0
-    for match in _END.finditer(line):
-        end = match.start() + len(match.group().rstrip())
-        if _INITIAL.search(line[max(start, end - _INITIAL_LENGTH) : end]):
-            continue
-        piece = line[start:end].strip()
-        if piece:
-            pieces.append(piece)
-            start = match.end()
-    rest = line[start:].strip()
-    return [*pieces, rest] if rest else pieces

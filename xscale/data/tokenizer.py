@@ -15,13 +15,13 @@ from xscale.files import may_be_there
 
 
 class PairTemplate(NamedTuple):
-    """The special tokens around two sentences A and B: first, A, between, B, last."""
+    """The ids of the special tokens of a pair of sentences A and B, encoded as `first A between B last`."""
 
     first: list[int]
     between: list[int]
     last: list[int]
     segments: bool
-    """True if A and B have token types of their own, 0 and 1."""
+    """True if the tokens of A have type 0 and the tokens of B have type 1."""
 
     @property
     def special(self) -> int:
@@ -30,11 +30,11 @@ class PairTemplate(NamedTuple):
 
 
 MOST_GAPS = 4
-"""A tokenizer is refused if it has more ids than this many times its tokens."""
+"""The maximum number of ids per token of a tokenizer; a tokenizer with more ids is refused."""
 
 
 def special_ids(tokenizer: Any) -> dict[str, Any]:
-    """The ids of the special tokens; None for a token that the tokenizer does not have."""
+    """Use of a special token ("mask", "pad", "cls", "sep", "unk") -> its id; None if the tokenizer lacks it."""
     found = {"mask": tokenizer.mask_token_id, "pad": tokenizer.pad_token_id}
     found["cls"] = tokenizer.cls_token_id if tokenizer.cls_token_id is not None else tokenizer.bos_token_id
     found["sep"] = tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id
@@ -46,8 +46,8 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
     missing = [name for name, token in special.items() if token is None and name != "unk"]
     if missing:
         raise UserError(
-            f"tokenizer {path} has no {', '.join(missing)} token; masked language models need one. "
-            f"Train one with `python -m data_tools.tokenizer`, or add it to the tokenizer's special tokens"
+            f"tokenizer {path} has no {', '.join(missing)} token, which masked language models need. "
+            f"Add it to the tokenizer's special tokens, or train a tokenizer with `python -m data_tools.tokenizer`"
         )
     same = [name for name, token in special.items() if token == special["mask"]]
     if len(same) > 1:
@@ -58,11 +58,11 @@ def check_special(path: str | Path, special: dict[str, Any], mask: str) -> None:
 
 
 UNKNOWN = 0.002
-"""There is a warning if a larger share of the tokens in a language's text is unknown."""
+"""The share of unknown tokens in a language's text above which there is a warning."""
 
 
 def unknown_lines(shares: Mapping[str, float], path: str | Path) -> list[str]:
-    """Console lines about unknown tokens. shares: their share by language. path: the tokenizer's."""
+    """Console lines about unknown tokens. shares: language -> share of unknown tokens. path: of the tokenizer."""
     said = ", ".join(f"{language} {share:.2%}" for language, share in shares.items())
     much = [language for language, share in shares.items() if share > UNKNOWN]
     return [f"unknown tokens: {said}"] * bool(shares) + [
@@ -102,7 +102,7 @@ class Tokenizer:
         self.mask_id, self.pad_id = special["mask"], special["pad"]
         self.cls_id, self.sep_id = special["cls"], special["sep"]
         self.vocab_size = max(ids) + 1
-        """The number of ids, some of which may belong to no token."""
+        """The largest token id plus 1. Some smaller ids may belong to no token."""
         if self.vocab_size > MOST_GAPS * len(ids):
             raise UserError(f"tokenizer {path} has {len(ids):,} tokens, with ids up to {max(ids):,}; fix its ids")
         self.is_special = np.ones(self.vocab_size, dtype=bool)
@@ -121,18 +121,18 @@ class Tokenizer:
             wrong = f"tokenizer {path} cannot join two sentences ({error}); fix post_processor in its tokenizer.json"
             raise UserError(wrong) from None
         self.keeps_space = self.encode(["a"])[0][-1:] != self.encode_inside(["a"])[0][-1:]
-        """True if a word has other tokens at the beginning of a text than inside it (byte-level BPE)."""
+        """True if a word has other tokens at the beginning of a text than inside the text (byte-level BPE)."""
         normalizer = self.backend.normalizer
         self.lowercases = normalizer is not None and normalizer.normalize_str("A") == "a"
         self._space: int | None = self.backend.token_to_id("▁")
         self.special: dict[str, int | None] = special
-        """The special tokens' ids by use (mask, pad, ...), which tokenizer.json alone does not contain."""
+        """Use of a special token ("mask", "pad", ...) -> its id. tokenizer.json alone does not tell these uses."""
         self.fingerprint = hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
 
     @property
     def backend(self) -> Any:
-        """The tokenizer without transformers' wrapper. Text that spells "</s>" or "[MASK]" does not become that token.
-        A call of `hf` changes these settings, so they are made at each use."""
+        """The tokenizer without transformers' wrapper. It neither pads nor truncates, and reads "</s>" or "[MASK]" in a
+        text as ordinary text. A call of `hf` changes these settings, so they are made at each use."""
         backend = self.hf.backend_tokenizer
         backend.encode_special_tokens = True
         backend.no_padding()
@@ -140,12 +140,12 @@ class Tokenizer:
         return backend
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text without special tokens. The tokenizer is called once."""
+        """Token ids of each text, without special tokens, by one call of the tokenizer."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_inside(self, words: list[str]) -> list[list[int]]:
-        """Token ids that words have inside a sentence, after a comma: byte-level BPE and Unigram mark the space before
-        a word, which Chinese does not have."""
+        """Token ids that each word has inside a sentence. The word is encoded after ", ", or in a script without
+        spaces after "，", because byte-level BPE and Unigram mark the space before a word."""
         commas = ["，" if stands_alone(word) else ", " for word in words]
         texts = [comma + word for comma, word in zip(commas, words, strict=True)]
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
@@ -155,7 +155,7 @@ class Tokenizer:
         ]
 
     def encode_words(self, texts: list[str]) -> tuple[list[list[int]], list[TokenWords]]:
-        """Token ids of each text, and the tokens of each of its words (data/words.py)."""
+        """Token ids of each text, and the text's words (data/words.py) with the tokens that overlap them."""
         encodings = self.backend.encode_batch(texts, add_special_tokens=False)
         ids = [encoding.ids for encoding in encodings]
         counts = np.array([len(tokens) for tokens in ids], dtype=np.int64)
@@ -172,7 +172,7 @@ class Tokenizer:
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
     def _pair_template(self) -> PairTemplate:
-        """The template, found by encoding an example; [CLS] A [SEP] B [SEP] if the tokenizer has none for pairs."""
+        """The tokenizer's template for pairs, found by encoding an example; [CLS] A [SEP] B [SEP] if it has none."""
         found = self.backend.encode("a", "b")
         types, special = np.array(found.type_ids), np.array(found.special_tokens_mask, dtype=bool)
         sides = [np.flatnonzero(~special & (np.array(found.sequence_ids) == side)) for side in (0.0, 1.0)]
@@ -183,6 +183,6 @@ class Tokenizer:
         return PairTemplate(first, between, last, bool(types[b[0]] == 1 and types[a[0]] == 0))
 
     def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
-        """Tokens per stored byte. texts: a sample of a source, stored in `bytes_read` bytes."""
+        """Tokens per stored byte, with one separator for each text. texts: texts stored in `bytes_read` bytes."""
         tokens = sum(len(ids) + 1 for ids in self.encode(texts))
         return round(tokens / max(bytes_read, 1), 4)

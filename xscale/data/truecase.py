@@ -1,9 +1,9 @@
 """Respells dictionary words as the text spells them: dictionaries are lower-case, a cased tokenizer's tokens are not.
 
-A word (data/words.py) gets the commonest of its spellings that differ only in case, wherever in a sentence they occur:
-`hund` becomes `Hund` if the text has that most often. At most SAMPLE records of a language are counted
+Of the spellings of a word (data/words.py) that differ only in case, the one that is most frequent in the text is used:
+`hund` becomes `Hund` if `Hund` is more frequent. At most SAMPLE records of a language are counted
 (data/sample.py), so that the time of a start is bounded for any corpus, and the result is a function of the data alone.
-For 330,000 sentences of Wikipedia, the counted ones contain 94 % of the entries that all sentences contain.
+For 330,000 sentences of Wikipedia, the counted ones contain 94 % of the dictionary entries that all of them do.
 """
 
 from collections import Counter

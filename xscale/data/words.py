@@ -2,8 +2,8 @@
 
 A run of letters, marks and digits is a word. Each character of a script that is written without spaces (Han, kana,
 Thai, Lao, Khmer, Burmese) is a word, with its marks. Every other visible character is a symbol by itself, with its
-marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three. Links
-between words, whole-word masks and word states all use these words.
+marks; an emoji sequence is one symbol. Words and symbols of a text are numbered together: `l'homme` has three, namely
+`l`, `'` and `homme`. Links between words, whole-word masks and word states all use these words.
 
 words.txt has the class of every code point, with a line for each range of one class (data_tools/word_table.py wrote it
 once); its hash is the version of the segmentation.
@@ -67,7 +67,7 @@ class Segmented(NamedTuple):
     word_of: np.ndarray
     """Number of each character's word, -1 for a character that belongs to no word [C]."""
     is_word: np.ndarray
-    """True for each word of all texts that is no symbol."""
+    """True for each word, False for each symbol, over all texts."""
 
 
 def segment(texts: list[str]) -> Segmented:
@@ -78,7 +78,7 @@ def segment(texts: list[str]) -> Segmented:
     place = np.arange(len(c))
 
     def latest(which: np.ndarray) -> np.ndarray:
-        """For each place, the last place up to it where `which` is True, else -1."""
+        """For each place, the last place at or before it where `which` is True; -1 if there is none."""
         return np.maximum.accumulate(np.where(which, place, -1))
 
     # A mark or a format character belongs to the last character that is neither.
@@ -112,14 +112,14 @@ class TokenWords(NamedTuple):
     of_token: np.ndarray
     """Number of each token's first word; -1 for a token that overlaps no word, such as lone white space [N]."""
     tokens: np.ndarray
-    """The tokens of all words, in ascending order; a token that several words share occurs once for each [T]."""
+    """Indices of the words' tokens, ascending; a token that several words share occurs once for each word [T]."""
     words: np.ndarray
-    """The number of the word of each of `tokens` [T]."""
+    """For each of `tokens`, the number of its word [T]."""
     is_word: np.ndarray
-    """True for each word of the text that is no symbol [W]."""
+    """True for each word, False for each symbol of the text [W]."""
 
     def cut(self, end: int, start: int = 0) -> "TokenWords":
-        """The words of the tokens from `start` to `end`. All words are kept, even those that have no token there."""
+        """The words with only the tokens from `start` to `end` - 1, numbered from 0. Words without tokens are kept."""
         kept = (start <= self.tokens) & (self.tokens < end)
         return self._replace(
             of_token=self.of_token[start:end], tokens=self.tokens[kept] - start, words=self.words[kept]
@@ -152,7 +152,7 @@ def join_words(parts: list[TokenWords]) -> TokenWords:
 def token_words(texts: list[str], counts: np.ndarray, spans: np.ndarray) -> list[TokenWords]:
     """The words of each text, and the tokens that overlap them.
 
-    counts: tokens of each text. spans: the first character and the end of every token in its text [tokens, 2].
+    counts: number of tokens of each text. spans: first character and end of every token in its text [tokens, 2].
     A token belongs to every word and symbol of which it has a character; but if it has a character of a word, it does
     not belong to symbols (Unigram tokenizers have tokens such as `en.`).
     """
@@ -208,7 +208,7 @@ def _is_own(character: str) -> bool:
 
 
 def split(texts: list[str]) -> list[tuple[list[str], np.ndarray]]:
-    """The words and symbols of each text in order, and for each of them True if it is a word."""
+    """The words and symbols of each text in order, and for each of them True if it is a word, False if a symbol."""
     found = segment(texts)
     inside = np.flatnonzero(found.word_of >= 0)
     starts = inside[np.flatnonzero(np.diff(found.word_of[inside], prepend=-1))]

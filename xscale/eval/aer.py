@@ -52,21 +52,21 @@ class HandLinks:
     """The words of each pair of sentences."""
     sure: list[Links]
     possible: list[Links]
-    """The possible links; sure ones are among them."""
+    """The possible links of each pair, which include its sure links."""
 
     def first(self, limit: int) -> "HandLinks":
         return HandLinks(self.langs, self.words[:limit], self.sure[:limit], self.possible[:limit])
 
 
 def argmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """True for each pair of tokens that is linked [I, J]."""
+    """True for each pair of tokens that are each other's nearest by cosine, and so are linked [I, J]."""
     cosine = F.normalize(x_IH, dim=-1) @ F.normalize(y_JH, dim=-1).T
     there, back = F.one_hot(cosine.argmax(1), cosine.shape[1]), F.one_hot(cosine.argmax(0), cosine.shape[0])
     return (there * back.T).bool()
 
 
 def softmax(x_IH: Tensor, y_JH: Tensor) -> Tensor:
-    """True for each pair of tokens that is linked [I, J]."""
+    """True for each pair of tokens whose two softmax probabilities exceed THRESHOLD, and so are linked [I, J]."""
     product_IJ = x_IH @ y_JH.T
     return (product_IJ.softmax(1) > THRESHOLD) & (product_IJ.softmax(0) > THRESHOLD)
 
@@ -150,7 +150,7 @@ def load_hand_links(langs: tuple[str, str], text: Path, links: Path | None = Non
     lines = list(read_lines(text))
     of_links = lines if links is None else list(read_lines(links))
     if len(lines) != len(of_links):
-        raise UserError(f"{links} has {len(of_links):,} lines, {text} has {len(lines):,}; line n of both is one pair")
+        raise UserError(f"{links} has {len(of_links):,} lines, {text} has {len(lines):,}; lines n must be one pair")
     mark, columns = ("\t", 3) if links is None else ("|||", 2)
     words, rows = [], []
     for (number, line), (_, given) in zip(lines, of_links, strict=True):

@@ -79,8 +79,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The scores of the dictionaries of the source's two languages, and the numbers of query words.
 
-    sources: those whose text has the candidates. paths: all dictionaries that the model was trained with. heldout: the
-    share of their words that training withheld.
+    sources: the sources in whose text translations are searched. paths: all dictionaries that the model was trained
+    with. heldout: the share of the dictionaries' words that training withheld.
     """
     languages = {language for of_text in sources for language in of_text.langs}
     lexicons = [load_lexicon(path, model.tokenizer, languages) for path in paths]
@@ -101,7 +101,7 @@ def evaluate(
             scores |= {} if score is None else {directions[name] + kind: score}
             if score is None and len(pairs.queries):
                 few = f"{len(pairs.queries)} words of one token{kind or ' withheld'}, {FEWEST} would do"
-                print(f"alignment {name}: no score of {few}; another tokenizer may know more", file=sys.stderr)
+                print(f"alignment {name}: no score for {few}; a tokenizer with more whole words helps", file=sys.stderr)
             scores[f"words{kind}"] = scores.get(f"words{kind}", 0) + len(pairs.queries)
     return scores
 
@@ -111,8 +111,8 @@ def find_probe(
 ) -> dict[str, AlignmentProbe]:
     """Name of a dictionary -> its probe. Dictionaries with the same name are joined.
 
-    read: the dictionaries that objectives read. heldout: the share of words that counts as withheld, in other
-    dictionaries too. tokens: those of each language's text; the dictionary's own tokens are candidates too.
+    read: the dictionaries that objectives read. heldout: the withheld share of the words of every dictionary. tokens:
+    the tokens of each language's text, among which translations are searched; the dictionary's tokens are added.
     """
     seen = {lexicon: trained_tokens(lexicon, heldout) for lexicon in {*read, *lexicons}}
     found = {}

@@ -79,7 +79,7 @@ def mean(scores: Sequence[float]) -> Score:
 
 
 def p_value(difference: Score) -> float:
-    """The two-sided p value of no difference: twice the share of resampled texts in which it has the other sign."""
+    """The two-sided p value of a difference: twice the share of resampled texts in which its sign is the other one."""
     values = difference.resampled()
     return float(np.clip(2 * min((values <= 0).mean(), (values >= 0).mean()), 1 / REPLICATES, 1))
 

@@ -138,8 +138,8 @@ def describe_merged(models: list[str], how: str, config: Any, name: str, pooling
 def describe_finetuned(
     model: Path, task: str, head: str, training: str, settings: Mapping[str, Any], scores: Mapping[str, Any]
 ) -> ModelCard:
-    """The card of a fine-tuned model. model: the encoder's folder. head: the class of transformers. training: the name
-    of the training text. scores: results row -> name -> number."""
+    """The card of a fine-tuned model. model: the encoder's folder. head: the model's transformers class. training: the
+    name of the training text. scores: results row -> name -> number."""
     encoder, pipeline = model.resolve().name, HEADS[head]
     name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}))
     before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()

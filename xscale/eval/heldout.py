@@ -5,7 +5,7 @@
 
 Each score comes with the text's unigram entropy, the loss of a model that knows only the frequencies of the held-out
 tokens: with a lower loss, the encoder has learnt from context. TLM and perplexity (Devlin et al. 2019) use the exported
-masked-LM head, whatever was trained; a stream of AlignLM also uses its own heads, which are saved beside the model.
+masked-LM head, whatever the objectives were; AlignLM's losses use its own heads, which are saved beside the model.
 Masks are a function of the record's number, the token's position and the vocabulary: the same for every model with the
 same tokenizer. Under different tokenizers only bits per character are comparable.
 """
@@ -50,7 +50,7 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
-            f"{source.directory}: no pair has a token to predict in the model's {model.longest} positions; give others"
+            f"{source.directory}: no pair of {model.longest} tokens or fewer has a token to predict; give other pairs"
         )
     dropped = float(sum(batch.too_long for batch in batches))
     return scores(sums["mlm"], "tlm_loss", ids) | {"dropped": dropped} | evaluate_alignlm(model, source, limit)
@@ -73,7 +73,7 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
 
 
 def check_head(model: Exported, task: str) -> None:
-    """Raise UserError for a model without a masked-LM head, whose head would be random."""
+    """Raise UserError for a model without a masked-LM head, since transformers would add a random one."""
     if model.headless:
         raise UserError(
             f"the model has no masked-LM head, which task {task} measures; give a directory that was saved from "
@@ -121,8 +121,8 @@ def masked_sums(
 
 
 def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
-    """The scores from masked_sums' result. ids: token ids of the texts, for the unigram entropy in nats. characters:
-    their number in the texts, for perplexity and bits per character; 0: without these."""
+    """The scores from masked_sums' result. ids: the texts' token ids, for the unigram entropy in nats. characters: the
+    texts' number of characters; 0: leave out perplexity and bits per character."""
     bits_per_nat = sum(map(len, ids)) / max(characters, 1) / math.log(2)
 
     def scores_of(sums: np.ndarray) -> dict[str, np.ndarray]:

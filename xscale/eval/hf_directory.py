@@ -22,7 +22,7 @@ from xscale.models.heads import KeptHeads, load_heads, save_heads
 CHECKED = 16
 """The number of tokens of the sequence whose logits are compared."""
 CLOSE = 1e-3
-"""The allowed difference of logits, as a share of the largest: two ways to compute them in fp32 round differently."""
+"""The allowed difference of logits or states, as a share of the largest or of 1, from rounding differently in fp32."""
 
 
 def check_new(out: Path) -> None:
@@ -84,8 +84,8 @@ def first_layers(lm: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 @torch.inference_mode()
 def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
-    """Compare the output of the model that transformers loads with the trained model's states at the last of these
-    layers. Raises UserError."""
+    """Compare the output of the model that transformers loads with the trained model's states at the layer `layers`.
+    Raises UserError if they differ."""
     ids, types = _sequence(lm)
     written = AutoModel.from_pretrained(folder, trust_remote_code=False).eval()
     inputs = {"input_ids": ids[None]} | ({} if types is None else {"token_type_ids": types[None]})
@@ -94,13 +94,13 @@ def check_states(lm: PreTrainedModel, layers: int, folder: Path) -> None:
     if not torch.allclose(found, expected, rtol=0, atol=CLOSE * max(1.0, float(expected.abs().max()))):
         raise UserError(
             f"--layers {layers}: a model of type {lm.config.model_type} changes the states after its last layer, so "
-            f"that its first layers alone differ; export it whole, and measure it by --layer {layers}"
+            f"its first layers alone give other states; export all layers, and evaluate with --layer {layers}"
         )
 
 
 def difference_from(lm: PreTrainedModel, heads: dict[str, KeptHeads], folder: Path) -> str | None:
-    """The difference, in words, between our forward pass of the trained model and transformers' pass of what it loads
-    from `folder`; None if they agree."""
+    """The difference, in words, between xscale's forward pass of the trained model and transformers' forward pass of
+    the model in `folder`; None if they agree."""
     kept = load_heads(folder)
     for name, trained in heads.items():
         if name not in kept or _differing(trained.weights, kept[name].weights):
@@ -125,7 +125,7 @@ def _differing(trained: dict[str, Tensor], written: dict[str, Tensor]) -> list[s
 
 
 def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
-    """Ids [N] from the whole vocabulary, without padding, and their languages if the model has language embeddings."""
+    """Token ids [N] spread over the vocabulary, without padding; their languages if the model has such embeddings."""
     ids = torch.linspace(0, lm.config.vocab_size - 1, min(CHECKED, positions(lm.config))).long()
     ids = ids[ids != lm.config.pad_token_id]
     trained = getattr(lm.config, "xscale", None) or {}
@@ -133,7 +133,7 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
-    """Logits [N, V] of our forward pass."""
+    """The logits [N, V] of xscale's forward pass."""
     out = encoder.lm.get_output_embeddings()
     return F.linear(encoder.features(encoder(_row(ids, types))), out.weight, out.bias)
 

@@ -1,7 +1,7 @@
 """Bilingual lexicon induction (Lample et al. 2018): are a word's nearest neighbours its translations?
 
 P@k is the share of source words for which one of the k nearest words of the other language in the dictionary is a
-translation by the dictionary. Near is by `cosine` or by `csls` (eval/retrieval.py).
+translation by the dictionary. The nearest words are found by `cosine` or by `csls` (eval/retrieval.py).
 
 A word's vector is the mean of its tokens' input embeddings, as in ALIGN-MLM, or of their states at a layer in
 `[CLS] word [SEP]`. An entry with the same tokens on both sides is left out. As in eval/alignment_score.py, no word is
@@ -32,7 +32,7 @@ RANKS = (1, 5)
 
 @dataclass(frozen=True)
 class TestDictionary:
-    """The dictionary of two languages by which words are tested."""
+    """The dictionary of two languages with which induction is measured."""
 
     langs: tuple[str, str]
     """The languages in alphabetical order."""
@@ -57,8 +57,9 @@ def evaluate(
     """P@1 and P@5 in both directions and their means, for withheld and for trained words, by the embeddings and by
     each of the layers; the numbers of query words, and of entries that were left out as identical.
 
-    lexicons: the dictionaries of one pair of languages. read: those that the model was trained with. heldout: the share
-    of words that training withheld. limit: the most query words of a language, of each kind.
+    lexicons: the dictionaries of one pair of languages. read: the dictionaries that the model was trained with.
+    heldout: the share of words that training withheld. limit: the most withheld, and the most trained, query words of
+    a language.
     """
     test, seen = merge_lexicons(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
     asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in test.words]}
@@ -76,14 +77,12 @@ def evaluate(
     for kind, words in asked.items():
         if any(words) and min(map(len, words)) < FEWEST:
             few = " and ".join(str(len(side)) for side in words)
-            print(
-                f"induction {'-'.join(test.langs)}: no score of {few} {kind} words, {FEWEST} would do", file=sys.stderr
-            )
+            print(f"induction {'-'.join(test.langs)}: no score for {few} {kind} words; needs {FEWEST}", file=sys.stderr)
     return found
 
 
 def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
-    """The test dictionary of lexicons of the same two languages."""
+    """The test dictionary that joins all lexicons of the same two languages."""
     first, second = sorted(lexicons[0].langs)
     pairs = dict.fromkeys(
         (tuple(lexicon.ids[flip][i]), tuple(lexicon.ids[1 - flip][i]))
@@ -127,7 +126,7 @@ def mean_rows(table_VH: Tensor, words: list[Word]) -> Tensor:
 def precisions(
     vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, test: TestDictionary, asked: list[list[Word]]
 ) -> Scores:
-    """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, for csls."""
+    """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, if by csls."""
     device = vectors[0].device
     numbers = [side.to(device) for side in test.numbers]
     found: Scores = {}

@@ -2,8 +2,8 @@
 
 Pairs are scored by the ratio margin (eval/neighbours.py) with k = 4 nearest neighbours. Each sentence of both lists
 gives one candidate, with the best of its k neighbours; of candidates that share a sentence, the one with the highest
-score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates with at least a threshold score are mined: the
-threshold with the best F1 on a development set, or without one, on the test set (results row `own threshold`).
+score is kept (the "max. score" of Artetxe & Schwenk 2019). Candidates with a score of at least a threshold are mined.
+The threshold has the best F1 on a development set, or without such a set on the test set (row `own threshold`).
 
 Shape letters: N sentences of the first list, M of the second, C candidates, H width.
 """

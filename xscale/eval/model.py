@@ -50,7 +50,7 @@ class Exported:
         """The heads of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
-        """The language of each number; number 0 is the neutral one."""
+        """The language of each number; number 0 is no language, but the neutral language embedding."""
         self.language_embeddings: bool = trained.get("language_embeddings", False)
         self.segments: bool = trained.get("segments", False)
         self.reset_positions: bool = trained.get("reset_positions", False)
@@ -70,17 +70,17 @@ class Exported:
         return self.numbers_of(source.langs)
 
     def numbers_of(self, languages: Sequence[str]) -> dict[str, int]:
-        """The number of each language; 0, the neutral one, for languages that the model was not trained with."""
+        """The number of each language; 0, the neutral embedding, for languages that the model was not trained with."""
         return dict.fromkeys(languages, 0) | {name: number for number, name in enumerate(self.languages) if number}
 
 
 def tokenizer_of(path: Path, rows: int) -> Tokenizer:
     """The tokenizer in a model's directory. rows: the number of the model's embeddings. Raises UserError if the
-    tokenizer has more ids, or if there is none: transformers then makes one without any word."""
+    tokenizer has more ids than that, or if the directory has none (transformers then makes one without words)."""
     tokenizer = Tokenizer(path)
     if not len(tokenizer.ordinary_ids):
         raise UserError(
-            f"--model {path} has no tokenizer; save the model's own there: `tokenizer.save_pretrained(DIR)`"
+            f"--model {path} has no tokenizer; save the model's tokenizer there: `tokenizer.save_pretrained(DIR)`"
         )
     if tokenizer.vocab_size > rows:
         raise UserError(

@@ -29,7 +29,7 @@ class MtebEncoder:
     def encode(
         self, inputs: Iterable[Mapping[str, Any]], *, task_metadata: Any, hf_split: str, hf_subset: str, **others: Any
     ) -> np.ndarray:
-        """Unit vectors [n_texts, H]. A model with language embeddings needs subsets that are named by language."""
+        """Unit vectors [n_texts, H]. Language embeddings are neutral unless the subset's name is a language's name."""
         texts = [text for batch in inputs for text in batch["text"]]
         language = self.model.numbers_of([hf_subset])[hf_subset]
         (found,) = embed(self.model, texts, language, [self.pooling], [self.layer]).values()
@@ -59,7 +59,7 @@ def rows(vectors: Any) -> Tensor:
 
 
 def find_task(name: str, folder: Path, subsets: Sequence[str]) -> Any:
-    """mteb's task of this name, which reads the folder's data. subsets: those to evaluate; [] for all. Raises
+    """mteb's task of this name, which reads the folder's data. subsets: the ones to evaluate; []: all. Raises
     UserError."""
     try:
         import mteb

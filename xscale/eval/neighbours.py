@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 TILE = 1024
-"""Rows and columns of a tile, whose 4 MB fit a cache."""
+"""The number of rows, and of columns, of a tile, whose 4 MB fit into a CPU's cache."""
 
 
 def nearest(
@@ -22,8 +22,8 @@ def nearest(
 ) -> tuple[Tensor, Tensor]:
     """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
 
-    penalties: subtracted for the rows of x [N] and of y [M]. numbers: the numbers of the words or sentences in the rows
-    of x [N] and of y [M]; rows with the same number are never neighbours.
+    penalties: what is subtracted for each row of x [N] and of y [M]. numbers: the numbers of the words or sentences in
+    the rows of x [N] and of y [M]; rows with the same number are never neighbours.
     """
     return search_tiles(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
 
@@ -35,7 +35,7 @@ def nearest_both(
     penalties: tuple[Tensor, Tensor] | None = None,
     numbers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Neighbours of x among y, and of y among x, from the same products."""
+    """The results of `nearest` for x among y, and for y among x, from the same products x @ y.T."""
     there, back = search_tiles(x_NH, y_MH, k, penalties, numbers, both=True)
     return there.found, back.found
 

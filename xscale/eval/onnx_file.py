@@ -1,4 +1,4 @@
-"""Writes the encoder of an export as ONNX too, where sentence-transformers and optimum look for it."""
+"""Writes the encoder of an export as onnx/model.onnx, where sentence-transformers and optimum look for it."""
 
 import logging
 import warnings

@@ -42,7 +42,7 @@ class ParallelText:
         self._key: object = None
 
     def pairs(self, every: bool) -> list[tuple[str, str]]:
-        """The pairs of languages, in alphabetical order: all, or unless `every`, those with English if it is there."""
+        """All pairs of languages, in alphabetical order; only those with English if there are any and not `every`."""
         found = list(combinations(sorted(self.files), 2))
         english = [pair for pair in found if any(ENGLISH.match(language) for language in pair)]
         return found if every or not english else english
@@ -61,7 +61,7 @@ class ParallelText:
 
 
 def find_parallel(folder: Path) -> list[ParallelText]:
-    """The parallel texts of a folder and of the folders in it. Raises UserError if one's files differ in length."""
+    """The parallel texts of a folder and of the folders in it. Raises UserError if a text's files differ in length."""
     groups: dict[tuple[Path, str], dict[str, Path]] = {}
     for path in sorted(folder.rglob("*")):
         match = NAME.fullmatch(re.sub(r"\.[gx]z$", "", path.name))

@@ -1,7 +1,7 @@
-"""An evaluation that several processes share: each evaluates a part of the rows, and saves them in a common folder.
+"""An evaluation that several processes share: each evaluates a part of the rows, and saves scores in a common folder.
 
-The same command without --part then reads all rows, and evaluates those that are missing. Its results are those of one
-process, because the values in resampled texts are saved too.
+The same command without --part then reads all rows, and evaluates those that are missing. Its results equal those of a
+single process, because the scores in resampled texts are saved too.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def add_part_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def share_rows(rows: dict[str, dict[str, TaskRow]], args: Namespace) -> dict[str, dict[str, TaskRow]]:
-    """The rows of --part, which are saved in --parts; all rows without --part. Raises UserError."""
+    """The rows of --part, or without --part all rows; evaluating one saves its scores in --parts. Raises UserError."""
     if not args.parts and not args.part:
         return rows
     match = re.fullmatch(r"(\d+)/(\d+)", args.part or "0/1")
@@ -49,7 +49,7 @@ def share_rows(rows: dict[str, dict[str, TaskRow]], args: Namespace) -> dict[str
 
 
 def evaluate_once(path: Path, flags: dict[str, str], row: TaskRow, model: Exported) -> Mapping[str, Scores]:
-    """The scores in a file, which is written if it does not exist. Raises UserError if they are of other flags."""
+    """The scores in a file, which is written if it does not exist. Raises UserError if other flags wrote it."""
     if not path.exists():
         scores = {
             variant: {
@@ -60,7 +60,7 @@ def evaluate_once(path: Path, flags: dict[str, str], row: TaskRow, model: Export
         files.write_text(path, json.dumps({"flags": flags, "scores": scores}))
     found = json.loads(path.read_text())
     if changed := [f"{flag} {value}" for flag, value in found["flags"].items() if flags.get(flag) != value]:
-        raise UserError(f"{path} has the scores of {', '.join(changed)}; give another folder of --parts")
+        raise UserError(f"{path} has the scores of {', '.join(changed)}; give another folder to --parts")
     return {
         variant: {
             name: Score(score, partial(np.array, values)) if values else score for name, (score, *values) in of.items()

@@ -6,7 +6,7 @@ Neighbours are ranked by `cosine`, or by `csls` (Lample et al. 2018), which lowe
 
 where r(x) is the mean cosine of x with its k nearest neighbours in the other language. LASER calls cosine `absolute`,
 and half of csls `distance`. LASER's xSIM is the error rate by its default margin `ratio`, which divides instead of
-subtracting; in it, a neighbour with the same text as the translation is right too. xSIM++ (Chen et al. 2023) adds
+subtracting; a neighbour with the same text as the translation is right in xSIM. xSIM++ (Chen et al. 2023) adds
 wrong translations with known types of errors to the candidates.
 
 Layers are counted like transformers' hidden_states: 0 is the output of the embeddings, 1 the first layer, -1 the last.
@@ -143,7 +143,7 @@ def best_rows(scores_NK: Tensor, rows_NK: Tensor) -> list[int]:
 
 
 def load_wrong_translations(path: Path) -> WrongTranslations:
-    """Reads LASER's file of xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
+    """Read LASER's file for xSIM++, {candidate: {"src": sentence, "errtype": type}}. Raises UserError."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {text.strip(): (made["src"].strip(), str(made["errtype"])) for text, made in found.items()}
@@ -186,8 +186,8 @@ def layer_numbers(asked: Sequence[str | int], last: int) -> list[int]:
 
 
 def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[str, ...]) -> Scores:
-    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same number; the same in the
-    other direction; and the mean of both."""
+    """The share of unit vectors in `first_NH` whose nearest one in `second_NH` has the same row number, the share in
+    the other direction, and the mean of both."""
     penalties = hubness(first_NH, second_NH) if margin == "csls" else None
     (_, there_N1), (_, back_N1) = nearest_both(first_NH, second_NH, 1, penalties)
     same_N1 = torch.arange(len(first_NH), device=first_NH.device)[:, None]
@@ -245,7 +245,7 @@ def embed_ids(
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
-    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads; "tokens" reads all tokens'."""
+    """A stream batch of `[CLS] sentence [SEP]`, with the states that each pooling reads ("tokens": of all)."""
     examples = [Example(("",), (sentence,), None, np.uint64(0)) for sentence in sentences]
     sequences = join_segments(model.tokenizer, [[(example, 0)] for example in examples], {"": language})
     special = np.concatenate([[True, *[False] * len(sentence), True] for sentence in sentences])

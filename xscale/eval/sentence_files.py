@@ -10,7 +10,7 @@ POOLING = "1_Pooling"
 
 
 def trained_pooling(streams: dict[str, dict[str, Any]]) -> str:
-    """The pooling of the run's contrastive PPA stream; "mean" without one. streams: those of a checkpoint's recipe."""
+    """The pooling of a run's contrastive PPA stream; "mean" without one. streams: the streams of the run's recipe."""
     contrasts = [s for s in streams.values() if s["objective"] == "ppa" and s.get("moco_weight", 1.0)]
     return contrasts[0].get("pooling", "cls") if contrasts else "mean"
 

@@ -75,8 +75,8 @@ def plan_rows(args: Namespace, sources: list[Source]) -> dict[str, dict[str, Tas
             rows[task] = [TaskRow("", parts["test"][min(parts["test"])], partial(transfer, task, parts, args.finetune))]
     if not rows:
         raise UserError(
-            f"--suite {args.suite}: --texts {' '.join(map(str, args.texts))} has no test set that it knows; "
-            f"docs/evaluation.md lists their files"
+            f"--suite {args.suite}: --texts {' '.join(map(str, args.texts))} has no test set of the suite; "
+            f"docs/evaluation.md lists the files of test sets"
         )
     return {task: name_rows(of_task) for task, of_task in rows.items()}
 
@@ -132,7 +132,7 @@ def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Ex
         if language in parts["dev"] and any(one.gold is None for one in FINETUNED[task].read(path, language))
     }
     for language, path in tests.items() - parts["test"].items():
-        print(f"{task} {language}: {parts['test'][language]} has no labels; {path} is the test")
+        print(f"{task} {language}: {parts['test'][language]} has no labels; the test is {path}")
     sides = {"train": parts["train"], "test": tests}
     given = {part: [f"{language}={path}" for language, path in files.items()] for part, files in sides.items()}
     words = ["--model", model.path, "--task", task, "--train", *given["train"], "--test", *given["test"]]
@@ -169,9 +169,9 @@ def evaluate_rows(
 
 
 def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dict[str, Scores]:
-    """The results rows and, after the rows of each variant, rows of the means of those numbers that all of them have:
-    over all languages; by script; and over the languages that are `trained` and those that are not. There are means of
-    groups if two groups have two languages or more. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
+    """The results rows and, after the rows of each variant, rows with means of the numbers that all these rows have:
+    over all languages; by script; and over the languages that are `trained` and those that are not. Means by script or
+    by training need two groups of two languages or more. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
     variants: dict[str, list[str]] = {}
     for row in rows:
         variants.setdefault(row.partition(" ")[2], []).append(row)
@@ -186,7 +186,7 @@ def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dic
 
 
 def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[str]]:
-    """The rows of each mean, by what the mean is over. English counts only in rows without another language."""
+    """Name of a mean, such as `languages` -> the rows that it is over. English counts only in rows with it alone."""
     kinds: list[dict[str, list[str]]] = [{}, {}]
     for row in rows:
         languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])

@@ -19,7 +19,7 @@ class TaskRow(NamedTuple):
     """A row of a task's results, before it is evaluated."""
 
     name: str
-    """A language, or a pair of languages in alphabetical order."""
+    """A language, a pair of languages in alphabetical order, or a task of mteb with its type."""
     path: Path
     """The data's path, which is added to the name if several rows have the same name."""
     evaluate: Callable[[Exported], Mapping[str, Scores]]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SIMILAR = (3, 4)
-"""A sequence shorter than 3/4 of its block's first one starts a new block. This gives few blocks and little padding."""
+"""A sequence shorter than 3/4 of the first one of a block starts a new block: few blocks, and little padding."""
 
 
 def attention(
@@ -151,7 +151,7 @@ def buffer_size(N: int, X: int, longest: int, heads: int, dropout: float) -> int
 def _views(
     buffer: Tensor, blocks: list[Block], X: int, dropout: float, keep: bool
 ) -> Iterator[tuple[Block, SavedForBackward]]:
-    """Yield each block with its views of the buffer: one block after the other if `keep`, else all at its start."""
+    """Yield each block with its views of the buffer: one block behind the other if `keep`, else each at the start."""
     at = 0
     for block in blocks:
         R, L = block.n * block.heads, block.L
@@ -180,14 +180,14 @@ def attention_blocks(
     N, X = qkv_NX.shape
     qkv, out_NH = qkv_NX.view(N, 3, heads, -1), qkv_NX.new_empty(N, X // 3)
     blocks = _blocks(tuple(lengths_B.tolist()), heads, window, qkv_NX.dtype, qkv_NX.device)
-    assert blocks[-1].tokens.stop == N, "a row without padding has as many tokens as its sequences"
+    assert blocks[-1].tokens.stop == N, "the row must have as many tokens as its sequences together"
     buffer = qkv_NX.new_empty(room or buffer_size(N, X, max(block.L for block in blocks), heads, dropout))
     generator = torch.Generator(qkv_NX.device).manual_seed(int(seed) + layer) if dropout else None
     for block, (x, p, dropped) in _views(buffer, blocks, X, dropout, keep=room > 0):
         x.unflatten(1, (block.n, heads)).copy_(block.pad(qkv))
         torch.softmax(_scores(x, block.masks), -1, out=p)
         if dropout:
-            torch.mul(p, kept(p, dropout, generator), out=dropped)
+            torch.mul(p, dropout_mask(p, dropout, generator), out=dropped)
         block.put(torch.bmm(dropped, x[2])[None], out_NH.view(N, 1, heads, -1))
     return out_NH, buffer if room else qkv_NX.new_empty(0)
 
@@ -209,7 +209,7 @@ def _(qkv_NX: Tensor, lengths_B: Tensor, room: int, *_: Any) -> tuple[Tensor, Te
 def attention_blocks_backward(
     grad_NH: Tensor, out_NH: Tensor, saved: Tensor, lengths_B: Tensor, heads: int, dropout: float, window: int | None
 ) -> Tensor:
-    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, where delta = sum(g * out)."""
+    """Return the gradient of qkv [N, X]: dS = dropout(P) * (g v^T) - P * delta, delta = sum(g * out), g = grad."""
     N, H = grad_NH.shape
     grad = grad_NH.reshape(N, 1, heads, -1)
     delta = (grad * out_NH.view_as(grad)).sum(-1, keepdim=True)
@@ -248,7 +248,7 @@ def _backward(ctx: Any, grad_NH: Tensor | None, _: None) -> tuple[Tensor | None,
 attention_blocks.register_autograd(_backward, setup_context=_save)
 
 
-def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
+def dropout_mask(like: Tensor, p: float, generator: torch.Generator | None = None) -> Tensor:
     """Return a dropout mask in the shape and type of `like`: 0 with probability p, rounded to 2^-16, else 1 / (1 - p).
 
     Each 64-bit random number decides about four elements, because random numbers dominate the cost of dropout on a CPU.
@@ -262,7 +262,7 @@ def kept(like: Tensor, p: float, generator: torch.Generator | None = None) -> Te
 class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor | None, p: float) -> Tensor:
-        keep = kept(x, p)
+        keep = dropout_mask(x, p)
         ctx.save_for_backward(keep)
         return x * keep if residual is None else torch.addcmul(residual, x, keep)
 

@@ -55,7 +55,7 @@ def load_pretrained(init: str | Path, dropout: float) -> PreTrainedModel:
 def read_pretrained(named: str, init: str | Path, dropout: float | None = None) -> tuple[PreTrainedModel, bool]:
     """Return the model of `init`, in fp32, and whether it has a trained masked-LM head. Raises UserError.
 
-    named: the field or flag that gave `init`, for errors; dropout: replaces the config's.
+    named: the field or flag that gave `init`, for errors; dropout: replaces the dropout of the config.
     """
     if not may_be_there(init):
         raise UserError(f"{named} {init} does not exist")
@@ -203,7 +203,7 @@ def has_segments(init: str | Path | None, preset: str) -> bool:
 
 
 def trained_as(init: str | Path | None) -> dict[str, Any]:
-    """Return the `run_fields` of `model.init`, which are empty if the recipe has none."""
+    """Return the `run_fields` of `model.init`; {} if the recipe has no model.init."""
     return run_fields(_config_of(init), f"model.init {init}") if init else {}
 
 
@@ -237,7 +237,7 @@ def _token_types(config: Any) -> int:
 
 
 def fill_neutral_row(lm: PreTrainedModel) -> None:
-    """Set token type 0 of a model with language embeddings to the languages' mean, unless its run has trained it.
+    """Set the embedding of token type 0 to the mean of the languages' embeddings, unless the model's run trained it.
 
     Runs of older versions count languages from 0 and have no neutral row; their rows move up by one.
     """
@@ -267,8 +267,8 @@ def _set_type_table(lm: PreTrainedModel, table: torch.Tensor) -> None:
 def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> list[str]:
     """Give each language of the run a row of the loaded model's token-type table, if language embeddings are `wanted`.
 
-    Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0, which
-    is the neutral one, or in a model without language embeddings that of single sentences. If language embeddings are
+    Languages that the model knows keep their rows, by name. The row of a new language starts as a copy of row 0: the
+    neutral row, or in a model without language embeddings the row of single sentences. If language embeddings are
     not wanted, row 0 replaces all rows. Returns the languages in the order of their rows.
     """
     before = getattr(lm.config, "xscale", None) or {}
@@ -288,7 +288,7 @@ def _take_languages(lm: PreTrainedModel, languages: list[str], wanted: bool) -> 
             table[1 + names.index(name)] = old[number]
         new = [name for name in languages if name not in known]
         LOG.info(
-            f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral one: "
+            f"language embeddings kept from model.init: {', '.join(known)}; new, starting as the neutral embedding: "
             f"{', '.join(new) or 'none'}"
         )
     _set_type_table(lm, table)

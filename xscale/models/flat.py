@@ -1,6 +1,6 @@
 """Forward passes over Hugging Face's weights that take a packed (flat) row of tokens and return its hidden states.
 
-They use the weights by calling the modules that own them, so that ZeRO-3 can gather the weights.
+If ZeRO-3 partitions the weights, they use them only by calling the modules that own them, so that it can gather them.
 
 Shape letters: N tokens of a row, B sequences, L tokens of the longest, H hidden width, A heads, D width of a head.
 """

@@ -56,7 +56,7 @@ def pieces_of(token: str, old: Tokenizer, added: bool) -> list[int]:
 
 
 def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
-    """Return the ids of `old` for each id of `new`. The row of the new id starts as the mean of their rows."""
+    """Return for each id of `new` some ids of `old`. The row of the new id starts as the mean of the old ids' rows."""
     known, added = old.hf.get_vocab(), new.hf.get_added_vocab()
     unknown = [old.special["unk"]] if old.special["unk"] is not None else [old.mask_id]
     return {

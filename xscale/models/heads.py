@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from xscale.errors import UserError
 
 FILE = "xscale_heads.safetensors"
-"""File of an exported directory that has the heads' weights, named STREAM.NAME, and the streams' fields as metadata."""
+"""The file of an export with the heads' weights, named STREAM.NAME, and the streams' recipe fields as metadata."""
 
 
 class KeptHeads(NamedTuple):

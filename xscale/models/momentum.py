@@ -18,26 +18,26 @@ class MomentumEncoder:
     """The key encoder and its projection: theta_k = m * theta_k + (1 - m) * theta_q, beginning with theta_k = theta_q.
 
     Its weights (`masters`) are fp32, because in fp16 an update of 0.001 * (theta_q - theta_k) rounds to 0. The forward
-    pass runs in the query's type, on a copy of the masters if the types differ. The first use moves the masters to the
-    query's device.
+    pass runs in the data type of the query encoder, on a copy of the masters if theirs differs. The first use moves the
+    masters to the query encoder's device.
     """
 
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
-        """The trained modules. DeepSpeed may change their type and device, but not the order of their parameters."""
+        """The trained modules. DeepSpeed may change their data type and device, not the order of parameters."""
         self.momentum = momentum
         config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
         self.masters = nn.ModuleList([Encoder(base), copy.deepcopy(projection)]).requires_grad_(False)
         self.masters.to(torch.promote_types(self._query_parameter().dtype, torch.float32))
         self._cast: nn.ModuleList | None = None
-        """Copy of the masters in the query's type, if that is another type."""
+        """Copy of the masters in the query encoder's data type, if that is not the masters' own."""
 
     def _query_parameter(self) -> nn.Parameter:
         return next(self.query.parameters())
 
     def forward_modules(self, train: bool) -> tuple[Encoder, nn.Module]:
-        """Return encoder and projection in the query's type, with dropout if `train`."""
+        """Return the key encoder and its projection in the query encoder's data type, with dropout if `train`."""
         query = self._query_parameter()
         self.masters.to(query.device)
         modules = self.masters
@@ -49,8 +49,8 @@ class MomentumEncoder:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Update the fp32 weights (masters) as a moving average of the query's. Called after each optimizer step that
-        changed the query."""
+        """Update the fp32 weights (masters) as a moving average of the query encoder's weights. It is called after each
+        optimizer step that changed these."""
         self.masters.to(self._query_parameter().device)
         masters: list[Tensor] = list(self.masters.parameters())
         query = [q.detach().to(k.dtype) for k, q in zip(masters, self.query.parameters(), strict=True)]
@@ -75,7 +75,7 @@ class MomentumEncoder:
 
 
 class Queue:
-    """A ring buffer of the newest K vectors, in fp32. It is the same on all ranks if all push the same vectors."""
+    """A ring buffer of the newest K vectors, in fp32. All ranks push the same vectors, so their queues are equal."""
 
     def __init__(self, size: int, width: int):
         self.ring_KD = torch.zeros(size, width)
@@ -128,7 +128,7 @@ class Queue:
 
 
 class GatheredVectors:
-    """Collects the vectors of this rank's rows, and gives every rank those of the whole global batch, in its order."""
+    """Collects the vectors of this rank's rows, and gives every rank all vectors of the global batch, in its order."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -145,7 +145,7 @@ class GatheredVectors:
         self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start the exchange of all added vectors. Every rank calls it. counts: vectors of each rank, if known.
+        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank, if known.
 
         Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """

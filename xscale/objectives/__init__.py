@@ -1,4 +1,4 @@
-"""The training objectives, one file each. A new one needs a line in OBJECTIVES, here or in a plug-in (plugins.py)."""
+"""The training objectives, one file each. A new objective needs a line in OBJECTIVES, or in a plug-in (plugins.py)."""
 
 from xscale.objectives import align_mlm, alignlm, contextual, dict_mlm, mlm, ppa, tlm
 from xscale.objectives.base import (

@@ -56,7 +56,7 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
     source, target = entries(context.lexicons, options.subwords == "single")
     if not len(source.lengths):
         raise UserError(
-            f"streams.{context.stream}: data.lexicons has no entry whose two words are single, different tokens; "
+            f"streams.{context.stream}: data.lexicons has no entry whose two words are two different single tokens; "
             f"set subwords: mean"
         )
     picked = part_of_step(len(source.lengths), options.pairs_per_step, context)

@@ -1,4 +1,4 @@
-"""AlignLM (Yang et al. 2021): a masked token is predicted from its own state and from its translation's.
+"""AlignLM (Yang et al. 2021): a masked token is predicted from its own state, and from the states of its translation.
 
     X = [CLS] S [SEP] T [SEP],  H = encoder(X)                                              (1, 2)
     A[i,j] = 1 where (i,j) or (j,i) is a word-alignment link, else 0
@@ -15,7 +15,7 @@ Decided, where the paper is silent:
   `bilingual_coverage` is the share of masked tokens that have one, `bilingual_links` the mean number of linked states.
 - Both losses are divided by |M|, the number of masked tokens, since (9-11) add them for each masked token. If L_bp were
   divided by the number of linked tokens, its weight would be 1.1 to 5 times lambda, depending on the links of the text.
-- W1, b1 and GELU are the pre-trained head's; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
+- W1, b1 and GELU are of the pre-trained head; W3, b3 start as a copy of W1, b1. The head's LayerNorm stays before W:
   W . LN(linear(GELU(.))). `linear` and W2 start as the identity, so the first monolingual prediction is that of the
   pre-trained model. W is tied to the embeddings and keeps its bias; both predictions share W, LN and `linear`.
 - W2, W3 and `linear` are exported beside the model (models/heads.py), whose masked-LM head does not contain `linear`.

@@ -33,7 +33,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Losses:
-    """A stream's losses and metrics in one row: tensors on the device, which the host does not read in the loop."""
+    """A stream's losses and metrics in one row: tensors on the device, so that the host need not wait."""
 
     predictions: list[Prediction] = field(default_factory=list)
     """Predictions in the order of the stream batch's labels."""
@@ -49,7 +49,7 @@ class AuxiliaryState(Protocol):
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
         """Return the loss's states["auxiliary"], computed from the stream batch's auxiliary sequences without gradient.
 
-        It runs once a row, on the trained encoder's device and in its type. index: the arguments of alignment_gather.
+        It runs once a row, on the device and in the data type of `trained`. index: the arguments of alignment_gather.
         """
 
     def update(self, applied: bool) -> None:
@@ -66,7 +66,7 @@ class Scheduled(AuxiliaryState, Protocol):
     """An auxiliary state whose updates depend on the progress of the run."""
 
     steps: int
-    """Number of optimizer steps of the run, set by the step's module. It is not saved, as a resume may change it."""
+    """Number of optimizer steps of the run, set by StepModule. It is not saved, as a resume may change it."""
 
 
 @runtime_checkable
@@ -74,7 +74,7 @@ class Gathering(AuxiliaryState, Protocol):
     """An auxiliary state whose vectors all ranks exchange once a step, after it has read them."""
 
     counts: list[int] | None
-    """Number of vectors that each rank reads in the current step; None if the ranks must first tell each other."""
+    """Number of vectors that each rank reads in this step; None if the ranks must first exchange these numbers."""
 
     def gather(self) -> None:
         """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
@@ -92,7 +92,7 @@ class HasQueue(AuxiliaryState, Protocol):
 
     def finish_warmup(self) -> int:
         """Add the vectors that were read to the queue. During the warm-up, all ranks call it after `read` of all rows
-        of a global batch. Returns the number of samples so far."""
+        of a global batch. Returns the number of samples in the queue."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Objective:
     terms: Callable[[Any], dict[str, float]]
     """options -> {loss term: its weight in the stream's loss}."""
     divisors: dict[str, str] = field(default_factory=dict)
-    """Loss term -> the count of the step that divides it, if that is not the number of its own targets."""
+    """Loss term -> the name of the count over the step that divides it, if not the term's own number of targets."""
     ratios: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Metric -> (count of the stream batch, count that divides it)."""
     words: Callable[[Any], bool] = lambda options: False
@@ -147,11 +147,11 @@ class Objective:
     """Like `loss`, but returns vectors [n, D] of the row's samples for the losses of all rows of the step.
 
     The loss then gets states["step"] [V, D], the vectors of the whole step, of which only the row's own have a
-    gradient, and states["own"] [n], the positions of the row's own. It costs a second forward pass. See
+    gradient, and states["own"] [n], the positions of these in it. This costs a second forward pass. See
     `step_loss_share`.
     """
     check: Callable[[Any, int], str | None] = lambda options, samples: None
-    """(options, samples of a step) -> error message with the remedy, if the two do not fit."""
+    """(options, samples of a step) -> error message with the remedy, if the options do not fit that number."""
     advise: Callable[[Any, int, int], list[str]] = lambda options, records, steps: []
     """(options, number of records that the stream reads, steps of the run) -> warnings."""
     shortfall: Callable[[Any, dict[str, int]], list[str]] = lambda options, counts: []

@@ -11,8 +11,8 @@ Decided, where the paper is silent:
 - R is a sum over every sub-word of t, not only over the last ones of words. Special tokens belong to neither sum.
 - Both sums are divided by the number of sub-words of both sentences, so that lambda does not depend on the number of
   links.
-- Only one-to-one links count, as with the authors: links of two words that have no other link. A word that was cut is
-  represented by its last remaining sub-word.
+- Only one-to-one links count, as the authors have it: links of two words that have no other link. A word that was cut
+  is represented by its last remaining sub-word.
 - Links of punctuation are left out: they are frequent and alike, and would pull all sentences together.
 """
 
@@ -39,8 +39,8 @@ from xscale.ops.alignment_gather import alignment_gather
 class ContextualOptions:
     in_phases: ClassVar[frozenset[str]] = frozenset({"anchor_weight"})
     anchor: str | None = "en"
-    """Language whose states stay near the initial encoder's; every pair must have it. null: each pair's first
-    language."""
+    """Language whose states stay near those of the initial encoder; every pair must have this language. null: each
+    pair's first language."""
     anchor_weight: NotNegative = 1.0
     """The factor lambda of R."""
 
@@ -51,7 +51,7 @@ class Frozen:
     def __init__(self, encoder: Encoder):
         self.initial = copy.deepcopy(encoder).float().eval().requires_grad_(False)
         self.running = self.initial
-        """Copy of `initial` on the trained encoder's device and in its type."""
+        """Copy of `initial` on the device and in the data type of the trained encoder."""
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:

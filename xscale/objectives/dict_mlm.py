@@ -49,7 +49,7 @@ class DictMlmOptions(mlm.MaskedOptions):
 
 
 MET = 0.9
-"""A run warns if less than this part of `dict_share` is met."""
+"""A run warns if the share of selected tokens that use the dictionary is below this factor times `dict_share`."""
 _USE, _DRAW = rng.key("dict_mlm", "use"), rng.key("dict_mlm", "draw")
 
 
@@ -108,8 +108,8 @@ def whole_words(sequences: Sequences, targets: np.ndarray) -> tuple[np.ndarray, 
         assert not len(targets)
         return targets, targets
     words, numbers = sequences.words, sequences.numbers
-    continues_document = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
-    starts = np.concatenate([[True], ~continues_document])
+    continues_word = (words[1:] == words[:-1]) & (numbers[1:] == numbers[:-1]) & (words[1:] >= 0)
+    starts = np.concatenate([[True], ~continues_word])
     word_of, firsts = np.cumsum(starts) - 1, np.flatnonzero(starts)
     sizes, chosen = np.bincount(word_of), np.bincount(word_of[targets], minlength=len(firsts))
     whole = (chosen == sizes) & (words[firsts] >= 0)

@@ -31,7 +31,7 @@ class MaskedOptions:
     language_embeddings: bool = False
     """Add an embedding of the language to every token (XLM); kept in the model's token-type table."""
     language_dropout: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the sequences that get the neutral embedding (token type 0) instead of their languages', so that the
+    """Share of the sequences that get the neutral embedding (token type 0) instead of language embeddings, so that the
     model also learns to read text without token types and in other languages."""
 
 

@@ -1,6 +1,6 @@
 """PPA (Pan et al. 2021): a contrastive loss over whole sentences, and TLM, on the same pairs.
 
-    h = x / ||x||;   z = W2 ReLU(W1 h)        x: the state of [CLS], or the mean of the sentence's  (2)
+    h = x / ||x||;   z = W2 ReLU(W1 h)        x: state of [CLS], or mean state of the sentence   (2)
     L_MoCo = -log exp(z_q . z_k+ / tau) / sum over {k+} and the queue of exp(z_q . z_k / tau)       (3)
     L = L_MoCo + L_TLM                                                                              (4)
 
@@ -144,8 +144,8 @@ def advise(options: PpaOptions, records: int, steps: int) -> list[str]:
 def collate(samples: list[list[Example]], options: PpaOptions, context: Context) -> StreamBatch:
     """Return the batch of samples, each of which is a single pair. Its sequences are TLM's, then the query views.
 
-    The auxiliary inputs are the key views. The states are "masked" [M] and "query" [B], one for each query view.
-    `number` [B] is the pair's position in the global batch.
+    A query view is a pair's first side alone; a key view, the second. The auxiliary inputs are key views. The states
+    are "masked" [M] and "query" [B], one for each query view. `number` [B] is the pair's position in the global batch.
     """
     pairs, too_long = context.fit_pairs(samples)
     sides = list(zip(pairs, tlm.swapped(pairs).astype(int).tolist(), strict=True))
@@ -248,7 +248,7 @@ class Moco:
         self.queue = Queue(options.queue_size, options.projection)
         self.prefill_samples = options.queue_size if options.prefill else 0
         self.step = self.steps = 0
-        """Number of optimizer steps done, and number of steps of the whole run, which the step's module sets."""
+        """Number of optimizer steps done, and number of steps of the whole run, which StepModule sets."""
         self.counts: list[int] | None = None
         """Number of keys of each rank in the current step."""
         self.of_step: Callable[[], tuple[Tensor, Tensor]] | None = None
@@ -258,7 +258,7 @@ class Moco:
 
     @torch.no_grad()
     def read(self, trained: Encoder, tokens: Tokens, index: Index, arrays: dict[str, Tensor]) -> Tensor:
-        """Return z_k of each pair's key view [B, D]; in training they enter the queue after the optimizer step."""
+        """Return z_k of each pair's key view [B, D]. In training, the z_k enter the queue after the optimizer step."""
         self.queue.to(tokens.input_ids.device)
         key_encoder, projection = self.momentum.forward_modules(trained.training and not self.options.momentum_eval)
         z_BD = projection(alignment_gather(key_encoder(tokens), *index))
@@ -318,8 +318,8 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 def contrast(
     parts: Parts, states: dict[str, Tensor], texts_B2: Tensor, options: PpaOptions
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return L_MoCo and its metrics, summed over pairs. The metrics of the step's keys are included only if these are
-    gathered."""
+    """Return L_MoCo and its metrics, summed over pairs. The metrics among the keys of the step are included only if
+    `Moco.gather` was called."""
     moco: Moco = parts.auxiliary_state
     zq_BD, zk_BD = parts.heads(states["query"]), states["auxiliary"]
     positive_B1 = (zq_BD * zk_BD).sum(-1, keepdim=True)
@@ -336,8 +336,8 @@ def contrast(
 
 
 TIE = 1e-6
-"""Relative rounding error of a product. A key that is nearer by less than this is not counted as nearer, as when all
-vectors are equal."""
+"""Relative rounding error of a dot product. A key of the pair that is nearer than a negative by less than this does not
+count as nearer; so none does if all vectors are equal."""
 
 
 def nearer(positive_B1: Tensor, negative_BK: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The one gather of a packed row makes all states that losses read, each as a sum of the hidden states of some tokens.
 
-These are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token or of a sequence's
-first token is a sum over one token; AlignLM sums the tokens that are linked with a masked token.
+The states are rows of A^T H for a sparse 0/1 matrix A, which is never built. The state of a masked token, or of a
+sequence's first token, is a sum over one token; AlignLM sums the tokens that are linked with a masked token.
 
 Shape letters: N tokens of a row, H hidden width, R states that losses read, K pairs of a state and a token in its sum.
 """
@@ -18,8 +18,8 @@ def alignment_gather(
 ) -> Tensor:
     """Return `torch.stack([hidden[columns[a:b]].sum(0) for a, b in pairwise(offsets)])`, [R, H].
 
-    The sum of no token is 0. The transposed index (t_offsets, t_rows) lists for each token the states in whose sum it
-    is. The backward pass is the same gather with this index, and writes each row of the gradient once. Sums are
+    A sum over no token is 0. The transposed index (t_offsets, t_rows) lists for each token the states whose sums have
+    it. The backward pass is the same gather with this index, and writes each row of the gradient once. Sums are
     computed in fp32 (fp64 for fp64) and in an order that depends on the index alone, without atomics, so the result
     has the same bits every time. The index is int32, on the device of `hidden`.
     """

@@ -7,12 +7,12 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, AHEAD = 4, 2
-"""The rows that a program sums, and the summands of each row that it loads back to back: 8 loads of 16 bytes a lane."""
+"""ROWS: output rows of a program. AHEAD: summands of a row that are loaded back to back; 8 loads of 16 bytes a lane."""
 
 
 def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
-    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. It takes one
-    kernel launch, without a memset or a wait for the device."""
+    """Return a matrix whose row r is the sum of the rows columns[offsets[r]:offsets[r + 1]] of `values`. It is
+    one kernel launch, without a memset or a wait for the device."""
     values = values.contiguous()
     rows, width = len(offsets) - 1, values.shape[1]
     out = values.new_empty(rows, width)
@@ -22,7 +22,7 @@ def gather_sum(values: Tensor, offsets: Tensor, columns: Tensor) -> Tensor:
 
 
 def launch(width: int, itemsize: int) -> dict[str, int]:
-    """Return the launch parameters: a program makes ROWS whole rows, and a warp reads 512 bytes of each, 16 a lane."""
+    """Return the launch parameters: a program makes ROWS whole rows; a warp reads 512 bytes of a row, 16 a lane."""
     block = triton.next_power_of_2(width)
     warps = min(max(block * itemsize // 512, 1), 16)
     return {"WIDTH": width, "BLOCK": block, "ROWS": ROWS, "AHEAD": AHEAD, "num_warps": warps}

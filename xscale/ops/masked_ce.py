@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 ROWS, GPU_LOGITS, BLOCK = 1536, 2**31, 64
 """A chunk has up to ROWS rows, or on a GPU as many as fit into GPU_LOGITS bytes of logits, if this is more. A block has
 BLOCK rows, whose fp32 probabilities should stay in a CPU's cache. Each chunk reads and writes the weight's gradient in
-fp32: at V = 250k with fewer than 4,000 rows, this takes a GPU as long as the product."""
+fp32: at V = 250k with fewer than 4,000 rows, this takes a GPU as long as the matrix product."""
 
 FP16_SCALE = 4096.0
 """Gradients of logits in fp16 are multiplied by this factor, and later divided by it in fp32. With it, a gradient of
@@ -26,8 +26,8 @@ FP16_SCALE = 4096.0
 
 
 def chunk_rows(device: str, vocabulary: int, itemsize: int) -> int:
-    """Return the largest number of rows in a chunk, for a type of device and logits of `itemsize` bytes. If there are
-    more rows than that, each chunk has at least half of this number."""
+    """Return the largest number of rows in a chunk, for a type of device and logits of `itemsize` bytes. If a
+    matrix has more rows, it is cut into chunks of at least half this number."""
     return max(ROWS, GPU_LOGITS // (vocabulary * itemsize)) if device == "cuda" else ROWS
 
 
@@ -158,8 +158,8 @@ def _product(a: Tensor, b: Tensor, scale: float, out: Tensor, add: bool = False)
 
 
 def _scaled(total: Tensor, d_loss: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return total * d_loss in `dtype`, or on a CPU `total` itself if d_loss is 1. autograd copies a tensor that
-    another backward pass still needs."""
+    """Return total * d_loss in `dtype`; on a CPU `total` itself, not a copy, if d_loss is 1. That is safe: autograd
+    copies a tensor that another backward pass still needs."""
     if total.dtype == dtype and d_loss.device.type == "cpu" and d_loss == 1:
         return total
     return torch.mul(total, d_loss, out=torch.empty_like(total, dtype=dtype))
@@ -177,7 +177,8 @@ def _kernel(features_MH: Tensor) -> Any:
 def _losses_(
     logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor | None, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Do what masked_ce_triton.losses_ does, one block of rows at a time. The logits already include the bias."""
+    """Return each row's loss, and whether its label has the highest logit. Unless `factors_C` is None, overwrite the
+    logits (bias included) with factor * d loss / d logits. The work is done by blocks of rows."""
     C, V = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     buffer_BV = logits_CV.new_empty(min(BLOCK, C), V, dtype=wide)

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 LAUNCH = {"BLOCK": 4096, "num_warps": 8}
-"""The sizes of a launch: each thread takes 16 numbers at a time."""
+"""Launch parameters: BLOCK columns at a time, so that each thread takes 16 numbers."""
 ALIGNED = 16
 """Each row of logits begins at a multiple of this many numbers, so that 16-byte loads and stores fit at its ends."""
 
@@ -20,7 +20,7 @@ def losses_(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return, for each row of logits + bias, the loss in fp32 and whether the label is the first of the best columns.
+    """Return, for each row of logits + bias, the loss in fp32 and whether the label is the first column of the maximum.
 
     The logits are overwritten with factor * d loss / d logits, unless the factors (fp32) are None. A row's stride is a
     multiple of `ALIGNED`; the padding between rows may hold any numbers, and is overwritten.

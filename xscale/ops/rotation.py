@@ -12,7 +12,7 @@ from torch import Tensor
 def rotate(qkv_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int) -> Tensor:
     """Return qkv with `x * cos + x.roll(D // 2, -1) * sin` for each head x of queries and keys, computed in the type of
     cos and sin, which is at least fp32. Number i of a head's first half is rotated with number i of its second half;
-    the first half of sin is negative.
+    the first half of sin is negated.
 
     qkv may be overwritten: the product that made it does not need it again. A GPU rotates it in place by one kernel.
     """

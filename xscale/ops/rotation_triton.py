@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def turn(qkv_NX: Tensor, out_NX: Tensor, cos_N11D: Tensor, sin_N11D: Tensor, heads: int, back: bool = False) -> None:
-    """Write the rotated queries and keys to `out`, and the values too unless `out` is qkv itself. It takes one kernel
+    """Write the rotated queries and keys to `out`, and the values too unless `out` is qkv itself. This is one kernel
     launch. back: rotate by the opposite angles."""
     assert qkv_NX.is_contiguous() and out_NX.is_contiguous() and cos_N11D.is_contiguous() and sin_N11D.is_contiguous()
     half = cos_N11D.shape[-1] // 2

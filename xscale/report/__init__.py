@@ -1,1 +1,1 @@
-"""The report of runs and their models, as an HTML page or in the console."""
+"""This package reports on runs and their models, on an HTML page or in the console."""

@@ -1,4 +1,4 @@
-"""The charts of a page: their sections and titles, and which curves share a chart."""
+"""This module chooses the charts of a page: their sections, their titles, and the curves that share a chart."""
 
 import math
 import re
@@ -58,7 +58,7 @@ SECTIONS = {
     },
     OTHER: {},
 }
-"""Sections in the order of the page: metric -> title of its chart. Metrics that are not listed are in the last one."""
+"""Section -> {metric: title of its chart}, in the order of the page. Unlisted metrics are in the last section."""
 HAVE_DIRECTION = (LOSSES, LANGUAGES, "Alignment score", "Predictions")
 EVALUATIONS = {
     "heldout loss": "Held-out loss, nats",
@@ -70,7 +70,7 @@ EVALUATIONS = {
     "alignment ←": "Words aligned from the second language to the first, share",
     "aer aer": "Alignment error rate, share",
 }
-"""Task and number of an evaluation -> title of its chart. Other numbers keep the names in their files."""
+"""Task and number of an evaluation -> title of its chart. A number that is not listed is shown by its task and name."""
 RARE = ("skipped", "too_long")
 """These metrics are left out if they are 0 at all steps."""
 LOGARITHMIC = ("grad_norm", "loss_scale")
@@ -90,7 +90,7 @@ class Chart(NamedTuple):
 
 
 def metric_sections(runs: list[Run]) -> dict[str, list[Chart]]:
-    """The charts of metrics.jsonl by section, in the order of the page."""
+    """Return the charts of metrics.jsonl by section, in the order of the page."""
     found: dict[str, dict[str, Chart]] = {title: {} for title in SECTIONS}
     for text in dict.fromkeys(name for run in runs for name in run.metrics):
         key, curves = MetricKey.parse(text), [run.metrics.get(text) for run in runs]
@@ -111,7 +111,7 @@ def section_of(key: MetricKey) -> str:
 
 
 def place(key: MetricKey) -> tuple[str, str, str]:
-    """A metric's section, the title of its chart, and its label there."""
+    """Return a metric's section, the title of its chart, and its label in this chart."""
     words, _, unit = (SECTIONS[section_of(key._replace(language=""))].get(key.name) or key.name).partition(", ")
     stream, unit = f"{key.stream}.{key.term}" if key.term else key.stream, f", {unit}" if unit else ""
     if key.language:
@@ -129,7 +129,7 @@ def described(title: str, better: int) -> str:
 
 
 def eval_charts(runs: list[Run]) -> list[Chart]:
-    """A chart for each number of a task, with its results rows as lines. Sizes of the data are left out."""
+    """Return a chart for each number of a task, with a line for each results row. Sizes of the data are left out."""
     groups: dict[str, Chart] = {}
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
         stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
@@ -140,13 +140,13 @@ def eval_charts(runs: list[Run]) -> list[Chart]:
 
 
 def eval_title(task: str, number: str, whose: str = "") -> str:
-    """An evaluation's number in words, such as `Held-out loss of mlm, nats`."""
+    """Return the title of an evaluation's number, such as `Held-out loss of mlm, nats`."""
     words, comma, unit = EVALUATIONS.get(f"{task} {number}", f"{task}: {number}").partition(", ")
     return f"{words}{whose}{comma}{unit}"
 
 
 def column(row: str, name: str) -> str:
-    """The column of a number, which all pairs of languages share: in row `en-de`, `en->de` is → and `de->en` is ←."""
+    """Return a number's name that all pairs of languages share: in row `en-de`, `en->de` becomes → and `de->en` ←."""
     pair, *rest = name.split(" ", 1)
     first, arrow, second = pair.partition("->")
     arrows = {f"{first}-{second}": "→", f"{second}-{first}": "←"} if arrow else {}
@@ -158,13 +158,13 @@ def is_empty(curves: list[pd.Series | None]) -> bool:
 
 
 def is_size(curves: list[pd.Series | None]) -> bool:
-    """True if the numbers are whole and the same at each step, like the number of sentences."""
+    """Return True if the numbers are whole and the same at each step, such as numbers of sentences."""
     known = [curve.dropna().unique() for curve in curves if curve is not None]
     return all(len(values) == 1 and values[0] == round(values[0]) and values[0] > 1 for values in known if len(values))
 
 
 def layer_charts(scores: list[Scores]) -> list[Chart]:
-    """A chart for each task that was measured by layer, in results rows `NAME layer N`."""
+    """Return a chart for each task that was measured by layer, in results rows `NAME layer N`."""
     found: dict[str, dict[str, list[dict[int, float]]]] = defaultdict(lambda: defaultdict(lambda: [{} for _ in scores]))
     for number, model in enumerate(scores):
         for task, rows in model.results.items():
@@ -191,14 +191,14 @@ def last_tenth(curve: pd.Series) -> pd.Series:
 
 
 def interval_ends(curve: pd.Series) -> list[pd.Series]:
-    """The curves of the lower and of the upper ends of a curve's intervals (see Run.evals); NaN where it has none."""
+    """Return the curves of the lower and upper ends of a curve's intervals (Run.evals); NaN at steps without one."""
     none = math.nan, math.nan
     return [pd.Series([curve.attrs.get(step, none)[end] for step in curve.index], curve.index, float) for end in (0, 1)]
 
 
 def thin(curve: pd.Series, columns: int) -> pd.DataFrame:
-    """The downsampled curve. The steps are divided into `columns` equal ranges; each has the mean, minimum and maximum
-    of its values, at its mean step. A curve of at most `columns` steps is kept as it is. Missing values are ignored."""
+    """Downsample a curve. The steps are divided into `columns` equal ranges; each has the mean, minimum and maximum of
+    its values, at its mean step. A curve of at most `columns` steps is kept as it is. Missing values are ignored."""
     if len(curve) <= columns:
         return pd.DataFrame({"mean": curve, "min": curve, "max": curve})
     steps = curve.index - curve.index[0]

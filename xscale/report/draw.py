@@ -1,4 +1,4 @@
-"""Charts as SVG for the page, and as PNG files. Lines differ by colour, dashes and markers."""
+"""This module draws charts as SVG for the page, and as PNG files. Lines differ by colour, dashes and markers."""
 
 import io
 import re
@@ -19,7 +19,7 @@ from xscale.report.curves import Chart, interval_ends, last_tenth, thin
 from xscale.report.read import LONGEST_LABEL
 
 WIDTH, HEIGHT = 3.3, 2.0
-"""Inches; a page shows 96 pixels for each."""
+"""The size of a chart in inches; a page shows 96 pixels per inch."""
 COLUMNS = 60
 """A line has at most this many points: more would only show noise."""
 MOST_LINES, MOST_PANELS = 8, 24
@@ -54,7 +54,8 @@ class Pictures:
         self.folder, self.number = folder, 0
 
     def chart(self, chart: Chart) -> tuple[str, str]:
-        """The chart's SVG and its title. It has one panel, or one for each label if there are many lines."""
+        """Return the chart's SVG and title. A chart of several runs and labels, or of one run and more than MOST_LINES
+        labels, has a panel for each label."""
         with matplotlib.rc_context(STYLE):
             if len(chart.lines) == 1 or (len(chart.names) == 1 and len(chart.lines) <= MOST_LINES):
                 return self.finish(single(chart), chart.title), chart.title
@@ -64,7 +65,7 @@ class Pictures:
             return self.finish(panels(chart, shown[:MOST_PANELS]), title), title
 
     def scatter(self, points: Sequence[tuple[float, float]], looks: Sequence[int], title: str, x: str, y: str) -> str:
-        """The SVG of points, which are numbered from 1. looks: see look_of."""
+        """Return the SVG of points, which are numbered from 1. looks: the number of each point's look (look_of)."""
         with matplotlib.rc_context(STYLE):
             figure = Figure((WIDTH, 3), layout="constrained")
             axes = figure.add_subplot(xlabel=x, ylabel=y)
@@ -75,7 +76,7 @@ class Pictures:
             return self.finish(figure, title)
 
     def word_pairs(self, places: np.ndarray, words: Sequence[tuple[str, str]], title: str) -> str:
-        """The SVG of word pairs in the plane. places: the positions of the words of each pair [pairs, 2, 2]."""
+        """Return the SVG of word pairs in the plane. places: the position of each word [pairs, 2 words, (x, y)]."""
         with matplotlib.rc_context(STYLE):
             figure = Figure((WIDTH, 3.6), layout="constrained")
             axes = figure.add_subplot(xticks=[], yticks=[])
@@ -91,7 +92,7 @@ class Pictures:
             return self.finish(figure, title)
 
     def finish(self, figure: Figure, title: str) -> str:
-        """The figure's SVG, to be embedded in a page: without unused ids and invisible decimals. Writes the PNG too."""
+        """Return the figure's SVG for a page, without unused ids and invisible decimals. Writes the PNG too."""
         self.number += 1
         text = io.StringIO()
         with matplotlib.rc_context({"svg.hashsalt": str(self.number)}):
@@ -127,7 +128,7 @@ def single(chart: Chart) -> Figure:
 
 
 def panels(chart: Chart, labels: list[str]) -> Figure:
-    """A panel for each label, all with the same axes."""
+    """Draw a panel for each label, all with the same axes."""
     columns = 4 if len(labels) > 9 else 3
     rows = -(-len(labels) // columns)
     figure = Figure((WIDTH, max(0.55 * rows + 0.4, HEIGHT)), layout="constrained")
@@ -145,19 +146,19 @@ def panels(chart: Chart, labels: list[str]) -> Figure:
 
 
 def worst_first(chart: Chart) -> list[str]:
-    """The chart's labels, those with the worst mean over all runs first; labels without any number come before."""
+    """Return the chart's labels: those without any number, then the others, worst mean over all runs first."""
     means = {label: pd.Series([late(c) for c in curves if c is not None]) for label, curves in chart.lines.items()}
     ends = pd.Series({label: chart.better * mean.mean() for label, mean in means.items()}, dtype=float)
     return [str(label) for label in ends.sort_values(kind="stable", na_position="first").index]
 
 
 def late(curve: pd.Series) -> float:
-    """The mean of the last tenth of a curve's numbers."""
+    """Return the mean of the last tenth of a curve's numbers."""
     return float(last_tenth(curve.dropna()).mean())
 
 
 def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
-    """Draw lines. A line's look depends on its number alone, even if lines before it are absent."""
+    """Draw lines. A line's look depends only on its position in `lines`, even if earlier lines have no numbers."""
     for number, (label, curve) in enumerate(lines.items()):
         if curve is None or not curve.notna().any():
             continue
@@ -201,7 +202,7 @@ def look_of(number: int) -> dict[str, Any]:
 
 
 def short(value: float, _: int = 0) -> str:
-    """A tick's label, such as 0.02, 150 or 12k."""
+    """Return a tick's label, such as 0.02, 150 or 12k."""
     return EngFormatter(sep="")(value) if abs(value) >= 1000 else f"{value:.6g}"
 
 

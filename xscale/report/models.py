@@ -1,5 +1,5 @@
-"""Two views of a model: linked words among its input embeddings (Yang et al. 2021, figure 2), and the tokens that it
-predicts for masked ones."""
+"""This module computes two views of a model: linked words among its input embeddings (Yang et al. 2021, figure 2), and
+the tokens that it predicts for masked ones."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -34,11 +34,11 @@ FEWEST_WORDS, MOST_WORDS = 3, 20
 READ, CHUNK = 20_000, 1000
 """Words are counted in at most this many records of a source, read in chunks."""
 STOP = 50
-"""This many of a language's most frequent words are taken for stop words and are not shown."""
+"""This number of the most frequent words of a language are taken for stop words and are not shown."""
 PAIRS, SEARCHED, MOST_MASKED, GUESSES = 4, 400, 8, 3
-"""The most pairs of sentences shown, records searched for them, masked tokens of a pair, and guesses for a token."""
+"""The maximum numbers of sentence pairs shown, records searched, masked tokens of a pair, and guesses for a token."""
 LENGTHS = range(12, 60)
-"""Pairs with these numbers of tokens come first."""
+"""Sentence pairs with these numbers of tokens are shown first."""
 OBJECTIVE = OBJECTIVES["alignlm"]
 Guesses = list[tuple[str, float]]
 """Tokens and their probabilities, the likeliest first."""
@@ -54,7 +54,7 @@ class Masked(NamedTuple):
 
 
 def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], list[Source]]:
-    """The models by name, and the sources of sentence pairs. Raises UserError."""
+    """Return the models by name, and the sources of sentence pairs. Raises UserError."""
     sources = [source for source in find_sources(pairs) if source.kind == "pair"]
     if not sources:
         raise UserError(f"--pairs: no sentence pairs in {', '.join(map(str, pairs))}; give shards with word links")
@@ -63,7 +63,7 @@ def load(paths: list[Path], pairs: list[Path]) -> tuple[dict[str, Exported], lis
 
 
 def frequent_pairs(source: Source) -> list[tuple[str, str]]:
-    """The pairs of words most often linked, each word in one pair. Raises UserError if no record has links."""
+    """Return the most often linked pairs of words, each word in one pair. Raises UserError if no record has links."""
     linked: Counter[tuple[str, str]] = Counter()
     counts: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     has_links = False
@@ -92,9 +92,9 @@ def frequent_pairs(source: Source) -> list[tuple[str, str]]:
 
 
 def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarray, float, int]:
-    """The words' positions in the plane by t-SNE [pairs, 2, 2], the mean cosine of a pair, and how many first words
-    have the second word of their pair as nearest. A word is the sum of its tokens' embeddings; only its direction
-    matters."""
+    """Return the words' positions by t-SNE [pairs, 2 words, (x, y)], the mean cosine of a pair, and how many first
+    words have their partner as nearest second word. A word's vector is the sum of its tokens' embeddings; only its
+    direction matters."""
     from sklearn.manifold import TSNE
 
     ids = model.tokenizer.encode_inside([word for side in zip(*pairs, strict=True) for word in side])
@@ -109,8 +109,8 @@ def place_words(model: Exported, pairs: list[tuple[str, str]]) -> tuple[np.ndarr
 
 
 def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Masked]]]:
-    """(tokens, masked tokens with their guesses) of some pairs. The heads are those of the model's first stream of
-    AlignLM; without one, only the masked-LM head guesses."""
+    """Return (tokens, masked tokens with guesses) of some pairs. The guesses are those of the model's first AlignLM
+    stream; without one, those of the masked-LM head alone."""
     kept = next((heads for heads in model.heads.values() if heads.objective == "alignlm"), None)
     options = replace(kept.options(alignlm.AlignLMOptions) if kept else alignlm.AlignLMOptions(), shuffle_sides=False)
     heads = alignlm.Heads(model.encoder, options)
@@ -142,7 +142,7 @@ def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
 def masked_tokens(
     parts: Parts, pair: Example, options: alignlm.AlignLMOptions, context: Context, has_heads: bool
 ) -> tuple[list[str], list[Masked]]:
-    """All tokens of a pair as they were before masking, with special tokens, and the masked ones with their guesses."""
+    """Return all tokens of a pair before masking, special tokens included, and the masked tokens with their guesses."""
     batch = OBJECTIVE.collate([[pair]], options, context)
     if not batch.samples:
         return [], []
@@ -171,7 +171,7 @@ def masked_tokens(
 
 
 def guesses(parts: Parts, batch: StreamBatch, options: alignlm.AlignLMOptions, context: Context) -> list[Tensor]:
-    """The probabilities of all tokens by the monolingual and the bilingual head [M, V]."""
+    """Return the probabilities that the monolingual and the bilingual head predict [M predictions, V tokens]."""
     row = pack_row({"alignlm": batch}, context.max_length, context.tokenizer.sep_id)
     device = parts.encoder.embeddings.device
     inputs, reads = to_device(row.inputs, device), row.states["alignlm"]

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file for light and dark mode, and for wide and narrow screens."""
+"""This module makes the page, one self-contained HTML file for light and dark mode, and for wide and narrow screens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ THINNED = (
 
 
 MOST_ROWS = 40
-"""Tables of scores with more rows than this, or on a page with runs, are folded."""
+"""Tables of scores are folded if they have more rows than this together, or if the page also shows runs."""
 
 
 class Picture(NamedTuple):
@@ -52,7 +52,7 @@ class Section:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     examples: list[tuple[str, list[tuple[str, bool]], Table]] = field(default_factory=list)
-    """An example has a title, (token, whether it is masked) for all tokens, and the table of guesses."""
+    """Each example has a title, (token, whether it is masked) for all its tokens, and a table of guesses."""
 
 
 def page(
@@ -62,7 +62,7 @@ def page(
     model_sections: Sequence[Section] = (),
     refresh: int | None = None,
 ) -> str:
-    """The whole page. refresh: the seconds after which a browser loads it again; None: never."""
+    """Return the page's HTML. refresh: the seconds after which a browser loads it again; None: never."""
     named = [*(run.name for run in runs), *(model.name for model in scores)]
     names = list(dict.fromkeys(named)) or [text for section in model_sections for text, *_ in section.examples]
     title = " and ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
@@ -79,7 +79,7 @@ def anchor(name: str) -> str:
 
 
 def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
-    """The sections of runs. All but the summary, the losses and the languages are folded."""
+    """Return the sections of runs. All but the summary, the losses and the languages are folded."""
     sections = [summary(runs, pictures)]
     charts = {curves.LOSSES: [], curves.LANGUAGES: [], "Evaluations": curves.eval_charts(runs)}
     for title, of_section in (charts | curves.metric_sections(runs)).items():
@@ -94,7 +94,7 @@ def run_sections(runs: list[Run], pictures: Pictures) -> list[Section]:
 
 
 def summary(runs: list[Run], pictures: Pictures) -> Section:
-    """The section that says what was trained and how far, with charts of the most important metrics."""
+    """Return the section that says what was trained and how far, with charts of the most important metrics."""
     section = Section("Summary")
     headlines = tables.headlines(runs)
     section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]
@@ -143,25 +143,27 @@ def scatter(task: str, of_task: list[transfer.Transfer], kind: str, pictures: Pi
 
 
 def model_sections(paths: list[Path], pairs: list[Path], pictures: Pictures) -> list[Section]:
-    """The linked words of all models, and examples of the last one, for each source of pairs. Raises UserError."""
+    """Return linked words of all models and examples of the last model, for each source of pairs. Raises UserError."""
     loaded, sources = models.load(paths, pairs)
     words, shown = Section("Linked words", TSNE), Section("Examples")
     for source in sources:
         found = models.frequent_pairs(source)
-        for name, model in loaded.items() if len(found) >= models.FEWEST_WORDS else ():
-            places, cosine, nearest = models.place_words(model, found)
+        for name, model in loaded.items():
             title = f"{name}, {source.name}"
-            note = f"Mean cosine of a pair {cosine:.3f}; {nearest} of {len(found)} words have their partner as nearest."
-            words.pictures.append(Picture(title, pictures.word_pairs(places, found, f"words of {title}"), note))
+            if len(found) >= models.FEWEST_WORDS:
+                places, cosine, nearest = models.place_words(model, found)
+                note = f"Mean cosine of a pair {cosine:.3f}; {nearest} of {len(found)} words nearest to their partner."
+                picture = pictures.word_pairs(places, found, f"words of {title}")
+                words.pictures.append(Picture(title, picture, note))
         for tokens, masked in models.examples(model, source) if not model.headless else ():
             marked = {token.place for token in masked}
             text = [(token, place in marked) for place, token in enumerate(tokens)]
-            shown.examples.append((f"{name}, {source.name}", text, guess_table(masked)))
+            shown.examples.append((title, text, guess_table(masked)))
     return [section for section in (words, shown) if section.pictures or section.examples]
 
 
 def guess_table(masked: list[models.Masked]) -> Table:
-    """A table of masked tokens and their guesses, such as `✓ house 0.71, home 0.12`."""
+    """Return a table of masked tokens and their guesses, such as `✓ house 0.71, home 0.12`."""
 
     def shown(guesses: models.Guesses, token: str) -> str | None:
         return ", ".join(f"{'✓ ' * (guess == token)}{guess} {p:.2f}" for guess, p in guesses) or None

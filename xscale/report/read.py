@@ -1,5 +1,5 @@
-"""The files that runs and evaluations leave behind: metrics.jsonl, evals.jsonl, evals/step_N.json, config.yaml and
-status.json of a run, and JSON files of scores.
+"""This module reads the files that runs and evaluations have written: a run's metrics.jsonl, evals.jsonl,
+evals/step_N.json, config.yaml and status.json, and JSON files of scores.
 """
 
 import json
@@ -38,20 +38,20 @@ class Measured(float):
 @dataclass(frozen=True)
 class Run:
     name: str
-    """The last parts of the run's path, as many as the runs need to have different names."""
+    """The last parts of the run's path: as few as give all runs different names."""
     label: str
-    """The name in charts, or the run's number if a name is long."""
+    """The run's name in charts, or its number if any run's name is longer than LONGEST_LABEL."""
     metrics: dict[str, pd.Series]
     """Metric -> its curve, which has a float for each step; null and infinite numbers of the file are NaN."""
     evals: dict[EvalKey, pd.Series]
-    """A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
+    """The curve of each number. A curve's `attrs` are its 95 % intervals: step -> (low, high)."""
     failed: list[tuple[str, float, str, str]]
     """(run's label, step, task, reason) of each failed evaluation."""
     config: dict[str, Any]
-    """The resolved recipe; empty if the run has no config.yaml. So is `status` without status.json."""
+    """The content of config.yaml; empty if there is none. `status` is the content of status.json in the same way."""
     status: dict[str, Any]
     parent: str = ""
-    """The run and the step that the run was forked from."""
+    """The run and the step that the run was forked from; "" if it is no fork."""
 
     @property
     def steps(self) -> int:
@@ -71,7 +71,7 @@ class Scores:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """The runs in some folders, with short labels. Raises UserError."""
+    """Return the runs in some folders, with short labels. Raises UserError."""
     folders = list(dict.fromkeys(Path(os.path.abspath(folder)) for folder in folders))
     names = short_names(folders)
     return [read_run(*of_run) for of_run in zip(folders, names, labels(names), strict=True)]
@@ -125,7 +125,7 @@ def read_json(path: Path) -> Any:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The file's objects, each with a step. An absent file has none, and an unfinished last line is left out."""
+    """Yield the file's objects, each with a step; none if there is no file. An unfinished last line is left out."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -142,8 +142,8 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def hook_scores(folder: Path) -> Iterator[dict[str, Any]]:
-    """The files that checkpoint.hook has written, each in the form of a line of evals.jsonl. A user's command writes
-    them, so a file that cannot be read counts as a failed evaluation and does not end the report."""
+    """Yield the content of each file that checkpoint.hook has written, in the form of a line of evals.jsonl. A user's
+    command writes them, so a file that cannot be read counts as a failed evaluation and does not end the report."""
     for path in sorted(folder.glob("step_*.json")):
         name = re.fullmatch(r"step_(\d{1,15})\.json", path.name)
         if name is None or not path.is_file():  # reading a pipe would wait for its writer
@@ -168,7 +168,7 @@ def flat(results: Any) -> Iterator[tuple[EvalKey, Any]]:
 
 
 def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
-    """The numbers of an evaluation's results, as Measured if they have an interval."""
+    """Yield the numbers of an evaluation's results, as Measured if they have an interval."""
     intervals = dict(flat(entry.get("intervals")))
     for key, value in flat(entry.get("results")):
         found = intervals.get(key)
@@ -178,7 +178,7 @@ def measured(entry: dict[str, Any]) -> Iterator[tuple[EvalKey, Any]]:
 
 
 def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any, pd.Series]:
-    """The curve of each metric: its values, sorted by step. If a step has several values, the last one counts."""
+    """Return each metric's curve: its values, sorted by step. If a step has several values, the last one counts."""
     found: dict[Any, tuple[array, array]] = defaultdict(lambda: (array("q"), array("d")))
     for step, numbers in entries:
         for name, value in numbers:
@@ -191,7 +191,7 @@ def curves(entries: Iterable[tuple[int, Iterable[tuple[Any, Any]]]]) -> dict[Any
 
 
 def read_scores(paths: list[Path]) -> list[Scores]:
-    """The scores of each model, in the order of the files. Raises UserError."""
+    """Return the scores of each model, in the order of the files. Raises UserError."""
     found = {path: read_json(path) for path in paths}
     for path, scores in found.items():
         if not isinstance(scores, dict) or not isinstance(scores.get("results"), dict):
@@ -211,7 +211,7 @@ def read_scores(paths: list[Path]) -> list[Scores]:
 
 
 def text(value: Any) -> str:
-    """The value as text that every file and console can show, without unpaired surrogates."""
+    """Return the value as text without unpaired surrogates, which files and consoles refuse."""
     return str(value).encode("utf-8", "replace").decode()
 
 
@@ -228,7 +228,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """The last parts of each path, as many as the paths need to have different names."""
+    """Return the last parts of each path: as few as give all paths different names."""
     for parts in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-parts:]) for path in paths]
         if len(set(names)) == len(names):

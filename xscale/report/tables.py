@@ -1,4 +1,4 @@
-"""The tables of a page and of the console: states of runs, last and best values, recipes that differ, scores."""
+"""This module makes the tables of a page and of the console: states of runs, last and best values, recipes, scores."""
 
 import math
 import re
@@ -26,7 +26,7 @@ SUMMARISED = re.compile(r"loss(/|$)|(\w+_)?accuracy/|alignment(_trained)?/|token
 
 
 LATE = ("last", "last tenth", "best", "at step")
-"""The columns of a run: its last number, the mean of its last tenth, the best number and its step."""
+"""The columns of a run: a metric's last number, the mean of its last tenth, its best number, and the step of that."""
 
 
 class Table(NamedTuple):
@@ -38,7 +38,7 @@ class Table(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """One of the few metrics that tell how a run goes, over its steps."""
+    """One of the few metrics that best tell how a run goes."""
 
     title: str
     better: int
@@ -47,7 +47,7 @@ class Headline(NamedTuple):
 
 
 def number(value: Cell) -> str:
-    """The text of a cell, with four digits of a number, and its interval."""
+    """Return the text of a cell: a number with four digits, and with its interval if it has one."""
     if isinstance(value, Measured):
         return "{} [{:,.4g}, {:,.4g}]".format(number(float(value)), *value.interval)
     if value is None or isinstance(value, str):
@@ -64,7 +64,7 @@ def is_numeric(values: Sequence[Cell]) -> bool:
 
 
 def run_table(runs: list[Run]) -> Table:
-    """A line for each run: what it trained, and how far it came."""
+    """Return a table with a row for each run: what it trained, and how far it came."""
     rows: list[list[Cell]] = []
     for run in runs:
         tokens, seconds, skipped = (total(run.metrics.get(name)) for name in ("tokens", "step_s", "skipped"))
@@ -83,8 +83,8 @@ def total(curve: pd.Series | None) -> float | None:
 
 
 def headlines(runs: list[Run]) -> list[Headline]:
-    """The loss, the number of checkpoint.best, means over the streams or pairs of evaluations, and throughput: at most
-    four of these, those that most runs have first."""
+    """Return the loss, the number that checkpoint.best names, means of evaluations over streams or pairs, and
+    throughput: at most four of these, those that most runs have first."""
     found: list[Headline] = []
 
     def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
@@ -120,8 +120,8 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
 
 def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
-    """The mean of the curves of streams, languages or pairs. A curve without a number at a step counts with its last
-    number before. The mean has the mean of the intervals, which is as wide as its own or wider, if all have some."""
+    """Return the mean of the curves of streams, languages or pairs. A curve without a number at a step counts with its
+    last one. If all curves have intervals, the mean has the mean interval, which is at least as wide as its own."""
     if not curves:
         return None
     together = pd.concat(curves, axis=1).sort_index()
@@ -134,8 +134,8 @@ def mean_curve(curves: list[pd.Series]) -> pd.Series | None:
 
 
 def headline_table(runs: list[Run]) -> Table:
-    """The table of the headlines: the last, mean and best numbers of one run, or the means of the last tenth of several
-    runs side by side."""
+    """Return the table of the headlines: the last, mean and best numbers of one run, or the means of the last tenth of
+    several runs side by side."""
     found = headlines(runs)
     if len(runs) == 1:
         return Table(["", *LATE], [[title, *last_and_best(curve, better)] for title, better, (curve,) in found])
@@ -143,8 +143,8 @@ def headline_table(runs: list[Run]) -> Table:
 
 
 def compared(headline: Headline) -> list[Cell]:
-    """A headline's row: each run's mean of the last tenth, with its interval or the standard deviation. ✓ marks the
-    best run, and those whose intervals overlap or whose difference from it is at most the sum of both deviations."""
+    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
+    run, and those whose intervals overlap or whose difference from it is at most the sum of both deviations."""
     late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
     means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
     best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
@@ -161,8 +161,8 @@ def compared(headline: Headline) -> list[Cell]:
 
 
 def summary(runs: list[Run]) -> Table:
-    """A table with the last value, the mean over the last tenth, and the best value with its step, of each run. Metrics
-    by language or pair come last, after rows with their means over the languages or pairs."""
+    """Return a table with each run's last value, mean over the last tenth, and best value with its step. Metrics by
+    language or pair come last, after rows with their means over the languages or pairs."""
     measured: dict[tuple[str, str], list[pd.Series | None]] = {}
     shared: dict[str, list[tuple[str, str]]] = {"": []}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
@@ -191,15 +191,15 @@ def summary(runs: list[Run]) -> Table:
 
 
 def without_language(key: MetricKey) -> str:
-    """The name of a metric without its language or pair; "" for a metric that has neither."""
+    """Return the name of a metric without its language or pair; "" for a metric that has neither."""
     if key.language:
         return str(key._replace(language=""))
     return key.name if key.name in ("alignment", "alignment_trained") else ""
 
 
 def without_row(task: str, row: str, name: str) -> str:
-    """A number's name without the language of its results row; "" for a row without one. Rows of a run's held-out text
-    are `STREAM` and `STREAM LANGUAGE`, mteb's have no language, and others are `LANGUAGE` or `LANGUAGE VARIANT`."""
+    """Return a number's name without its results row's language; "" if it has none. Rows of a run's held-out text are
+    `STREAM` and `STREAM LANGUAGE`, rows of mteb have no language, others are `LANGUAGE` or `LANGUAGE VARIANT`."""
     first, _, rest = row.partition(" ")
     if task == "mteb" or (task == "heldout" and not rest):
         return ""
@@ -207,8 +207,8 @@ def without_row(task: str, row: str, name: str) -> str:
 
 
 def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
-    """A curve's cells for the columns LATE. The last value is NaN if the curve ends with a missing number, and has its
-    interval. A constant curve has no best value, and neither has a metric for which neither high nor low is better."""
+    """Return a curve's cells for the columns LATE. The last value has its interval; it is NaN if it is missing. A
+    constant curve has no best value, and neither has a metric for which neither high nor low is better."""
     if curve is None or not curve.notna().any():
         return [None] * 4
     interval, now = curve.attrs.get(curve.index[-1]), float(curve.iloc[-1])
@@ -221,7 +221,7 @@ def last_and_best(curve: pd.Series | None, better: int) -> list[Cell]:
 
 
 def differing(runs: list[Run]) -> Table:
-    """The recipes' fields that are not the same in all runs."""
+    """Return a table of the recipes' fields that are not the same in all runs."""
     recipes = [pd.json_normalize(by_name(run.config)).astype(object).T.get(0, pd.Series(dtype=object)) for run in runs]
     values = pd.concat(recipes, axis=1, sort=False).astype(object)
     rows = [
@@ -231,15 +231,15 @@ def differing(runs: list[Run]) -> Table:
 
 
 def by_name(value: Any) -> Any:
-    """The value, in which each list of sections is replaced by a mapping: name -> section."""
+    """Return the value with each list of sections replaced by a mapping: name -> section."""
     if isinstance(value, list) and value and all(isinstance(one, dict) and "name" in one for one in value):
         value = {one["name"]: one for one in value}
     return {name: by_name(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
 def score_tables(scores: list[Scores]) -> list[Table]:
-    """A table for each task: a line for each model and results row, a column for each number. Rows of transfer scores
-    are left out."""
+    """Return a table for each task: a line for each model and results row, a column for each number. Rows of transfer
+    scores are left out."""
     found = []
     for task in dict.fromkeys(task for model in scores for task in model.results):
         of_task = [
@@ -254,8 +254,8 @@ def score_tables(scores: list[Scores]) -> list[Table]:
 
 
 def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """The results rows except those of transfer, and rows of the means over several languages or pairs, of all numbers
-    for which higher or lower is better. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`; mteb's have no language."""
+    """Return the results rows except those of transfer, and rows of means over languages or pairs of the numbers that
+    have a better direction. A row is named `LANGUAGE` or `LANGUAGE VARIANT`; rows of mteb have no language."""
     found = {
         row: {column(row, name): value for name, value in numbers.items()}
         for row, numbers in rows.items()
@@ -273,7 +273,7 @@ def with_means(task: str, rows: dict[str, dict[str, float]]) -> dict[str, dict[s
 
 
 def is_transfer(numbers: Mapping[str, float]) -> bool:
-    """True if a results row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
+    """Return True if a results row has a language's zero-shot, supervised or translate-train scores (transfer.py)."""
     return not numbers.keys().isdisjoint(("zs", "sup", "tt"))
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot transfer as Tang et al. 2022 report it: SUP, ZS and Δ (table 3), and alignment against Δ (figure 3)."""
+"""Reports zero-shot transfer as Tang et al. 2022 do: SUP, ZS and Δ (table 3), and alignment against Δ (figure 3)."""
 
 import math
 import re
@@ -14,7 +14,7 @@ COLUMNS = {"sup": "SUP", "zs": "ZS", "tt": "translate-train", "delta": "Δ", "ma
 ALWAYS = ("sup", "zs", "delta")
 """These columns are always shown; the others only if some model has them."""
 FEWEST = 3
-"""No correlation is computed for fewer points."""
+"""A correlation is computed for at least this many points."""
 
 
 class Transfer(NamedTuple):
@@ -40,7 +40,7 @@ def transfers(scores: list[Scores]) -> list[Transfer]:
 
 
 def transfer_table(found: list[Transfer]) -> Table:
-    """Tang et al. 2022, table 3: a line for each model and language, and SUP, ZS and Δ of each task, in percent."""
+    """Return table 3 of Tang et al. 2022: SUP, ZS and Δ of each task in percent, a row per model and language."""
     by_place = {(t.model, t.language, t.task): t.numbers for t in found}
     columns = {
         task: [name for name in COLUMNS if name in ALWAYS or any(name in t.numbers for t in found if t.task == task)]
@@ -64,8 +64,8 @@ def percent(value: float | None, deviation: float | None = None) -> str | None:
 
 
 def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tuple[dict[str, list[Transfer]], str]:
-    """Task -> transfers that have both an alignment score and Δ; and the kind of words that the alignment scores use:
-    the kind that has more scores; withheld words on a tie."""
+    """Return task -> transfers that have both an alignment score and Δ, and the kind of words whose alignment scores
+    are used: withheld or trained ones, whichever has more scores; withheld ones on a tie."""
     wanted = [transfer for transfer in found if math.isfinite(transfer.numbers.get("delta", math.nan))]
     kinds = {
         kind: [t._replace(alignment=alignment(t.model, t.language, scores, runs, kind)) for t in wanted]
@@ -80,8 +80,8 @@ def aligned(found: list[Transfer], scores: list[Scores], runs: list[Run]) -> tup
 
 
 def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], kind: str) -> float:
-    """The mean alignment score of a language with others, in both directions: from the task `alignment` of the model's
-    scores, or from the end of the run of the same name. NaN if there is none."""
+    """Return the mean alignment score of a language with others, in both directions: from the task `alignment` of the
+    model's scores, or from the end of the run of the same name. NaN if there is none."""
     (results,) = (own.results for own in scores if own.name == model)
     values = [
         value
@@ -98,7 +98,7 @@ def alignment(model: str, language: str, scores: list[Scores], runs: list[Run], 
 
 
 def names_language(name: str, language: str) -> bool:
-    """True if a name such as `en-de ...` has the language of a results row such as `de` or `de zero-shot`."""
+    """Return True if a name such as `en-de ...` has the language of a results row such as `de` or `de zero-shot`."""
     return language.split()[0] in re.split(r"[^\w]+|_", name)
 
 
@@ -107,7 +107,7 @@ def points_of(transfers: list[Transfer]) -> list[tuple[float, float]]:
 
 
 def correlation(points: Sequence[tuple[float, float]]) -> str:
-    """Spearman's correlation of ranks, in words."""
+    """Return a sentence with Spearman's rank correlation of the points."""
     if len(points) < FEWEST:
         return f"{len(points)} points: a correlation needs {FEWEST}"
     if any(len(set(side)) == 1 for side in zip(*points, strict=True)):

@@ -1,1 +1,1 @@
-"""A run: its start, its training loop, its evaluations and its directory."""
+"""This package has the parts of a training run: its start, its loop, its evaluations and its directory."""

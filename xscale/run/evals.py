@@ -39,7 +39,7 @@ from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
-"""The numbers of a task, by results row (such as a stream or a pair of languages) and by name."""
+"""A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
 TRIED = 8
 """The number of records that a dry run measures to find out which numbers a task gives."""
 TOKENS = "tokens.npz"
@@ -52,8 +52,8 @@ def find_measures(
     """Return the functions that measure the recipe's tasks, by the task's name. All ranks call a function together, and
     the results are complete on rank 0.
 
-    alignment: the function that measures alignment scores. note: it is called with what a task is doing. Raises
-    UserError.
+    alignment: the function that measures alignment scores. note: a function that is called with a description of what a
+    task is doing. Raises UserError.
     """
     found: dict[str, Callable[[], Results]] = {}
     for task in run_spec.recipe.eval.tasks:
@@ -67,8 +67,8 @@ def find_measures(
 
 
 def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
-    """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number of
-    checkpoint.best. Raises UserError."""
+    """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number that
+    checkpoint.best names. Raises UserError."""
     best = run_spec.recipe.checkpoint.best
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
@@ -82,7 +82,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             there = ", ".join(f"{task.name}/{row}" for row in rows)
-            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of {there}")
+            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {there}")
 
 
 def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
@@ -114,8 +114,7 @@ def alignment_rows(run_spec: RunSpec) -> Results:
 
 
 def validate_best(run_spec: RunSpec, module: StepModule) -> None:
-    """Check that the first evaluation will give the number of checkpoint.best, by measuring a few records. Raises
-    UserError."""
+    """Check, by measuring a few records, that evaluations give the number of checkpoint.best. Raises UserError."""
     best = run_spec.recipe.checkpoint.best
     task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
     if best is None or task is None:
@@ -137,18 +136,18 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
 
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
-    """Find the task's data. Raises UserError if the run trains on it or does not know its languages."""
+    """Return the task's sources. Raises UserError if the run trains on one of them or lacks one of their languages."""
     data = run_spec.recipe.data
     cache = Cache.of(data.cache, data.cache_gb)
     sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
     trained = {source.fingerprint: source for source in run_spec.sources}
     for source in sources:
         if source.fingerprint in trained:
-            raise UserError(f"{source.directory} is trained on; give records that are held out")
+            raise UserError(f"{source.directory} is training data of this run; give records that it does not train on")
         new = sorted(set(source.langs) - set(run_spec.languages))
         if new:
             raise UserError(
-                f"{source.directory} is in {' and '.join(new)}, which no --data of the run has; leave it out"
+                f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out"
             )
     return sources
 
@@ -184,7 +183,7 @@ class Heldout:
         note: Callable[[str], None],
         sources: list[Source] | None = None,
     ):
-        """Prepare one step that reads all held-out records. sources: the data to measure instead of the task's own."""
+        """Prepare one step that reads all held-out records. sources: the data to measure; None: the task's data."""
         self.note = partial(note, f"measuring {task.name}")
         recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
@@ -236,7 +235,7 @@ class Heldout:
 
 
 def with_languages(stream: StreamConfig) -> StreamConfig:
-    """Return the stream without language dropout."""
+    """Return the stream with a language_dropout of 0."""
     if not hasattr(stream.options, "language_dropout"):
         return stream
     return replace(stream, options=replace(stream.options, language_dropout=0.0))
@@ -334,7 +333,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
 
 
 def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
-    """Return the distinct tokens of each language's text. They are kept in the run's directory for a resume."""
+    """Return the distinct tokens of each language's text, which tokens.npz keeps for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():
         try:

@@ -4,7 +4,7 @@ status.json also has the exit code, for those who cannot see it because the laun
 
     {"status": "stopped", "code": 75, "why": "SIGUSR2", "step": 120, "rank": 0, "time": "2026-01-31T12:00:00+00:00"}
 
-`status` is running, done, stopped or failed. If it is running, but the run has no process, the run was killed.
+`status` is running, done, stopped or failed. If it is "running" but the run has no process, the run was killed.
 """
 
 import errno
@@ -34,14 +34,13 @@ from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
 FOREIGN = ("config.yaml", "metrics.jsonl", "checkpoints", "index.json", "*/index.json", "config.json", "tokenizer.json")
-"""The files by which a folder with another trainer's run, with shards, a model or a tokenizer is recognized."""
+"""A folder with one of these, but no identity.json, holds another trainer's run, shards, a model or a tokenizer."""
 
 # The run that owns a directory
 
 
 def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = False) -> None:
-    """Check that the directory `out` is free or belongs to this run. append: data may have been added. Raises
-    UserError."""
+    """Check that directory `out` is free or belongs to this run. append: data may have been added. Raises UserError."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file; choose another")
     path, saved = out / IDENTITY, read_identity(out)
@@ -52,9 +51,9 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
     if saved and (differences := changed(saved, identity, append)):
         more = "add --data_change append for further data, " * any(line.startswith("data:") for line in differences)
         raise UserError(
-            f"{out} belongs to another run. Start with its settings (a field that was None may be unknown to its "
-            f"version of xscale, which {STARTS} names), {more}or choose another --out, in which --set model.init={out} "
-            f"starts from its weights:\n" + indented(differences)
+            f"{out} belongs to another run. Start with that run's settings (its version of xscale, "
+            f"which {STARTS} names, may lack a field that was None), {more}or choose another --out: there, --set "
+            f"model.init={out} starts from that run's weights:\n" + indented(differences)
         )
 
 
@@ -100,7 +99,7 @@ def is_idle(out: Path) -> bool:
 
 
 def note_start(out: Path, step: int, ranks: int) -> None:
-    """Add a line to starts.jsonl, with the step, the code, the host and the command of this start. Rank 0 only."""
+    """Add a line to starts.jsonl, with the step, git commit, host and command of this start. Rank 0 only."""
     entry: dict[str, Any] = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "step": step, "ranks": ranks}
     entry |= {"host": os.uname().nodename, "job": os.environ.get("SLURM_JOB_ID"), "command": sys.argv}
     entry |= code_revision()
@@ -124,15 +123,15 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference of two identities. If `saved` lacks special_tokens, as in older versions, they
-    are not compared. append: sources that only `identity` has are no difference."""
+    """Return a line for each difference between two identities. If `saved` lacks special_tokens, as in older versions,
+    they are not compared. append: sources that only `identity` has are no difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
     return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
-    """Return a line `field: was X, is now Y` for every difference of two nested dictionaries."""
+    """Return a line `field: was X, is now Y` for every difference between two nested dictionaries."""
     if isinstance(saved, dict) and isinstance(current, dict):
         keys = [*saved, *(key for key in current if key not in saved)]
         return [
@@ -175,8 +174,8 @@ def find_checkpoint(
         )
     if found and (differences := changed(found.identity, identity, append)):
         raise UserError(
-            f"checkpoint {found.path} was made with other settings. Start with those, or give model.init={found.path} "
-            f"instead of --resume:\n" + indented(differences)
+            f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
+            f"with model.init={found.path} instead of --resume:\n" + indented(differences)
         )
     return found
 
@@ -195,14 +194,14 @@ def dump(tree: dict[str, Any]) -> str:
 # The status of a run
 
 DONE, FAULT, USER_ERROR, NOT_FINITE, MACHINE, STUCK, STOPPED = 0, 1, 2, 3, 4, 5, 75
-"""The exit codes. STOPPED: the run has saved a checkpoint and ended early, and another start continues it."""
+"""The exit codes. STOPPED: the run was asked to stop and ended early; another start continues it."""
 NAMES = {DONE: "done", STOPPED: "stopped"}
-"""The status by exit code. All other codes are failures."""
+"""The status by exit code. With any other code, the status is "failed"."""
 LOST_RANK = ("Connection closed by peer", "Connection reset by peer", "gloo/transport", "another rank of this node")
 NO_MEMORY = ("can't allocate memory", "out of memory")
-"""Phrases in those errors of torch, CUDA and NCCL about a lack of memory that have no exception class of their own."""
+"""Phrases in errors of torch, CUDA and NCCL that report a lack of memory without an exception class of their own."""
 KILLED = ("killed by signal: Killed", "killed by signal: Bus error")
-"""Phrases in the errors of torch about a worker process that was killed, and of data/loader.py about its planner."""
+"""Phrases that identify errors of torch and of data/loader.py about a killed worker or planner process."""
 
 
 def code_of(error: Exception) -> int:
@@ -218,8 +217,8 @@ def code_of(error: Exception) -> int:
 
 
 def lost_rank(error: Exception) -> bool:
-    """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo its
-    text."""
+    """Whether a collective failed because another rank ended. With NCCL the error's class tells this, with gloo the
+    error's text."""
     return isinstance(error, dist.DistBackendError) or any(sign in str(error) for sign in LOST_RANK)
 
 
@@ -269,19 +268,19 @@ class Status:
 
     def __init__(self, out: Path, process: Process):
         self.out, self.process = out, process
-        self.ours: bool | None = None
+        self.has_lock: bool | None = None
         """True if this run has the directory's lock, False if it does not have it although it has asked, None before it
         asks."""
         self.step: int | None = None
         """The number of steps done."""
 
-    def refused(self) -> None:
-        """Note that this run asks for the directory's lock, and does not have it before it calls `running`."""
-        self.ours = False
+    def asks_for_lock(self) -> None:
+        """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
+        self.has_lock = False
 
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
-        self.ours = True
+        self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
 
@@ -289,13 +288,13 @@ class Status:
         self.step = step
 
     def ended(self, code: int, why: str) -> None:
-        if code not in NAMES and self.ours:
+        if code not in NAMES and self.has_lock:
             self.cut_off(code, why)
         elif self.process.is_main:
             self._tell(code, why)
 
     def cut_off(self, code: int, why: str) -> None:
-        """Write a failure, unless another rank has already written one."""
+        """Write why this rank ends, unless another rank has already written why it ended."""
         if self._read() == "running":
             self._tell(code, why)
 
@@ -307,14 +306,14 @@ class Status:
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
-        """If the `with` block raises an exception, write it to status.json and raise it again."""
+        """Log an exception of the `with` block, write it to status.json if `out` is this run's, and re-raise it."""
         try:
             yield
         except Exception as error:
             log_to_files(traceback.format_exc())
             if isinstance(error, Replaced):
                 pass  # another run has the directory now
-            elif self.ours or (self.ours is None and self.process.is_main and is_idle(self.out)):
+            elif self.has_lock or (self.has_lock is None and self.process.is_main and is_idle(self.out)):
                 self.ended(code_of(error), message_of(error))
             raise
 

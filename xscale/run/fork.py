@@ -1,7 +1,7 @@
 """A fork is a run that begins at a checkpoint of another run: `train.py --fork RUN@STEP --out NEW`.
 
-It takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ only in
-fields that are read anew in each step and do not change the order of any source.
+A fork takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ from
+the other run's only in fields that are read anew in each step and do not change the order of any source.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from xscale.ranks import HostGroup
 from xscale.run import folder
 
 ANCESTRY = "ancestry.json"
-"""The file of a fork with its ancestors, nearest first: the directory of each, the step at which the next run began,
-and the settings that this run changed."""
+"""The file of a fork with its ancestor runs, nearest first. Each entry has the ancestor's directory, the step at which
+the fork of this ancestor began, and the settings that this fork changed."""
 MAY_CHANGE = {
     "model": {"dropout"},
     "data": {"alpha"},
@@ -48,7 +48,7 @@ def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_gro
             raise UserError(f"checkpoint {found.path} is not usable ({problem}); choose another for --fork")
         if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
             raise UserError(
-                f"--fork {args.fork} cannot change these fields. Give the run's own values, or start from its weights "
+                f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
                 f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
             )
     return found
@@ -99,7 +99,7 @@ def is_own(checkpoint: Checkpoint, out: Path) -> bool:
 
 
 def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
-    """Write the ancestors of a run that begins at another run's checkpoint. Rank 0 only."""
+    """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
     run = parent.path.resolve().parent.parent
     entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
     before: list[Any] = []

@@ -48,12 +48,12 @@ from xscale.step.step import optimizer_step
 from xscale.step.zero import keeps_whole_weights, whole_weight
 
 NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
-"""The files of a run with the records of every step that was not finite or had a spike, a line for each rank."""
+"""The files with the record keys of each step whose loss or gradient was not finite, or a spike; a line per rank."""
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
 FEW_SAMPLES = 1000
-"""The least number of samples by which dropped pairs are divided, since a share of fewer samples says little."""
+"""The share of dropped pairs is taken over at least this many samples, since a share of fewer says little."""
 
 
 class TrainerContext(NamedTuple):
@@ -92,9 +92,9 @@ class Trainer:
     ):
         """Prepare to go on from `state`.
 
-        state: the positions of the streams in their data. checkpoint: the one that the engine was loaded from, or None.
-        excluded_steps: the 1-based steps that read their records and change nothing, since their loss or gradient was
-        not finite. trace: write the keys of each step's records to trace/rankN.jsonl.
+        state: the positions of the streams in their data. checkpoint: the checkpoint that the engine was loaded from,
+        or None. excluded_steps: the 1-based steps that read their records and change nothing, since their loss or
+        gradient was not finite or a spike. trace: write the keys of each step's records to trace/rankN.jsonl.
         """
         self.run_spec, self.recipe, self.state, self.excluded_steps = run_spec, run_spec.recipe, state, excluded_steps
         self.config, self.engine, self.out, self.process, self.host_group = context[:5]
@@ -112,9 +112,9 @@ class Trainer:
         self.flops = StepFlops(self.engine.module.encoder)
         self.reporter = Reporter(self.out, self.step, self.recipe) if self.process.is_main else None
         self.spikes = self.spike_detector()
-        """The detector of rank 0, if the recipe asks for one."""
+        """The detector of spikes; None on ranks other than 0, or if train.spikes is null."""
         self.quiet_until = 0
-        """The step after which a spike is logged again."""
+        """Spikes up to this step are not logged, since an earlier spike was."""
         tasks = find_measures(run_spec, self.engine, self.process, self.alignment_scores, self.watch.note)
         measured = self.step if checkpoint else -1  # a start that was killed may have measured step 0 and saved nothing
         self.validation = Validation(run_spec, tasks, self.out, self.host_group, measured, self.reporter)
@@ -143,7 +143,7 @@ class Trainer:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
         recipe, started = self.recipe, time.monotonic()
         pending_step = self.synchronizer.next(batches)
-        if self.stop.late and not self.stop.moved and self.process.is_main:
+        if self.stop.late and not self.stop.has_stepped and self.process.is_main:
             LOG.warning(
                 f"train.time_limit: {recipe.train.time_limit:g} minutes passed before step {self.step + 1} began; "
                 f"the run trains a few steps, saves a checkpoint and stops. Set a longer limit"
@@ -175,7 +175,7 @@ class Trainer:
         return 0
 
     def exclude_step(self, counts: GlobalCounts) -> None:
-        """Make a step that changes nothing, although its records were read."""
+        """Count a step whose records were read, but do not change the weights."""
         self.flush()
         leave_out_step(self.engine)
         if self.reporter:
@@ -203,9 +203,9 @@ class Trainer:
             self.save(must=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
-        """End all ranks after one could not read its records. That rank raises its error, and the others an error with
-        its message. The metrics and the checkpoint under way are written first, unless another run has taken the
-        directory."""
+        """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
+        error with the same message. The metrics and the checkpoint under way are written first, unless another run has
+        taken the directory."""
         told = self.host_group.gather(error and (code_of(error), message_of(error), isinstance(error, Replaced)))
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
@@ -273,8 +273,8 @@ class Trainer:
         )
 
     def alignment_scores(self) -> Results:
-        """Return the alignment scores by dictionary. Only rank 0, which has the words, returns any. All ranks call it
-        together."""
+        """Return the alignment scores by dictionary on rank 0, which has the words, and {} on other ranks. All ranks
+        call it together."""
         found: Results = {}
         with whole_weight(self.engine, self.engine.module.encoder.embeddings) as table:
             for pair, probe in self.probes.items():
@@ -293,8 +293,7 @@ class Trainer:
         return self.validation.measure(self.step)
 
     def flush(self) -> None:
-        """Read the metrics of the last steps from the device, sum them over ranks and report them. All ranks call
-        it."""
+        """Read the metrics of unreported steps from the device, sum them over ranks, report them. All ranks call it."""
         self.synchronizer.note_flush()
         if not self.unreported:
             return
@@ -364,8 +363,7 @@ class Trainer:
         )
 
     def write_records(self, name: str, step: int, what: str, batch: StepBatch, **more: Any) -> Path:
-        """Append the keys of a step's records, one line per rank, to a file in the run's directory. Returns its
-        path."""
+        """Append the keys of a step's records, a line per rank, to a file in the run's directory. Returns its path."""
         path, ranks = self.out / name, self.host_group.gather({"rank": self.process.rank, **more, "keys": batch.keys()})
         if self.process.is_main:
             lines = [{"step": step, "what": what} | of_rank for of_rank in ranks]
@@ -417,7 +415,7 @@ class Trainer:
         self.checkpoint_manager.save(self.step, self.manifest(), good=good, background=background, must=must)
 
     def manifest(self) -> dict[str, Any]:
-        """Return a checkpoint's manifest without its list of files (checkpoint/store.py's Checkpoint)."""
+        """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""
         assert self.run_spec.calibration is not None
         return {
             "identity": self.run_spec.identity(),

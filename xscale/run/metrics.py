@@ -33,7 +33,7 @@ from xscale.step.step import StepSums
 
 LOG = logging.getLogger("xscale")
 LINE_SECONDS = 5.0
-"""The least time between progress lines. The first and the last step and each evaluation have a line in any case."""
+"""The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
 MOST_WAITING = 1 << 26
@@ -42,17 +42,17 @@ SLOW, SLOW_FLUSHES = 1.5, 10
 """A rank is slow if it takes at least SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of the
 metrics."""
 SKIPS_OF, MOST_SKIPS, LOW_SCALE = 200, 20, 1.0
-"""A run warns if fp16 skips more than MOST_SKIPS of the last SKIPS_OF steps (one or two are normal), or if its loss
+"""A run warns if fp16 skips more than MOST_SKIPS of the last SKIPS_OF steps (one or two are normal), or if fp16's loss
 scale falls to LOW_SCALE."""
 ALIKE, ALIKE_STEPS = 0.99, 20
 """A run warns if the vectors of different sentences have a mean cosine over ALIKE in ALIKE_STEPS steps, since a
 contrastive loss then learns next to nothing."""
 SPIKE_STEPS, SPIKE_LEAST = 128, 32
-"""A step is compared with the SPIKE_STEPS before it, if at least SPIKE_LEAST of them have numbers."""
+"""A step is compared with the SPIKE_STEPS steps before it, if at least SPIKE_LEAST of these have a finite value."""
 SPIKES = {"loss": (math.asinh, 0.02, 6.0), "grad_norm": (math.log, 0.1, 15.0)}
-"""Each metric's scale, the least standard deviation on this scale, and the number of deviations above the median that
-make a spike. asinh is about the logarithm of 2x, and takes the losses below 0 that some objectives have. In 20,000
-steps of all kinds of recipes, the highest were 4.0 deviations of the loss and 11.2 of the norm."""
+"""Metric -> (the scale of its values, the least standard deviation on this scale, the number of deviations above the
+median that makes a spike). asinh(x) is about log(2x), and takes the negative losses of some objectives. In 20,000 steps
+of all kinds of recipes, the loss was at most 4.0 and the gradient norm at most 11.2 deviations above the median."""
 
 
 def start_logging(out: Path, rank: int) -> Path:
@@ -117,7 +117,7 @@ class JsonLines:
     """
 
     def __init__(self, path: Path | None, after_step: int):
-        """Open the file, and keep only its whole lines of steps up to `after_step`."""
+        """Open the file. Incomplete lines and lines of steps after `after_step` are removed from it."""
         self.file = None
         if path is None:
             return
@@ -127,9 +127,9 @@ class JsonLines:
                 new.writelines(line for line in old if _step_of(line) <= after_step)
         self.path, self.file = path, path.open("ab", buffering=0)
         self.end = path.stat().st_size
-        """The end of the last whole line."""
+        """The size of the file up to its last complete line, in bytes."""
         self.lines, self.size = list[bytes](), 0
-        """The waiting lines, and the number of their bytes."""
+        """The waiting lines, and their size in bytes."""
         self.failing = False
         """True while lines cannot be written."""
 
@@ -212,7 +212,7 @@ class StepRecord:
     step: int
     sums: StepSums
     targets: dict[tuple[str, str], int]
-    """The targets of all ranks by stream and term."""
+    """The number of targets by stream and term, summed over ranks."""
     lr: float
     skipped: int
     tokens: int
@@ -222,12 +222,12 @@ class StepRecord:
     step_s: float
     loss_scale: float | None
     grad_norm: Any
-    """The norm as a number or a tensor."""
+    """The gradient norm, as a number or a tensor."""
     measured: dict[str, Any]
     """Metrics that other parts of the run have measured."""
 
     def entry(self, totals_K: list[float], recipe: Recipe, counts: dict[tuple[str, str, str], int]) -> dict[str, Any]:
-        """Return the step's line of metrics.jsonl. totals_K and counts: sums over ranks."""
+        """Return the step's line of metrics.jsonl. totals_K, counts: `sums` and PackedRow.counts, summed over ranks."""
         recipe = recipe.at(self.step - 1)
         shares = self.sums.shares(totals_K, recipe, self.targets)
         losses = {name: shares[f"loss/{name}"] for name in recipe.streams if f"loss/{name}" in shares}
@@ -384,14 +384,14 @@ class Reporter:
 
 
 class Pace:
-    """Compares the ranks' own times: the time for which each waits for records and makes passes, without the reduction
-    of gradients, in which ranks wait for each other."""
+    """Compares the ranks' own times: the time in which a rank waits for records and makes forward and backward passes,
+    without the reduction of gradients, in which ranks wait for each other."""
 
     def __init__(self, names: list[str]):
         self.names, self.slowest, self.times, self.ratio = names, -1, 0, 1.0
 
     def metrics(self, own_R: list[float]) -> dict[str, float]:
-        """Return the metrics of the slowest rank. own_R: each rank's own seconds per step."""
+        """Return the slowest rank and its time over the median rank's. own_R: each rank's own seconds per step."""
         if len(own_R) == 1:
             return {}
         slowest, self.ratio = own_R.index(max(own_R)), max(own_R) / max(median_low(own_R), 1e-9)
@@ -417,7 +417,7 @@ class Skips:
         self.warned = self.low = False
 
     def count(self, skipped: bool, scale: float | None) -> str | None:
-        """Count one step. Returns a warning if there is cause for one that there was not before. scale: fp16's loss
+        """Count one step. Returns a warning if there is a new cause for one, otherwise None. scale: fp16's loss
         scale."""
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         self.last.append(skipped)
@@ -439,7 +439,7 @@ class CollapseDetector:
         self.steps = Counter[str]()
 
     def warnings(self, entry: dict[str, Any]) -> list[str]:
-        """Return a warning for each such stream, once. entry: a step's metrics."""
+        """Return a warning for each stream whose vectors hardly differ, once per stream. entry: a step's metrics."""
         cosines = {name.partition("/")[2]: of for name, of in entry.items() if name.startswith("sentence_cosine/")}
         self.steps.update(stream for stream, cosine in cosines.items() if cosine > ALIKE)
         return [
@@ -454,14 +454,14 @@ class CollapseDetector:
 class SpikeDetector:
     """A detector of steps whose loss or gradient norm is far above the median of the steps before.
 
-    The standard deviation of a step is estimated by the median absolute difference of successive steps. Neither a loss
-    that falls nor spikes among those steps widen it much.
+    The standard deviation is estimated from the median absolute difference between successive steps, which neither a
+    falling loss nor earlier spikes increase much.
     """
 
     def __init__(self, borders: list[int], lines: Iterable[bytes] = ()):
-        """Begin with the steps of a run that is resumed, so that it decides as if it had not stopped.
+        """Read the last steps of a resumed run, so that the detector decides as if the run had not stopped.
 
-        borders: the steps after which the recipe or the data change. No step is compared with one before a border.
+        borders: the steps after which the recipe or the data change. A step is not compared with steps before a border.
         lines: the lines of metrics.jsonl.
         """
         self.borders, self.window = borders, list[tuple[int, dict[str, float]]]()
@@ -469,7 +469,7 @@ class SpikeDetector:
             self.find(json.loads(line))
 
     def find(self, entry: dict[str, Any]) -> str:
-        """Take in a step's metrics. Returns what is a spike, or an empty string."""
+        """Add a step's metrics. Returns a description of the metrics that have a spike, or an empty string."""
         step, numbers, found = entry["step"], dict[str, float](), list[str]()
         first = max([step - SPIKE_STEPS, *(border + 1 for border in self.borders if border < step)])
         self.window = [(at, of_step) for at, of_step in self.window if at >= first]

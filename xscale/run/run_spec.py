@@ -52,10 +52,10 @@ from xscale.ranks import HostGroup, Process
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
-"""The default of train.max_tokens by device. It is large enough that a GPU works longer on a packed row than its host
-does, and small enough for a CPU's caches."""
+"""The default of train.max_tokens by device. On a GPU, a packed row of this size takes the GPU longer than its host; on
+a CPU, it fits into the caches."""
 SWEPT = 0.25
-"""A node that reads at least this share of each step asks the operating system to read whole shards ahead."""
+"""A node whose ranks read at least this share of each step asks the operating system to read whole shards ahead."""
 DROPPED = 0.03
 """A run warns if more than this share of a stream's pairs is longer than data.max_length."""
 LINKED_SAMPLE = 16
@@ -64,13 +64,13 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.jso
 """A directory with a tokenizer has at least one of these files."""
 
 Fitted = tuple[int, RowShape] | None
-"""The number of a rank's packed rows in a step and their shape, from RunSpec.fit; None if rows are not filled up to one
+"""The number of a rank's packed rows in a step and their shape (RunSpec.fit); None if rows are not padded to one
 shape."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The run as it is known before any weight exists."""
+    """Recipe, data, tokenizer and dictionaries of a run, resolved and checked."""
 
     recipe: Recipe
     sources: list[Source]
@@ -86,18 +86,18 @@ class RunSpec:
     segments: bool
     """True if the two sentences of a pair have different token types."""
     unseen: float
-    """The share of the dictionaries' entries that neither this run nor the run of model.init trains."""
+    """The share of the dictionaries' entries on which neither this run nor the run of model.init trains."""
     left_out: tuple[str, ...] = ()
     """Warnings about dictionaries that cannot be read for alignment scores."""
     smaller_tokenizer: Tokenizer | None = None
     """The tokenizer of model.init, if the run's tokenizer extends it and the model grows to the larger vocabulary."""
     calibration: Calibration | None = None
-    """The estimates of the data. `calibrated` adds them, and no record can be sampled before."""
+    """The estimated lengths of the data in tokens. `calibrated` adds them; before that, no record can be sampled."""
     phases: tuple["RunSpec", ...] = ()
     """The run spec of each phase of the recipe, with the phase's own recipe, specs, dictionaries and calibration."""
 
     def calibrated(self, found: Calibration | None = None, host_group: HostGroup | None = None) -> "RunSpec":
-        """Return the run spec with a calibration. It sets the samples per step of each stream that sets `tokens`.
+        """Return the run spec with a calibration, and with samples per step for each stream that sets `tokens`.
 
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
@@ -164,7 +164,7 @@ class RunSpec:
         return self.recipe.train.max_tokens or max(default, self.recipe.data.max_length)
 
     def identity(self) -> dict[str, Any]:
-        """Return the facts of the run that a resume must not change."""
+        """Return the values of data, tokenizer and recipe that a resume must not change."""
         heldout = self.recipe.data.lexicon_heldout
         return {
             "recipe": self.recipe.identity(),
@@ -237,7 +237,7 @@ class RunSpec:
         }
 
     def shortfalls(self) -> list[str]:
-        """Return warnings about streams for which the data lacks what they need, as the calibration has found."""
+        """Return warnings about streams whose objective finds too little in the data that the calibration has read."""
         assert self.calibration is not None
         found = {
             name: OBJECTIVES[stream.objective].shortfall(stream.options, counts)
@@ -289,8 +289,8 @@ class RunSpec:
         return [phase.end for phase in self.recipe.phases]
 
     def parts(self) -> list[tuple[str, int, "RunSpec"]]:
-        """Return the parts of the run, which are the phases that have steps and the rest: the title, the number of
-        steps and the run spec of each."""
+        """Return (title, number of steps, run spec) of each part of the run: the phases that have steps, and the steps
+        after the last phase."""
         ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
         spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
         return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
@@ -318,7 +318,7 @@ class RunSpec:
         )
 
     def fit(self, process: Process, device: str) -> tuple[int, RowShape]:
-        """Return the number of packed rows that a rank has in a step, and a shape that nearly all of them fit."""
+        """Return the number of packed rows that a rank has in a step, and a shape into which nearly all of them fit."""
         mixture = self.mixture(process, device, self.specs, initial_state(self.specs))
         return fit_row_shape(mixture, self.recipe.data.max_length)
 
@@ -372,8 +372,8 @@ class RunSpec:
     ) -> Iterator[StepBatch]:
         """Return an iterator of this rank's part of each step.
 
-        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are filled up to one
-        shape. plans: the result of `plans`, if it was called before.
+        state: the positions of the streams in their data. fitted: the result of `fit`, if rows are padded to one shape.
+        plans: the result of `plans`, if it was called before.
         """
         plans = plans or self.plans(process, device, state, steps, fitted)
         datasets = [spec.dataset(spec.specs, fitted[1] if fitted else None) for spec in (*self.phases, self)]
@@ -434,8 +434,8 @@ def resolve_run(
 
 
 def phase_specs(recipe: Recipe, sources: list[Source]) -> list[list[StreamSpec]]:
-    """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all of them;
-    sources that it does not read in a phase are idle there."""
+    """Return the stream specs of the recipe, then those of each phase. A stream has the same sources in all these
+    specs; in the spec of a phase, the sources that it does not read are idle."""
     drawn = [stream_specs(of, sources) for of in (recipe, *(phase.recipe for phase in recipe.phases))]
     every: dict[str, set[int]] = {}
     for spec in chain(*drawn):
@@ -461,7 +461,7 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
 
 
 def check_language_names(sources: list[Source]) -> None:
-    """Check that no two names of languages differ only in case, or in "-" and "_". Raises UserError."""
+    """Check that no two names of languages differ only in letter case, or in "-" and "_". Raises UserError."""
     found: dict[str, tuple[str, Path]] = {}
     for source in sources:
         for name in source.langs:
@@ -503,7 +503,7 @@ def with_steps(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -
         return recipe
     spec = counts_epochs(specs)
     if spec is None:
-        raise UserError("train.epochs counts pairs, and no stream of this recipe reads any; set train.steps")
+        raise UserError("train.epochs counts pairs, but no stream of this recipe reads pairs; set train.steps")
     if not spec.samples:
         raise UserError(f"train.epochs needs streams.{spec.name}.samples in the place of tokens; or set train.steps")
     return config.steps_of_epochs(recipe, records_of(spec, sources), spec.samples)
@@ -520,7 +520,7 @@ def records_of(spec: StreamSpec, sources: list[Source]) -> int:
 
 
 def any_stream(recipe: Recipe, option: str) -> bool:
-    """Whether any stream has this option on."""
+    """Whether any stream of the recipe sets this option to true."""
     return any(getattr(stream.options, option, False) for stream in recipe.streams.values())
 
 
@@ -539,7 +539,7 @@ def uses_segments(recipe: Recipe, tokenizer: Tokenizer) -> bool:
 
 
 def initial_directory(recipe: Recipe) -> str | Path | None:
-    """Return model.init, or the Hugging Face folder in it if it is a run."""
+    """Return model.init or, if it is a run or a checkpoint, the Hugging Face folder in the checkpoint."""
     init = recipe.model.init
     return init and (own_tokenizer(init) or init)
 
@@ -576,7 +576,7 @@ def load_lexicons(
 
 def stream_lexicons(recipe: Recipe, lexicons: tuple[Lexicon, ...]) -> dict[str, tuple[Lexicon, ...]]:
     """Return the dictionaries of each stream whose objective reads them, without the withheld words. Raises UserError
-    if these have no word for a stream."""
+    if a stream's dictionaries have no word."""
     found: dict[str, tuple[Lexicon, ...]] = {}
     kept: dict[Lexicon, Lexicon] = {}  # one object for all streams, so that a process builds its tables once
     for name, stream in recipe.streams.items():
@@ -628,8 +628,8 @@ def check_links_of_records(stream: str, source: Source) -> None:
 
 
 def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
-    """Return the tokenizer of model.tokenizer, or of model.init, or the one beside the shards. data: the first
-    directory of --data. Raises UserError if there is no tokenizer."""
+    """Return the directory or hub name of the tokenizer: model.tokenizer, else that of model.init, else the one beside
+    the shards. data: the first directory of --data. Raises UserError if there is no tokenizer."""
     if recipe.model.tokenizer:
         return recipe.model.tokenizer
     init = recipe.model.init
@@ -670,12 +670,12 @@ def check_tokenizer(recipe: Recipe, tokenizer: Tokenizer) -> Tokenizer | None:
     own = own_tokenizer(init) if init else None
     if not own:
         return None
-    its = Tokenizer(own)
-    if (its.fingerprint, its.special) == (tokenizer.fingerprint, tokenizer.special):
+    trained = Tokenizer(own)
+    if (trained.fingerprint, trained.special) == (tokenizer.fingerprint, tokenizer.special):
         return None
-    if problem := problem_of(its, tokenizer):
+    if problem := problem_of(trained, tokenizer):
         raise UserError(
             f"model.init {init} was trained with the tokenizer {own}, and the run's tokenizer does not extend it: "
             f"{problem}; set model.tokenizer={own}, or a tokenizer that extends it"
         )
-    return its
+    return trained

@@ -36,7 +36,7 @@ from xscale.step.step import to_device
 
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
-    """Train one run in the process group, which already exists. args: those of train.py. Returns the exit code."""
+    """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
@@ -115,7 +115,7 @@ def train_on(
     trace: bool,
 ) -> int:
     """Run the loop from the checkpoint that the engine was loaded from, and after each rollback again from an earlier
-    one. plans: the plans of the first loop. Returns the exit code."""
+    checkpoint. plans: the plans of the first loop. Returns the exit code."""
     excluded_steps = list(checkpoint.excluded_steps) if checkpoint else []
     process, device = context.process, context.engine.device.type
     while True:
@@ -199,7 +199,7 @@ def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
 
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.refused()  # until train_run calls `running`
+    status.asks_for_lock()  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
@@ -210,7 +210,7 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. All ranks measure it together if there is none, or for added data."""
+    """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
     saved = None
     if checkpoint and checkpoint.calibration:
         try:
@@ -254,14 +254,14 @@ def make_engine(
 
 
 def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, device: torch.device) -> None:
-    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. It reads the
-    streams' data in a different order and does not change their positions."""
+    """Fill the queues before step 1, with vectors from the initial weights. All ranks call it together. The warm-up
+    reads each stream's data in a different order than training does, and does not change the stream's position."""
     for name, auxiliary_state in module.auxiliary_states.items():
         if not isinstance(auxiliary_state, HasQueue) or not auxiliary_state.prefill_samples:
             continue
         warm_up = run_spec.copy_of_stream(name, f"{name}.prefill")
         wanted, have, logged = auxiliary_state.prefill_samples, 0, time.monotonic()
-        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1")
+        LOG.info(f"{name}: reading {wanted:,} samples with the initial weights before step 1, to fill the queue")
         steps = 2 * -(-wanted // warm_up.specs[0].samples)
         for batch in warm_up.batches(process, device.type, initial_state(warm_up.specs), steps):
             for number, row in enumerate(batch.rows):
@@ -273,10 +273,10 @@ def warm_up_queues(module: StepModule, run_spec: RunSpec, process: Process, devi
             have = auxiliary_state.finish_warmup()
             if time.monotonic() - logged > LINE_SECONDS:
                 logged = time.monotonic()
-                LOG.info(f"{name}: {have:,} of {wanted:,} samples read")
+                LOG.info(f"{name}: {have:,} of {wanted:,} samples for the queue are read")
             if have >= wanted:
                 break
         if have < wanted:
             LOG.warning(
-                f"{name}: only {have:,} of {wanted:,} samples were read, since most are longer than data.max_length"
+                f"{name}: only {have:,} of {wanted:,} samples for the queue were read, as most are over data.max_length"
             )

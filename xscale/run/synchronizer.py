@@ -1,9 +1,9 @@
-"""The ranks agree on each step: each sends one small message, and the messages are summed while earlier steps run.
+"""The ranks agree on each step: each rank sends one small message, and the messages are summed while earlier steps run.
 
 With many ranks a sum may take longer than a step, so each message is sent enough steps ahead for its sum to arrive
-before its step begins. Rank 0 measures how many steps a message takes, and each message says how many steps ahead the
-ranks send from its step on. The content of a step does not depend on this number, but a request to stop takes effect
-that many steps later.
+before its step begins. Rank 0 measures how many steps a message takes. Each message says how many steps ahead the ranks
+send once its step begins. The content of a step does not depend on this number, but a request to stop takes effect that
+many steps later.
 """
 
 import time
@@ -26,10 +26,10 @@ from xscale.run.watch import StopRequest, Watch
 FLUSH_SECONDS = 1.0
 """The least time between two readings of metrics from the device, since each reading waits for the device."""
 FEWEST, MOST = 2, 16
-"""The least and the greatest number of steps ahead that a message is sent. The number is one more than the number of
-steps that a message takes."""
+"""The least and the greatest number of steps ahead that a message is sent. Between these limits, it is one more than
+the number of steps that a message takes."""
 SEEN = 7
-"""The number of last messages over which the median of the steps that a message takes is computed."""
+"""The number of recent messages over which the median of the steps that a message takes is computed."""
 
 
 class GlobalCounts(NamedTuple):
@@ -45,9 +45,9 @@ class GlobalCounts(NamedTuple):
     written: int = 0
     """The number of ranks that have written their part of the checkpoint under way."""
     ahead: int = FEWEST
-    """The number of steps that the ranks announce before they make this one."""
+    """The number of steps after this one that the ranks announce before they make this one."""
     auxiliary: Mapping[str, list[int]] = {}
-    """The number of states that the auxiliary state of each gathering stream reads on each rank."""
+    """Stream -> the number of vectors that each rank computes for the auxiliary state, if ranks exchange them."""
 
 
 class PendingStep(NamedTuple):
@@ -60,13 +60,13 @@ class PendingStep(NamedTuple):
     sums: Callable[[], list[int]]
     """The function that waits for the sums over ranks and returns them."""
     counts: Callable[[], GlobalCounts]
-    """The function that waits for the sums and returns them by name. A failed step has none."""
+    """The function that waits for the sums and returns them by name. It raises this rank's error if there is one."""
     arrived: Callable[[], bool]
     """The function that returns True once the sums have arrived."""
     sent: int
     """The number of steps that had begun when the message was sent."""
     saving: int | None
-    """The step of the checkpoint that was under way when the message was sent."""
+    """The step of the checkpoint that was under way when the message was sent, or None."""
 
     def failed(self) -> bool:
         """Whether any rank could not read its records."""
@@ -106,15 +106,15 @@ class StepSynchronizer:
         self.pending: deque[PendingStep] = deque()
         """The steps that are announced and have not begun."""
         self.flying: deque[PendingStep] = deque()
-        """The announced steps whose sums had not arrived when a step last began."""
+        """The announced steps whose sums had not arrived when the last step began."""
         self.begun, self.took = 0, deque([1], maxlen=SEEN)
-        """The number of steps begun, and for each of the last messages, how many steps began until it had arrived."""
+        """The number of steps begun, and for each recent message the number of steps begun while it was under way."""
         self.error: Exception | None = None
         """The error after which this rank reads no more records."""
 
     def next(self, batches: Iterator[StepBatch]) -> PendingStep | None:
-        """Return the step that begins now, or None after the last one. The iterator is an argument and no attribute,
-        since in a reference cycle a garbage collection would wait for its worker processes."""
+        """Return the step that begins now, or None after the last one. `batches` is an argument and no attribute: in a
+        reference cycle, a garbage collection would wait for its worker processes."""
         self.begun += 1
         while self.flying and self.flying[0].arrived():
             self.took.append(self.begun - self.flying.popleft().sent)
@@ -126,7 +126,7 @@ class StepSynchronizer:
         return pending
 
     def announce(self, batches: Iterator[StepBatch], ahead: int) -> None:
-        """Announce steps until `ahead` of them are pending. If a rank cannot read a step, all ranks end there."""
+        """Announce steps until `ahead` are pending. If a rank cannot read a step, all ranks end at that step."""
         while len(self.pending) < ahead and self.announced < self.steps:
             self.announced += 1
             self.pending.append(self._failed(self.error) if self.error else self._read(batches))
@@ -208,5 +208,5 @@ def check_targets(counts: GlobalCounts, step: int, recipe: Recipe) -> None:
     raise UserError(
         f"step {step} has no targets: of its pairs {counts.too_long.total():,} were longer than data.max_length "
         f"{data.max_length} (data.overlong: {data.overlong}). Take a larger max_length, data.overlong=truncate, or "
-        f"more samples a step"
+        f"more samples per step"
     )

@@ -1,7 +1,7 @@
 """Validation measures a run, finds its best checkpoint, and starts the user's command for each checkpoint.
 
-evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "intervals", "seconds"}; the
-95 % intervals have the form of the results. A resume removes the lines of steps after its checkpoint.
+evals.jsonl has an object in each line, {"step", "results": {task: {row: {name: number}}}, "intervals", "seconds"};
+"intervals", the 95 % intervals, has the form of "results". A resume removes the lines of steps after its checkpoint.
 """
 
 import json
@@ -28,7 +28,7 @@ from xscale.run.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
 MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
-"""The numbers of a results row of which the first that it has is printed, and the most rows that are printed."""
+"""The log shows at most ROWS results rows. Of a row it shows the first number of MAIN that the row has."""
 CODE = Path(__file__).resolve().parents[2]
 """The folder that holds the running package."""
 
@@ -58,7 +58,7 @@ class Validation:
         self.candidate: tuple[int, float] | None = None
         """The step and the number of a better evaluation whose checkpoint is not published yet."""
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
-        """The best step, and its main number, by task and row."""
+        """The best step, and its main number, by task and results row."""
         for line in (out / EVALS).read_text(encoding="utf-8").splitlines() if has else ():
             entry = json.loads(line)
             self.lines_of(entry["step"], entry.get("results") or {})
@@ -117,8 +117,8 @@ class Validation:
         LOG.info("\n".join([f"step {step}, measured in {seconds:.1f} s", *self.lines_of(step, results)]))
 
     def lines_of(self, step: int, results: dict[str, Results]) -> list[str]:
-        """Return a line for each of the first results rows: its main number, and the best one so far with its step. ✓
-        means that this step is the best so far."""
+        """Return a line for each of the first results rows: the row's main number, and the best such number so far with
+        its step. ✓ means that this step is the best so far."""
         found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
         for task, row, of in numbers:
             of = {name: number for name, number in of.items() if number is not None}
@@ -135,7 +135,7 @@ class Validation:
         return rows + [f"  and {len(found) - ROWS} more in {EVALS}"] * (len(found) > ROWS)
 
     def published(self, step: int, path: Path) -> set[int]:
-        """Note a new checkpoint and start the hook. Returns the step of the best checkpoint, which must stay. Rank 0
+        """Note a new checkpoint and start the hook. Returns the best checkpoint's step, which must stay. Rank 0
         only."""
         if self.candidate and self.candidate[0] == step:
             with suppress(OSError):  # the file `best` then still names the checkpoint before
@@ -150,8 +150,7 @@ class Validation:
 
 
 class Hook:
-    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs its failures and never waits for
-    it."""
+    """The user's command for each new checkpoint, `checkpoint.hook`. The run logs failures and never waits for it."""
 
     def __init__(self, command: str | None, out: Path):
         """Prepare the command. out: the run's directory."""
@@ -198,8 +197,7 @@ def hook_words(command: str, values: dict[str, str]) -> list[str]:
 
 
 def hook_environment() -> dict[str, str]:
-    """Return the environment for a process that is not a rank. In it, `python -m xscale...` runs the same code as this
-    process."""
+    """Return the environment for a process that is no rank, in which `python -m xscale...` runs this process's code."""
     env = ranks.environment_without_launcher(dict(os.environ))
     for name, own in (("PYTHONPATH", str(CODE)), ("PATH", str(Path(sys.executable).parent))):
         env[name] = os.pathsep.join(filter(None, [own, env.get(name)]))

@@ -1,10 +1,10 @@
 """A run ends early if it is asked to stop (`StopRequest`), or if a rank hangs (`Watch`).
 
-A thread of every rank tells the others what its rank is doing, through the store by which the ranks found each other. A
-rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log, logs which ranks it
-waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and hangs in a file
-system, a collective or a lock. A rank that was asked to stop and does not end a step for `train.stop_limit` minutes
-ends with exit code 75.
+A thread of every rank tells the other ranks what its own rank is doing, through torch's TCPStore, by which the ranks
+found each other. A rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log,
+logs which ranks it waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and
+hangs in a file system, a collective or a lock. A rank that was asked to stop and does not end a step for
+`train.stop_limit` minutes ends with exit code 75.
 """
 
 import faulthandler
@@ -35,31 +35,31 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 SCRIPTS = {"deepspeed", "torchrun", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "torch.distributed.run"}
 PROGRAMS = {"mpirun", "mpiexec", "orterun", "prterun"}
 LOOK_SECONDS = 5.0
-"""The longest time between two checks by the watch."""
+"""The longest time between two checks by the watch thread."""
 FIRST_WARNING_SECONDS = 60.0
 ANSWER_SECONDS = 3.0
-"""The longest wait for an answer of the store. The store runs in rank 0, which may be suspended, and its own timeouts
-do not notice that."""
+"""The longest wait for an answer of the store. The store runs in rank 0, which may be suspended, and the store's own
+timeouts do not notice that."""
 END_SECONDS = 8.0
 """The time between the report of a stall and the exit, so that every rank can report. The exit follows even if writing
 the report hangs."""
 LISTENERS = (0, 1)
-"""The ranks that ask which rank is missing. All would be too many at once, and a single one may be missing itself."""
+"""The ranks that ask the store which rank is missing. All ranks would be too many, and a single one may be missing."""
 
 
 class StopRequest:
-    """The request that this rank save and end, because of a signal, the time limit or the loss of its launcher. It is
-    true once this rank is to stop."""
+    """The request that this rank save and end, because of a signal, the time limit or the loss of its launcher. It
+    counts as true (`if stop:`) once this rank must stop."""
 
     def __init__(self, minutes: float | None):
         """Begin to listen to signals. minutes: train.time_limit."""
         self.reason = ""
         self.deadline = time.monotonic() + 60 * minutes if minutes is not None else None
         self.launchers = [process for process in psutil.Process().parents() if _is_launcher(process)]
-        """The launchers of this rank. Some leave their ranks running when they are killed."""
-        self.moved = False
-        """True once this start has made a step. The time limit has no effect before, since a limit that is shorter than
-        the startup would allow no progress."""
+        """The launchers of this rank. Some launchers leave their ranks running when they are killed."""
+        self.has_stepped = False
+        """True once this start has made a step. Before that, the time limit has no effect, since a limit that is
+        shorter than the startup would allow no progress."""
         self.terminals = [number for number in range(3) if os.isatty(number)]
         for number in SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
@@ -80,7 +80,7 @@ class StopRequest:
 
     def note_step(self) -> None:
         """Note that a step was made."""
-        self.moved = True
+        self.has_stepped = True
 
     @property
     def why(self) -> str:
@@ -97,7 +97,7 @@ class StopRequest:
                 self.reason = self.reason or (signal.Signals(number).name if number in SIGNALS else "")
         if not self.reason and signal.SIGUSR2 in signal.sigpending():
             self.reason = signal.SIGUSR2.name
-        if not self.reason and self.moved and self.late:
+        if not self.reason and self.has_stepped and self.late:
             self.reason = "time limit"
         if not self.reason and not all(map(_lives, self.launchers)):
             self.reason = "its launcher is gone"
@@ -133,14 +133,14 @@ class Watch:
     def __init__(
         self, process: Process, names: list[str], stacks: Path, ended: Callable[[int, str], None], stop: StopRequest
     ):
-        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file for the stacks. ended: it is
-        called with the exit code and the reason before the process ends."""
+        """Prepare a watch, which `begin` starts. names: the ranks' names. stacks: the file to which stacks are written.
+        ended: a function that is called with the exit code and the reason before the process ends."""
         self.process, self.names, self.stacks, self.ended, self.stop = process, names, stacks, ended, stop
         self.doing, self.marks, self.since = "starting", 0, time.monotonic()
         self.limit = self.stop_limit = math.inf
         """train.stall_limit and train.stop_limit in seconds."""
         self.stopping = False
-        """True once the run has ended its last step and only saves."""
+        """True once the run makes no further step and only saves."""
         self.heard: dict[int, tuple[Beat, float]] = {}
         """The last beat of each rank and the time when it came."""
         self.closed = threading.Event()
@@ -151,7 +151,7 @@ class Watch:
         self.doing, self.marks, self.since = doing, self.marks + 1, time.monotonic()
 
     def note_end(self) -> None:
-        """Note that the last step is over, so that `stop_limit` no longer applies."""
+        """Note that no further step follows, so that `stop_limit` no longer applies."""
         self.stopping = True
 
     def begin(self, minutes: float | None, stop_minutes: float | None) -> None:
@@ -224,7 +224,8 @@ class Watch:
         return dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
 
     def _within(self, ask: Callable[[], Any]) -> Any:
-        """Return the store's answer to `ask`, or None if it does not answer this or an earlier question in time."""
+        """Return the store's answer to `ask`, or None if the store does not answer this or an earlier question in
+        time."""
         answers: list[Any] = []
 
         def run() -> None:

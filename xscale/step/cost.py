@@ -14,9 +14,9 @@ from xscale.step.module import StepModule
 from xscale.step.zero import stage_of
 
 WIDTH = {"fp32": 4, "fp16": 2, "bf16": 2}
-"""The bytes of a number in each precision."""
+"""Precision -> the bytes of one number."""
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "V100": 125e12, "L40S": 362e12, "B200": 2250e12}
-"""The dense 16-bit matrix FLOP/s of a device, from its data sheet, for MFU."""
+"""Part of a GPU's name -> its dense 16-bit matrix FLOP/s by its data sheet, for MFU (model FLOPs utilization)."""
 KEPT = "throughout"
 
 
@@ -93,7 +93,7 @@ def checkpoint_bytes(module: StepModule, ds_config: dict[str, Any], precision: s
 def communication(
     module: StepModule, recipe: Recipe, samples: Mapping[str, int], ds_config: dict[str, Any], precision: str, rows: int
 ) -> dict[str, tuple[str, float]]:
-    """Return the large collectives of a step by purpose: (operation, bytes of the whole tensors).
+    """Return the large collectives of a step: purpose -> (operation, bytes of the whole tensors).
 
     Each gradient is reduced once a step, however many rows it has (step/zero.py). Stages 1 and 2 reduce whole buckets
     by all-reduce, then gather the weights that each rank has updated. Stage 3 gathers large weights once for each
@@ -151,18 +151,18 @@ def activation_bytes(encoder: Encoder, recipe: Recipe, width: int, device: str, 
 
 
 def vocabulary_head_bytes(encoder: Encoder, width: int, device: str) -> float:
-    """Return the bytes of one chunk of logits and of the weight's gradient, in fp32 and in the weight's precision."""
+    """Return the bytes of a chunk of logits, and of the head weight's gradient in fp32 and the weight's precision."""
     c = encoder.lm.config
     return c.vocab_size * (chunk_rows(device, c.vocab_size, width) * width + c.hidden_size * (4 + width))
 
 
 class StepFlops:
-    """The model FLOPs of a step by purpose. Recomputation and padding are not counted.
+    """The model FLOPs of a step, by purpose. Recomputation and padding are not counted.
 
     encoder: 6 n for each token, where n is the number of weights in linear layers. attention: 12 H for each layer and
     each pair of tokens in a sequence; local layers count the pairs within their window. head: 6 E (V + H) for each
-    predicted token. auxiliary: a third of the first two, for the tokens that auxiliary states read. The objectives' own
-    heads are small and left out.
+    predicted token. auxiliary: a third of encoder and attention, for the tokens that auxiliary encoders read. The
+    objectives' own heads are small and left out.
     """
 
     def __init__(self, encoder: Encoder):
@@ -191,8 +191,8 @@ class StepFlops:
         }
 
     def attention(self, tokens: int, squares: int) -> float:
-        """Return the FLOPs of attention. For local layers, every sequence counts as if it were as long as a token's
-        sequence is on average over tokens."""
+        """Return the FLOPs of attention. In local layers, all sequences are taken to have one length: the mean over
+        tokens of the length of the token's sequence. squares: sum of squared sequence lengths."""
         w, length = self.window, squares / max(tokens, 1)
         within = length if length <= w + 1 else 2 * w + 1 - w * (w + 1) / length
         return self.per_pair * (self.whole * squares + self.local * tokens * within)

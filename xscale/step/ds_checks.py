@@ -35,7 +35,7 @@ ZERO_KEYS = {
 }
 """Keys of zero_optimization that DeepSpeed accepts and xscale does not, with the remedy."""
 MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
-"""The package that each monitoring section needs."""
+"""Monitoring section of a ds_config -> the package that it needs."""
 KIND = {
     (dict,): "an object",
     (bool,): "true or false",
@@ -111,7 +111,7 @@ def _check_zero(zero: dict[str, Any]) -> list[str]:
 
 
 def _check_params(params: dict[str, Any]) -> list[str]:
-    """Return a line for each wrong parameter of the optimizer that no optimizer would refuse."""
+    """Return a line for each wrong optimizer parameter that the optimizer itself would not refuse."""
     problems = ["optimizer.params.maximize would make the loss larger; leave it out"] if params.get("maximize") else []
     return problems + [
         f"optimizer.params.{name}: {params[name]!r} is not true or false"

@@ -24,10 +24,10 @@ SCHEDULES = {
     "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
     "WarmupCosineLR": ("warmup_num_steps", "total_num_steps"),
 }
-"""The parameters of DeepSpeed's schedulers that come from the recipe if the ds_config leaves them open."""
+"""DeepSpeed's scheduler -> its parameters that the recipe gives if the ds_config leaves them open."""
 
 MAY_CHANGE = ("lr", "weight_decay", "fused", "foreach")
-"""The parameters of an optimizer that a resume may change. The recipe's own fields are compared elsewhere."""
+"""The parameters of the ds_config's optimizer that a resume may change."""
 
 ROWS = 'the streams of the recipe define a step, and train.max_tokens its rows; write "auto" here'
 
@@ -55,9 +55,8 @@ class EngineConfig:
     resolved: dict[str, Any]
     precision: str
     stage: int
-    """The ZeRO stage."""
     notes: list[str]
-    """The lines to print."""
+    """The lines to print about the precision."""
 
     def saved(self) -> dict[str, Any]:
         """Return the settings that a checkpoint records, because DeepSpeed restores them whatever the ds_config
@@ -143,7 +142,7 @@ def resolve_ds_config(
     unfilled = [f"  {key}" for key in _autos(resolved)]
     if unfilled:
         lines = "\n".join(unfilled)
-        raise UserError(f'ds_config {path}: the recipe has no value for these; write one instead of "auto":\n{lines}')
+        raise UserError(f'ds_config {path}: the recipe has no value for these keys; replace their "auto":\n{lines}')
     problem = check_stage(stage_of(resolved), precision, recipe.train.compile)
     if problem:
         raise UserError(f"ds_config {path}: {problem}")
@@ -155,7 +154,7 @@ def resolve_ds_config(
     if stage_of(resolved) == 3 and world % min(node, world):
         raise UserError(
             f"ds_config {path}: zero_optimization.zero_hpz_partition_size = {node} does not divide {world} ranks; set "
-            f"it to the ranks of one machine"
+            f"it to the number of ranks of one machine"
         )
     return EngineConfig(resolved, precision, stage_of(resolved), notes)
 
@@ -225,8 +224,8 @@ def _autos(tree: Any, where: str = "") -> list[str]:
 def _resolve_precision(
     resolved: dict[str, Any], wanted: str, hardware: Hardware, problems: list[str]
 ) -> tuple[str, list[str]]:
-    """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. An explicit request is met or
-    refused; "auto" falls back to fp32."""
+    """Write fp16.enabled and bf16.enabled. Returns the precision and lines to print. Raises UserError if a precision
+    other than "auto" is set that the device lacks; "auto" falls back to fp32."""
     supported = {"fp16": hardware.fp16, "bf16": hardware.bf16, "fp32": True}
     given = {name: resolved.get(name, {}).get("enabled", False) for name in ("fp16", "bf16")}
     demanded = [name for name, enabled in given.items() if enabled is True]
@@ -249,7 +248,7 @@ def _resolve_precision(
     if not supported[precision]:
         raise UserError(
             f"precision {precision} was requested, but this {hardware.device} has no native {precision}. "
-            f"Use train.precision auto, bf16 or fp32, or run on a device that has it"
+            f"Use train.precision auto, bf16 or fp32, or a device that has {precision}"
         )
     for name in ("fp16", "bf16"):
         if name in resolved or precision == name:

@@ -36,15 +36,15 @@ class Reported(NamedTuple):
     term: str
     """The term whose targets divide the number."""
     language: str = ""
-    """The language or pair that the number is limited to."""
+    """The language or pair whose targets the number covers; "": all."""
 
 
 class StepModule(nn.Module):
     """The encoder, the heads of the objectives, and the computation of a row's loss."""
 
     def __init__(self, encoder: Encoder, recipe: Recipe, kept: dict[str, KeptHeads] | None = None):
-        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if the
-        objective is the same."""
+        """Build the heads and auxiliary states. kept: trained heads by stream, which replace fresh ones if
+        objective and shapes are the same."""
         super().__init__()
         self.encoder = encoder
         encoder.label_smoothing, encoder.z_loss = recipe.train.label_smoothing, recipe.train.z_loss
@@ -55,7 +55,7 @@ class StepModule(nn.Module):
         self.reported: list[Reported] = []
         """The keys of the numbers that `forward` returns. They are the same for every row."""
         self.notes: list[str] = []
-        """The lines to print about trained heads that replaced fresh ones."""
+        """The lines to print about the trained heads: whether they have replaced fresh ones."""
 
         for name, (objective, options) in self.streams.items():
             torch.manual_seed(rng.torch_seed(recipe.train.seed, "heads", name))
@@ -96,7 +96,7 @@ class StepModule(nn.Module):
         return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
 
     def read_auxiliary(self, inputs: Inputs) -> States:
-        """Return the states that auxiliary states compute from their own inputs of a row."""
+        """Return what each stream's auxiliary state computes from its own inputs of a row, named "auxiliary"."""
         return {
             stream: {
                 "auxiliary": self.auxiliary_states[stream].read(self.encoder, tokens, index, inputs.arrays[stream])
@@ -105,7 +105,7 @@ class StepModule(nn.Module):
         }
 
     def read(self, row: PackedRow, inputs: Inputs) -> States:
-        """Return the encoder's states that losses read [S, H]."""
+        """Return the encoder's states that losses read, by stream and name [S, H]."""
         hidden_NH = self.encoder(inputs.tokens)
         sizes = [n for reads in row.states.values() for n in reads.values()]
         states = iter(alignment_gather(hidden_NH, *inputs.gather).split(sizes))
@@ -125,10 +125,10 @@ class StepModule(nn.Module):
     def forward(
         self, row: PackedRow, inputs: Inputs, more: States, weights: Weights, weights_M: Tensor, largest: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the row's loss, and the numbers that `reported` names, without gradient [K].
+        """Return the row's loss, and the numbers [K] whose keys are then in `reported`, without gradient.
 
-        inputs: row.inputs on the device. more: further states, such as those that auxiliary states give. weights_M: the
-        weight of each prediction, divided by `largest`.
+        inputs: row.inputs on the device. more: further states, such as those of read_auxiliary. weights_M: weight of
+        each prediction, divided by `largest`.
         """
         states = self.read(row, inputs)
         predictions: list[tuple[str, Prediction]] = []
@@ -164,8 +164,8 @@ class StepModule(nn.Module):
         weights_M: Tensor,
         largest: float,
     ) -> tuple[Tensor, dict[Reported, Tensor], Tensor]:
-        """Call the vocabulary head once for all predictions of the row. It is called even if these have no token, since
-        all ranks must use its weights. Returns the loss, sums by key, and the sum of losses for each of row.names."""
+        """Call the vocabulary head once for all predictions of the row, even if there are 0 predicted tokens, since all
+        ranks must use the head. Returns the loss, sums by key, and the sum of losses for each of row.names."""
         if not predictions:
             return weights_M.new_zeros(()), {}, weights_M.new_zeros(0)
         features_MH = torch.cat([p.features_MH for _, p in predictions])
@@ -190,7 +190,7 @@ def check_losses(losses: Losses, stream: str, row: PackedRow, weights: Weights) 
         raise ValueError(f"predicts {predicted}, but collate gave labels {labels}; terms, order and counts must agree")
     for term, value in losses.sums.items():
         if (stream, term) not in weights:
-            raise ValueError(f"sums has {term!r}, none of the objective's terms")
+            raise ValueError(f"sums has {term!r}, which is none of the objective's terms")
         check_scalar(f"sums[{term!r}]", value)
     for name, (value, term) in losses.metrics.items():
         if name == "loss":

@@ -31,11 +31,10 @@ class StepSums:
     own_s: Callable[[], float]
     """The function that waits for the device and returns the seconds of this rank's passes, without the reduction."""
     lr: float = 0.0
-    """The learning rate of the step."""
 
     def shares(self, totals_K: list[float], recipe: Recipe, targets: dict[tuple[str, str], int]) -> dict[str, float]:
-        """Return the losses and metrics by name, each divided by its targets. totals_K and targets: sums over all
-        ranks."""
+        """Return the losses and metrics by name, each divided by its number of targets. totals_K, targets: sums over
+        all ranks."""
         shares: dict[str, float] = {}
         for (name, stream, term, language), value in zip(self.reported, totals_K, strict=True):
             if language or recipe.streams[stream].samples == 0:
@@ -78,7 +77,7 @@ class RowPass:
     """A row on the device. Each forward pass draws the same dropout masks."""
 
     def __init__(self, module: StepModule, row: PackedRow, device: torch.device, seed: tuple[str | int, ...]):
-        """Copy the row to the device and compute the states of its auxiliary inputs. seed: the seed of everything
+        """Copy the row to the device and compute the states of the auxiliary encoders. seed: the seed of everything
         random about the row."""
         self.row, self.seed = row, seed
         self.inputs = to_device(row.inputs, device)
@@ -230,7 +229,7 @@ def share_vectors(module: StepModule, passes: list[RowPass]) -> None:
 
 
 def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
-    """Return the matrix rows of all ranks in the order of ranks, and the index of this rank's first one."""
+    """Return the rows of all ranks' matrices, in the order of ranks, and the index of this rank's first row."""
     if not dist.is_initialized():
         return mine_ND, 0
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine_ND.device) for _ in range(dist.get_world_size())]
@@ -245,12 +244,12 @@ def gather_rows(mine_ND: Tensor) -> tuple[Tensor, int]:
 
 
 def targets_of(totals: dict[tuple[str, str], int], stream: str, recipe: Recipe, term: str) -> int:
-    """Return the count of the whole step by which a term's sum is divided."""
+    """Return the count over the whole step by which a term's sum is divided, at least 1."""
     objective = recipe.streams[stream].objective
     counted = OBJECTIVES[objective].divisors.get(term, term)
     if (stream, counted) not in totals:
         there = ", ".join(name for of, name in totals if of == stream)
-        raise ValueError(f"streams.{stream}, objective {objective}: collate's targets have {there}, and not {counted}")
+        raise ValueError(f"streams.{stream}, objective {objective}: collate's targets have {there}, but not {counted}")
     return max(totals[stream, counted], 1)
 
 

@@ -143,8 +143,8 @@ def reduces_on_request(engine: Any) -> bool:
 def zeros_for_missing(engine: Any) -> None:
     """Give a gradient of zeros to every trainable weight that no pass of this rank has used.
 
-    Without these zeros, a weight that only some ranks use shifts the ranks' buckets against each other; a weight that
-    no rank uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer leaves out the
+    Without these zeros, a weight that only some ranks use makes the ranks' gradient buckets differ; a weight that no
+    rank uses keeps the last step's gradient under offload and at stage 3; and BF16_Optimizer leaves out the
     gradients of weights that this rank has not used when it computes the norm and clips.
     """
     if missing := private.without_gradient(engine):

@@ -1,4 +1,4 @@
-"""Fine-tune an exported encoder, and measure what transfers: zero-shot, supervised, translate-train.
+"""Fine-tune an exported encoder, and measure transfer between languages: zero-shot, supervised, translate-train.
 
 xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.tsv \\
     --test en=test-en.tsv de=test-de.tsv --seeds 0 1 2 --out ner.json
@@ -6,7 +6,7 @@ xscale-finetune --model HF_DIR --task ner --train en=train-en.tsv de=train-de.ts
 It also runs on several ranks: deepspeed --num_gpus N --module xscale.eval.finetune ..., or
 torchrun --nproc_per_node N -m xscale.eval.finetune ...
 
-Exit codes: 0 done, 2 user error, 3 the model is not finite, 4 the machine (disk, file system), else a fault of xscale.
+Exit codes: 0 done, 2 user error, 3 logits not finite, 4 the machine (disk, file system), any other: a bug in xscale.
 """
 
 import sys

@@ -30,7 +30,7 @@ LABEL, LANGUAGE, PARTITION = ("label", "gold_label", "category", "intent"), "lan
 SAME = {"contradictory": "contradiction"}
 """A label in XNLI's translated training text -> the label that it means."""
 AT_ONCE = 8192
-"""Examples in one call of the tokenizer, whose encodings take a hundred times the memory of their text."""
+"""The examples in one call of the tokenizer; their encodings take a hundred times the memory of their text."""
 CLS = np.zeros(1, dtype=np.int64)
 """The position of the state that is classified."""
 NO_GOLD = "-"

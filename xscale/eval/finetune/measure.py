@@ -1,4 +1,4 @@
-"""Does the fine-tuning runs of a task: reads flags and files, and writes tables and files."""
+"""Does the fine-tuning runs of a task: reads flags and text, and writes scores, predictions and models."""
 
 import argparse
 from dataclasses import asdict
@@ -77,7 +77,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.max_length is not None and args.max_length < 16:
         raise UserError(f"--max_length {args.max_length} must be at least 16")
     if len(set(args.seeds)) < len(args.seeds) or min(args.seeds) < 0:
-        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: seeds are different numbers from 0 on")
+        raise UserError(f"--seeds {' '.join(map(str, args.seeds))}: needs different numbers, each 0 or more")
     if not args.train and not args.translated:
         raise UserError("--train LANG=FILE is needed, or --translated")
     for module in ("seqeval", "accelerate"):
@@ -122,7 +122,7 @@ def measure_transfer(args: argparse.Namespace, process: Process | None = None) -
         raise UserError("--code_switch needs --translated LANG=FILE")
     hidden = [data for data in tests.values() if not data.labelled]
     if hidden and not args.predictions:
-        raise UserError(f"{hidden[0].path} has examples without labels; --predictions DIR writes predictions of them")
+        raise UserError(f"{hidden[0].path} has examples without labels; to predict them, give --predictions DIR")
     plan = plan_training(task, train, translated, tests, source, args.code_switch)
     if process is not None:
         ranks.start(process)  # before the model is loaded, since it sets the rank's device

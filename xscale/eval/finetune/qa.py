@@ -23,7 +23,7 @@ from xscale.eval.finetune.tables import column, is_table, read_rows
 from xscale.eval.finetune.task import Encoding, Feature, LabelledExample, Task
 
 QUESTION, STRIDE, ANSWER = 64, 128, 30
-"""BERT's values: the most tokens of a question, the tokens between starts of sequences, the most of an answer."""
+"""BERT's values: the most tokens of a question, the tokens between sequences' starts, the most tokens of an answer."""
 
 
 def read(path: Path, language: str) -> list[LabelledExample]:
@@ -156,7 +156,7 @@ def read_logits(outputs: tuple[np.ndarray, np.ndarray], number: int, feature: Fe
 def predict(
     examples: list[LabelledExample], features: list[Feature], logits: list[np.ndarray], labels: list[str]
 ) -> list[str]:
-    """Each example's answer: the span with the greatest sum of both scores in all sequences of the context."""
+    """Each example's answer: the span with the greatest sum of first and last logit in all sequences of the context."""
     best = [(-np.inf, "")] * len(examples)
     for feature, of_places in zip(features, logits, strict=True):
         assert feature.spans is not None

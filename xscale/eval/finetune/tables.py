@@ -43,7 +43,7 @@ def _load(path: Path) -> Any:
 
     if (path / "dataset_dict.json").exists():
         splits = ", ".join(sorted(folder.name for folder in path.iterdir() if folder.is_dir()))
-        raise UserError(f"{path} has several splits; give one of them: {path}/NAME with NAME of {splits}")
+        raise UserError(f"{path} has several splits; give one of them: {path}/NAME, where NAME is one of {splits}")
     try:
         if (path / "dataset_info.json").exists():
             return datasets.load_from_disk(str(path))

@@ -1,4 +1,4 @@
-"""Tags of words: parts of speech (UD's, from .conllu files) and named entities (PAN-X's), `token<TAB>tag` a line.
+"""Tags of words: parts of speech (UD's .conllu files) and named entities (PAN-X's lines `token<TAB>tag`).
 
 A word's tag is predicted from its first token. A sentence that is longer than a sequence is split between words into
 several, so that every word has a prediction. Local data sets with columns `tokens` and tags are read too.
@@ -32,7 +32,7 @@ TaggedWords = tuple[str, list[str], list[str | None]]
 
 
 def read_pos(path: Path, language: str) -> list[LabelledExample]:
-    """Read CoNLL-U, or the columns of XTREME's folders."""
+    """Read CoNLL-U, a local data set, or lines `word<TAB>tag` as in XTREME's folders."""
     kinds = f"one of UD's: {' '.join(UPOS)}"
     if is_table(path):
         found = _read_table(path, POS_TAGS)
@@ -64,7 +64,7 @@ def is_bio(tag: str) -> bool:
 def _checked_examples(
     path: Path, language: str, found: Iterable[TaggedWords], is_tag: Callable[[str], bool], kinds: str
 ) -> list[LabelledExample]:
-    """The sentences that were found, as examples. Raises UserError for a tag that is not one of `kinds`."""
+    """The sentences of `found` as examples. Raises UserError for a tag that is not one of `kinds`."""
     examples = []
     for key, words, tags in found:
         where = f"{path}: the sentence from line {key}"

@@ -82,15 +82,15 @@ class Task:
     read: Callable[[Path, str], list[LabelledExample]]
     """Reads the examples of a file in a language. Raises UserError."""
     labels: Callable[[list[LabelledExample]], list[str]]
-    """Lists the labels of the head's outputs for this training text."""
+    """Lists the labels of the head's outputs for a training text."""
     encode: Callable[[list[LabelledExample], Encoding], list[Feature]]
     """Makes features, in the order of the examples."""
     head: str
     """The transformers class with the task's head, such as AutoModelForTokenClassification."""
     head_labels: Callable[[list[Feature], int], dict[str, Tensor]]
-    """Makes the labels of B features padded to L tokens, by the names that the class's forward pass takes."""
+    """Makes the labels of B features padded to L tokens, named as arguments of the forward pass of `head`."""
     read_logits: Callable[[Any, int, Feature], np.ndarray]
-    """Takes the logits [S, C] of a feature from the outputs for all features, among which it has this number."""
+    """Takes the logits [S, C] of a feature, by its number, from the model's outputs for all features."""
     predict: Callable[[list[LabelledExample], list[Feature], list[np.ndarray], list[str]], list[Any]]
     """Makes a prediction for each example from the logits [S, C] of each feature."""
     score: Callable[[list[LabelledExample], list[Any], str], dict[str, float]]

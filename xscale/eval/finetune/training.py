@@ -1,4 +1,4 @@
-"""Fine-tuning by transformers' Trainer: an exported encoder under one of transformers' own heads.
+"""Fine-tuning by transformers' Trainer: an exported encoder with one of transformers' own heads.
 
 Shape letters: B sequences, L tokens of the longest one, S states that are read from a sequence, C outputs of the head.
 """
@@ -85,7 +85,7 @@ class FineTuner:
     world: int = 1
 
     def train(self, groups: list[list[Feature]], labels: list[str], seed: int) -> transformers.Trainer:
-        """Train a model. Returns a trainer that has it. groups: each has features that must be in one batch."""
+        """Train a model. Returns the Trainer with this model. groups: each has features that must be in one batch."""
         transformers.set_seed(seed)  # of the new head's weights
         trainer = transformers.Trainer(
             self.load_model(labels), self.arguments(groups, seed), data_collator=self.collator, train_dataset=groups

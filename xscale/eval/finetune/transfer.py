@@ -1,8 +1,8 @@
 """The runs that measure transfer between languages, and the table of their scores.
 
-A run is one training text and one seed. The text decides in which languages it is tested: the source language's text in
-all (zero-shot in the others), another language's text in that language (supervised), and a text that was translated
-into a language in that language (translate-train).
+A run is one training text and one seed. The training text decides in which languages the model is tested: after text of
+the source language in all languages (zero-shot in all but its own), after text of another language in that language
+(supervised), and after text that was translated into a language in that language (translate-train).
 """
 
 import statistics
@@ -42,7 +42,7 @@ def plan_training(
     source: str,
     code_switch: bool,
 ) -> list[TrainingText]:
-    """All training texts with their tests. Raises UserError if a text has no test, or if texts do not fit together."""
+    """All training texts with their tests. Raises UserError if a text has no test, or if labels do not match."""
     found = []
     for language, data in train.items():
         served = list(tests) if language == source else [language] if language in tests else []
@@ -99,8 +99,8 @@ def switch_codes(task: Task, source: TaskData | None, translated: TaskData) -> l
             raise UserError(f"--code_switch is for tasks of two texts, and {task.xtreme} has one; leave it out")
         if task.classes and example.gold != original.gold:
             raise UserError(
-                f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold}, "
-                f"but {original.gold} there"
+                f"{translated.path} does not translate {source.path}: line {example.key} is labelled {example.gold} in "
+                f"the former and {original.gold} in the latter"
             )
         first = original._replace(
             langs=(example.langs[0], original.langs[1]), texts=(example.texts[0], original.texts[1])
