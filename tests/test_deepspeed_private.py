@@ -1,5 +1,4 @@
-"""What xscale/deepspeed_private.py needs of DeepSpeed: an update that changes it fails here. Attributes without which
-every step or checkpoint fails are seen by the runs of tests/test_zero.py and tests/test_training.py."""
+"""What xscale/deepspeed_private.py needs of DeepSpeed, name by name: an update that changes one fails here."""
 
 import ast
 import importlib
@@ -18,9 +17,11 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
 from xscale import deepspeed_private as private
@@ -40,6 +41,11 @@ PRIVATE = re.compile(
 
 def source(thing: Any) -> ast.AST:
     return ast.parse(textwrap.dedent(inspect.getsource(thing)))
+
+
+def attributes(thing: Any) -> set[str]:
+    """Names after a dot in its source, and its methods."""
+    return {n.attr for n in ast.walk(source(thing)) if isinstance(n, ast.Attribute)} | set(dir(thing))
 
 
 def parameters(function: Any) -> list[str]:
@@ -63,6 +69,42 @@ def test_no_other_file_uses_a_private_part() -> None:
             if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("deepspeed.ops"):
                 found.append((path.name, ast.unparse(node)))
     assert found == []
+
+
+ENGINE = {
+    *("optimizer", "lr_scheduler", "checkpoint_engine", "global_steps", "global_samples", "skipped_steps", "module"),
+    *("_global_grad_norm", "get_global_grad_norm", "zero_grad", "zero_optimization_stage", "fp16_enabled", "step"),
+    *("no_sync", "coalesce_grad_reduction", "allreduce_gradients", "backward", "_copy_recovery_script"),
+}
+STAGE_1_AND_2 = {
+    *("averaged_gradients", "params_in_partition", "flatten", "cpu_offload", "check_overflow", "loss_scaler"),
+    *("bit16_groups", "single_partition_of_fp32_groups", "_hp_optimizer_states_linked", "update_lp_params"),
+    *("backward_prologue", "backward_epilogue", "get_gradient_for_reduction", "grad_accum"),
+}
+BF16 = {
+    *("bf16_groups", "fp32_groups_flat_partition", "update_lp_params", "_hp_optimizer_states_linked"),
+    *("backward_prologue", "backward_epilogue", "grad_acc_dtype"),
+}
+STAGE_3 = {
+    *("fp16_groups", "fp32_partitioned_groups_flat", "fp16_partitioned_groups_flat", "fp16_partitioned_groups"),
+    *("persistent_parameters", "unflatten", "checkpoint_event_prologue", "checkpoint_event_epilogue", "loss_scaler"),
+    *("dp_process_group", "ds_numel", "partition_numel"),
+}
+
+
+@pytest.mark.parametrize(
+    ("thing", "names"),
+    [
+        (DeepSpeedEngine, ENGINE),
+        (DeepSpeedZeroOptimizer, STAGE_1_AND_2),
+        (BF16_Optimizer, BF16),
+        (DeepSpeedZeroOptimizer_Stage3, STAGE_3),
+        (partition_parameters.Init, {"ds_id", "ds_shape", "ds_numel", "partition_numel", "partition"}),
+    ],
+    ids=lambda thing: getattr(thing, "__name__", ""),
+)
+def test_attributes(thing: Any, names: set[str]) -> None:
+    assert names - attributes(thing) == set()
 
 
 def test_signatures() -> None:
@@ -174,6 +216,11 @@ def test_keys_of_files() -> None:
 def _keywords(kind: Any) -> set[str]:
     """Of calls, such as dict(module=...)."""
     return {n.arg for n in ast.walk(source(kind)) if isinstance(n, ast.keyword) and n.arg}
+
+
+def test_fragments() -> None:
+    assert {"lp_fragment_address", "hp_fragment_address"} <= set(tensor_fragment.__annotations__)
+    assert list(fragment_address.__annotations__) == ["numel", "start"]
 
 
 def test_versions_that_are_allowed() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoConfig, ModernBertConfig, ModernBertForMaskedLM, Pr
 from tests import launch
 from tests.test_mixture import SOURCES, mixture
 from tests.test_order import SEED, documents
+from xscale.checkpoint.restore import full_weights
 from xscale.config import load_recipe
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch
@@ -349,3 +350,37 @@ def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_pat
     for copy in (*copies.values(), tmp_path / "killed"):
         assert launch.without_times(copy) == expected and launch.trace(copy) == launch.trace(whole), copy
         assert all(torch.equal(t, tensors[n]) for n, t in launch.checkpoint_tensors(copy / last).items()), copy
+
+
+@pytest.mark.slow
+def test_phases_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
+    script, found = str(launch.ROOT / "tests" / "many_runs.py"), []
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        launch.run(world, listed(demo, folder, ["out"], "model.dropout=0.0", "train.max_tokens=400"), script=script)
+        found.append(launch.metrics(folder / "out"))
+    for ours, theirs in zip(*found, strict=True):
+        for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-5), (ours["step"], name)
+
+
+@pytest.mark.slow
+def test_steps_that_are_left_out(demo: Path, tmp_path: Path) -> None:
+    """They read what they would have read, and leave weights and optimizer as they were; a resume among them is
+    exact."""
+    script = str(launch.ROOT / "tests" / "many_runs.py")
+    sets = ["checkpoint.every=1", "checkpoint.keep=50", "data.workers=1", "train.skip_steps=[4, 6-8]"]
+    launch.run(2, listed(demo, tmp_path, ["whole"], *sets), script=script)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    shutil.copytree(whole, killed)
+    for later in range(8, 21):
+        shutil.rmtree(killed / "checkpoints" / f"step_{later:08d}")
+    launch.run(2, listed(demo, tmp_path, ["killed"], *sets), script=script)
+    assert launch.without_times(killed) == launch.without_times(whole)
+    assert [e["step"] for e in launch.metrics(whole) if e.get("excluded")] == [4, 6, 7, 8]
+    assert len(launch.trace(whole)) == 20 * 2
+    weights = [full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
+    train = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()}).train
+    assert all(e["lr"] == train.learning_rate(e["step"] - 1) for e in launch.metrics(whole) if "lr" in e)
