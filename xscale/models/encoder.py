@@ -58,6 +58,12 @@ HEADS: dict[str, Callable[[Any], Head]] = {
 """Model type -> function that finds its masked-LM head."""
 
 
+def set_rope_theta(config: Any, theta: float) -> None:
+    """Set the base of the rotary position embeddings in a config of ModernBERT."""
+    for rope in config.rope_parameters.values():
+        rope["rope_theta"] = float(theta)
+
+
 def _check(config: Any) -> None:
     """Check that a model is an encoder, and that transformers runs it as it was trained. Raises UserError."""
     kind, positions = config.model_type, getattr(config, "position_embedding_type", "absolute")
@@ -129,8 +135,7 @@ class Encoder(nn.Module):
                 f"model.rope_theta is for ModernBERT models with unscaled rotary embeddings; leave it null for this "
                 f"{self.lm.config.model_type} model"
             )
-        for rope in self.lm.config.rope_parameters.values():
-            rope["rope_theta"] = float(theta)
+        set_rope_theta(self.lm.config, theta)
 
     def checkpoint_activations(self) -> None:
         """Make forward passes keep only the layers' inputs; backward passes recompute the rest."""

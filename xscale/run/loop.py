@@ -1,5 +1,6 @@
 """The training loop makes the steps of a run, and reports, evaluates and saves between them."""
 
+import copy
 import json
 import math
 import time
@@ -22,6 +23,7 @@ from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import AlignmentProbe
 from xscale.files import Lock
 from xscale.metric_keys import MetricKey
+from xscale.models.encoder import set_rope_theta
 from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
 from xscale.run.evals import Results, find_measures, find_probes
@@ -426,8 +428,12 @@ class Trainer:
         }
 
     def write_model(self, path: Path) -> None:
-        """Write the model's config and the tokenizer into a checkpoint. Rank 0 only."""
-        self.engine.module.encoder.lm.config.save_pretrained(path / checkpoints.HF)
+        """Write the model's config, with the settings of the checkpoint's last step, and the tokenizer into a
+        checkpoint. Rank 0 only."""
+        config = copy.deepcopy(self.engine.module.encoder.lm.config)
+        if theta := self.recipe.at(max((self.checkpoint_manager.under_way or 0) - 1, 0)).model.rope_theta:
+            set_rope_theta(config, theta)  # the next step may have set another while this thread writes
+        config.save_pretrained(path / checkpoints.HF)
         self.run_spec.tokenizer.hf.save_pretrained(path / checkpoints.HF)
 
     def close(self) -> None:
