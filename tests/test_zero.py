@@ -69,7 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any
         path = tmp_path_factory.mktemp(f"ranks{world}")
         (path / "cases.json").write_text(json.dumps(cases))
         worker = str(launch.ROOT / "tests" / "zero_worker.py")
-        launch.run(world, [str(path / "cases.json"), str(path / "results.json")], script=worker)
+        launch.run(world, [str(path / "cases.json"), str(path / "results.json")], script=worker, timeout=900)
         found[world] = json.loads((path / "results.json").read_text())
     return found
 
