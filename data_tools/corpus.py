@@ -66,7 +66,8 @@ class Rules(Strict):
 
 
 class SourceSpec(Strict):
-    """A source of text: its languages are in `pairs` or `mono`, its files in one key of FORMATS."""
+    """A source of text. `pairs` or `mono` gives its languages (for `shards`, the index does), and one key of FORMATS,
+    such as `tsv`, its files."""
 
     pairs: tuple[str, str] | None = Field(default=None, strict=False)
     mono: str | None = None

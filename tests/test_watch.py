@@ -92,7 +92,7 @@ def test_a_step_that_does_not_end_after_a_signal(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", HANGS, str(tmp_path)], cwd=launch.ROOT, timeout=120)
     told = json.loads((tmp_path / "status.json").read_text())
     assert (done.returncode, told["status"], told["code"]) == (STOPPED, "stopped", STOPPED)
-    assert told["why"].startswith("SIGTERM, but no step has ended in 0 s, in step 8; it is the only rank")
+    assert told["why"].startswith("SIGTERM, but the last save has not begun after 0 s, in step 8; it is the only rank")
     assert "stacks of this rank" in (tmp_path / "rank0.log").read_text()
 
 

@@ -186,7 +186,7 @@ class TrainConfig:
     rank's stack and the rank that the others wait for. Time in which the process was suspended does not count.
     Collectives time out after 30 minutes."""
     stop_limit: PositiveFloat | None = 4.0
-    """The minutes that a run may take to stop after a signal or the time limit; null: no limit. After that it ends
+    """The minutes from a signal or the time limit until the run begins its last save; null: no limit. Then the run ends
     without saving, with exit code 75 and with every rank's stack in the rank's log. Under SLURM, choose less than the
     lead of --signal, so that the job can still be requeued."""
     rollbacks: Annotated[int, Field(ge=0)] = 0
@@ -475,7 +475,7 @@ def load_recipe(name: str, sets: list[str], objectives: dict[str, type]) -> Reci
             f"or give a path ending in .yaml"
         ) from None
     if not isinstance(tree, dict):
-        raise UserError(f"{path}: a recipe is a mapping with model, streams, data, train, checkpoint")
+        raise UserError(f"{path}: a recipe is a mapping with keys such as model, streams, data, train")
     problems: list[str] = []
     for assignment in sets:
         _assign(tree, assignment, problems)

@@ -63,11 +63,11 @@ class SavedPartitions:
         self.places: dict[str, SavedPlace] = {}
         if self.files:
             # The last file is not used, since its part lacks the padding that would make it as long as the others.
-            self.scaler, self.like = self._partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
+            self.scaler, self.like = self._read_partitioned(max(min(int(at * len(self.files)), len(self.files) - 2), 0))
         else:
-            self.scaler, self.like = None, self._whole(names)
+            self.scaler, self.like = None, self._read_whole(names)
 
-    def _partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
+    def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
         """Fill `places` from a rank's file of stage 1, 2 or 3. Returns the loss scaler and the rank's groups."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
@@ -84,7 +84,7 @@ class SavedPartitions:
         self.opened[rank] = [SavedGroup.from_state(*saved) for saved in private.saved_partition(found)]
         return found
 
-    def _whole(self, names: list[str]) -> list[SavedGroup]:
+    def _read_whole(self, names: list[str]) -> list[SavedGroup]:
         """Fill `places` for a checkpoint of stage 0: the model's file has everything, and the optimizer's states are
         numbered instead of named. Returns the groups."""
         weights, states = private.saved_whole(self.model)

@@ -1,4 +1,5 @@
-"""A snapshot of an engine holds, in host memory, the content of the files that DeepSpeed would write.
+"""A snapshot of an engine holds the content of the files that DeepSpeed would write. For a background save it is a
+copy in host memory.
 
 DeepSpeed's own engines that write in the background (`checkpoint.writer`, decoupled) are no substitute: they hand live
 tensors to another process and wait for it before the next update, they need DeepSpeed's aio operator to be compiled,

@@ -210,7 +210,7 @@ class StepDataset(Dataset):
 
     def shortened(self, pair: Record, words: bool) -> Record:
         """The pair, with texts cut to CHARACTERS * max_length characters to save time in tokenisation. words: whether
-        the stream needs the words of the pair, which then stays whole, unless data.overlong drops it anyway."""
+        the stream needs the words of the pair. Such a pair is cut only if data.overlong then drops it."""
         most = CHARACTERS * self.context.max_length
         if max(map(len, pair.texts)) <= most or (words and self.context.overlong != "drop"):
             return pair

@@ -69,7 +69,7 @@ def short_code(lang: str) -> str:
 
 
 def scripts_of(lang: str) -> tuple[str, ...]:
-    """The scripts in which a language's texts may be written; () if the code is unknown."""
+    """The scripts in which a language's texts may be written, by the code's tag if it has one; () if it is unknown."""
     for tag in re.split("[-_]", lang.lower())[1:]:
         if tag in _TAGS:
             return _TAGS[tag]

@@ -137,7 +137,7 @@ def _numbered_through(words: list[np.ndarray], before: np.ndarray) -> np.ndarray
     return np.where(flat < 0, -1, flat + before)
 
 
-def behind(first: Sequences, second: Sequences) -> Sequences:
+def concatenated(first: Sequences, second: Sequences) -> Sequences:
     """The sequences of `first` followed by those of `second`, without word numbers."""
     joined = {
         name: np.concatenate([getattr(first, name), getattr(second, name)])

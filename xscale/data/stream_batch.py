@@ -71,7 +71,7 @@ class Context:
 
 
 class StateIndices(NamedTuple):
-    """The states that a loss reads; each is the sum of the last hidden states at some places."""
+    """The states that a loss reads; each is the sum of the last hidden states of its tokens."""
 
     places: np.ndarray
     """Indices of tokens in the stream batch [K]."""

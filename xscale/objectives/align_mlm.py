@@ -59,14 +59,14 @@ def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Con
             f"streams.{context.stream}: data.lexicons has no entry whose two words are two different single tokens; "
             f"set subwords: mean"
         )
-    picked = part_of_step(len(source.lengths), options.pairs_per_step, context)
+    picked = entries_of_row(len(source.lengths), options.pairs_per_step, context)
     (source_ids, source_starts), (target_ids, target_starts) = source.take(picked), target.take(picked)
     starts = np.concatenate([source_starts, target_starts + len(source_ids)])
     words = {"ids": np.concatenate([source_ids, target_ids]), "starts": starts}
     return replace(stream_batch, arrays=words, targets=stream_batch.targets | {"align": len(picked)})
 
 
-def part_of_step(total: int, wanted: int | None, context: Context) -> np.ndarray:
+def entries_of_row(total: int, wanted: int | None, context: Context) -> np.ndarray:
     """Return the numbers of the dictionary entries that this row uses: its share of the step's entries."""
     share = context.share
     if wanted is None or wanted >= total:

@@ -80,7 +80,7 @@ class Gathering(AuxiliaryState, Protocol):
         """Exchange the vectors. All ranks call it after the last row of a step is read, before the first loss."""
 
     def expect(self, counts: list[int]) -> None:
-        """Set `counts`. It is called before the rows of a step are read."""
+        """Set `counts`, the number of vectors that each rank reads in this step, before its rows are read."""
 
 
 @runtime_checkable

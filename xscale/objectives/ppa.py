@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from xscale import rng
 from xscale.config import STRICT, Count, Fraction, NotNegative
 from xscale.data.packed_row import Index, Tokens
-from xscale.data.sequences import Example, Sequences, behind, join_segments
+from xscale.data.sequences import Example, Sequences, concatenated, join_segments
 from xscale.data.stream_batch import AuxiliaryInputs, Context, StateIndices, StreamBatch, masked_lm
 from xscale.models.encoder import Encoder
 from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
@@ -156,7 +156,7 @@ def collate(samples: list[list[Example]], options: PpaOptions, context: Context)
     query, key = view(sides, context), view([(pair, 1 - side) for pair, side in sides], context)
     return replace(
         stream_batch,
-        sequences=behind(words.sequences, query),
+        sequences=concatenated(words.sequences, query),
         reads=words.reads | {"query": pooled(query, options, len(words.sequences.ids))},
         targets=words.targets | {"moco": len(pairs)},
         arrays={

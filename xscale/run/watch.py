@@ -3,8 +3,8 @@
 A thread of every rank tells the other ranks what its own rank is doing, through torch's TCPStore, by which the ranks
 found each other. A rank that makes no progress for `train.stall_limit` minutes writes its stacks into logs/rankN.log,
 logs which ranks it waits for, and ends with exit code 5. The watch notices processes that are suspended or gone, and
-hangs in a file system, a collective or a lock. A rank that was asked to stop and does not end a step for
-`train.stop_limit` minutes ends with exit code 75.
+hangs in a file system, a collective or a lock. A rank that was asked to stop and has not begun its last
+save after `train.stop_limit` minutes ends with exit code 75.
 """
 
 import faulthandler
@@ -185,7 +185,7 @@ class Watch:
                 told += late
             told = min(told, now if self.stop else math.inf)
             if time.monotonic() - told >= self.stop_limit and not self.stopping:
-                why = f"{self.stop.why}, but no step has ended in {self.stop_limit:.0f} s, {self.doing}"
+                why = f"{self.stop.why}, but the last save has not begun after {self.stop_limit:.0f} s, {self.doing}"
                 self._end(f"{why}; {self._listen(store)}", STOPPED)
             still = time.monotonic() - self.since
             if self.marks != marks:

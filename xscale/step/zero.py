@@ -62,7 +62,7 @@ def keeps_whole_weights(engine: Any) -> bool:
 
 @contextmanager
 def whole_weight(engine: Any, weight: Tensor) -> Iterator[Tensor]:
-    """Yield the whole weight of the module, which may only be read. All ranks call it together."""
+    """Yield the weight, gathered if ZeRO stage 3 partitions it; it may only be read. All ranks call it together."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([weight], enabled=not keeps_whole_weights(engine)):
