@@ -81,7 +81,7 @@ def test_nothing_fits(measure: Measure, hf: Path, tmp_path: Path, tokenizer: Tok
     AutoModelForMaskedLM.from_config(config).save_pretrained(short)
     tokenizer.hf.save_pretrained(short)
     assert measure("--task", "heldout", "--model", short)[0] == 2
-    assert "6 positions" in capsys.readouterr().err
+    assert "6 tokens" in capsys.readouterr().err
 
 
 def test_a_model_that_is_torn_or_not_finite_is_refused(measure: Measure, hf: Path, tmp_path: Path, capsys: Any) -> None:

@@ -191,7 +191,7 @@ def test_a_run_consumes_what_it_would_from_disk(
 ) -> None:
     near, far = (open_spec(at, demo, tmp_path, f"data.workers={workers}") for at in (corpus, url))
     assert near.identity() == far.identity()
-    with pytest.raises(UserError, match="trained on"):
+    with pytest.raises(UserError, match="training data of this run"):
         find_task_sources(EvalTask("heldout", [url]), far)
     assert keys(near) == keys(far)
 

@@ -176,7 +176,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
     )
     run_spec = resolve_run("tlm", ["data.workers=0"], [demo]).calibrated()
     engine = engine_of(run_spec)
-    with pytest.raises(UserError, match="is trained on; give records that are held out"):
+    with pytest.raises(UserError, match="is training data of this run; give records"):
         Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
     with pytest.raises(UserError, match="no stream of the recipe reads any of en"):
         Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
@@ -211,7 +211,7 @@ WRONG = {
     ),
     "kind": ("tlm", ["heldout, data: [{heldout}/en]"], [], r"eval\.heldout: no stream of the recipe reads any of en "),
     "no pairs": ("tlm", ["retrieval, data: [{heldout}/en]"], [], r"eval\.retrieval: .*/en has no pairs"),
-    "trained": ("tlm", ["heldout, data: [{demo}/pairs]"], [], r"eval\.heldout: .* is trained on"),
+    "trained": ("tlm", ["heldout, data: [{demo}/pairs]"], [], r"eval\.heldout: .* is training data of this run"),
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
