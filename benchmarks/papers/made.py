@@ -37,7 +37,7 @@ def make_data(folder: Path) -> Path:
         write(folder / f"{second}.xz", [pair[1] for pair in tests])
     for name, side in (("en_ewt-ud-train", 0), ("en_ewt-ud-test", 0), ("de_pud-ud-test", 1), ("zh_pud-ud-test", 1)):
         write(folder / f"eval/pos/{name}.conllu.xz", [tagged(pair[side]) for pair in pairs])
-    for part in ("train", "test"):
+    for part in ("train", "dev"):
         for lang, side in (("en", 0), ("de", 1), ("zh", 1)):
             write(folder / f"eval/ner/{part}-{lang}.tsv.xz", [named(pair[side]) for pair in pairs[:TAGGED]])
     (folder / "done").touch()

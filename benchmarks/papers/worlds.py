@@ -112,9 +112,9 @@ def make_real(spec: dict[str, Any], scale: dict[str, Any], data: Path, out: Path
         train, test = (str(data / spec["pos"][part]) for part in ("train", "test"))
         tasks["pos"] = {"train": {langs[0]: train}, "test": {langs[1]: test}}
     if "ner" in spec:
-        files = {part: {lang: str(data / f"{spec['ner']}/{part}-{lang}.tsv.xz") for lang in langs} for part in
-                 ("train", "test")}  # fmt: skip
-        tasks["ner"] = {"train": files["train"], "test": {langs[1]: files["test"][langs[1]]}}
+        ner, dev = (data / f"{spec['ner']}/{part}" for part in ("train", "dev"))  # XTREME's tests have no labels
+        tasks["ner"] = {"train": {lang: f"{ner}-{lang}.tsv.xz" for lang in langs},
+                        "test": {langs[1]: f"{dev}-{langs[1]}.tsv.xz"}}  # fmt: skip
     if tasks:
         write(out / "tasks.json", [json.dumps(tasks)])
 
