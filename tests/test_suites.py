@@ -186,6 +186,10 @@ def test_means_by_script_and_by_training() -> None:
     )
     assert list(found["mean over 2 languages in CYRILLIC cosine"]["accuracy"].resampled()) == pytest.approx([1.6] * 3)  # type: ignore[attr-defined]
     assert [row for row in suites.with_means(rows) if "trained" in row] == []
+    twice = {row: of_one for row, of_one in rows.items() if row.endswith("cosine")} | {
+        "de-en cosine": rows["en-ru cosine"]
+    }
+    assert "mean over 6 rows of 5 languages cosine" in suites.with_means(twice)
     of_texts = {row: {"loss": bootstrap.Score(1, lambda: np.ones(3))} for row in ("en", "de", "ru", "uk", "ja", "sr")}
     means = [row for row in suites.with_means(of_texts, ["en", "de"]) if row not in of_texts]
     assert means == [

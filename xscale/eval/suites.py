@@ -181,7 +181,9 @@ def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dic
         shared = [name for name in rows[names[0]] if all(isinstance(rows[row].get(name), Score) for row in names)]
         for label, group in (groups_of(names, trained) if shared else {}).items():
             means: Scores = {name: mean([rows[row][name] for row in group]) for name in shared}
-            found[f"mean over {len(group)} {label} {variant}".strip()] = means
+            count = count_languages(group)  # of one test set, this is the number of rows
+            over = f"{count}" if count == len(group) else f"{len(group)} rows of {count}"
+            found[f"mean over {over} {label} {variant}".strip()] = means
     return found
 
 
@@ -189,8 +191,7 @@ def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[s
     """Name of a mean, such as `languages` -> the rows that it is over. English counts only in rows with it alone."""
     kinds: list[dict[str, list[str]]] = [{}, {}]
     for row in rows:
-        languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])
-        languages = [language for language in languages if not ENGLISH.match(language)] or languages
+        languages = languages_of(row)
         scripts = {scripts_of(language) for language in languages}
         known = {short_code(language) in map(short_code, trained) for language in languages}
         if len(scripts) == 1 and len(script := min(scripts)) == 1:
@@ -199,9 +200,20 @@ def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[s
             kinds[1].setdefault("trained languages" if True in known else "languages not trained", []).append(row)
     found = {"languages": list(rows)} if len(rows) > 1 else {}
     for groups in kinds:
-        large = {label: group for label, group in groups.items() if len(group) > 1}
+        large = {label: group for label, group in groups.items() if count_languages(group) > 1}
         found |= large if len(large) > 1 else {}
     return found
+
+
+def languages_of(row: str) -> list[str]:
+    """The languages in the name of a results row. English is one of them only if it is alone."""
+    languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])
+    return [language for language in languages if not ENGLISH.match(language)] or languages
+
+
+def count_languages(rows: Sequence[str]) -> int:
+    """The number of different languages, or pairs of them, of results rows; `de-en` and `deu-eng` are one."""
+    return len({tuple(map(short_code, languages_of(row))) for row in rows})
 
 
 def table(of_models: Mapping[str, Results], trained: Collection[str]) -> list[list[str]]:
