@@ -317,7 +317,7 @@ def test_row(run_spec: RunSpec, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("run_spec", [0.1], indirect=True)
 def test_row_repeats_on_deterministic_algorithms(run_spec: RunSpec) -> None:
-    """With deterministic algorithms, losses and gradients with dropout repeat bit for bit, as exact resumes need."""
+    """Losses and gradients with dropout repeat bit for bit under deterministic algorithms, as exact resumes need."""
     row = first_row(run_spec)
     ranks.set_deterministic(True)
     try:

@@ -144,7 +144,7 @@ def now() -> float:
 
 
 class Loop:
-    """What the two loops share: the engine, the times, and the loop's own memory on a GPU that holds several loops."""
+    """The base of both loops has the engine, the times, and the loop's own memory on a GPU that holds several loops."""
 
     kind = ""
 

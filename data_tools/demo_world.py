@@ -359,7 +359,7 @@ class Composer:
         return known
 
     def some(self, pos: Word | str, kind: str, probability: float = 1.0) -> Part:
-        """With this probability an invariable word sampled from a pool, otherwise NOTHING."""
+        """Return an invariable word from a pool with this probability, otherwise NOTHING."""
         return self.express(self.draw(pos, kind)) if self.chance(probability) else NOTHING
 
     def mark(self, sign: str) -> Part:

@@ -626,7 +626,7 @@ def test_onnx_has_the_states_of_transformers(demo: Path, tokenizer: Tokenizer, t
 def test_onnx_is_where_sentence_transformers_looks(
     ended: tuple[StepModule, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """By the command, of the first layer; what differs from PyTorch is refused and not written."""
+    """An export of the first layer gets ONNX, too. States that differ from PyTorch's are refused and not written."""
     from sentence_transformers.backend.utils import backend_should_export
 
     assert export_onnx(ended[1], tmp_path / "hf", monkeypatch, capsys, "--layers", "1")[0] == 0
