@@ -10,7 +10,7 @@ are errors, and all problems are reported at once.
     heldout: {pairs: 1000, mono: 1000}
     lexicons: [muse/en-cs.txt]
 
-Paths are relative to the folder in which the command is started.
+Paths are relative to the folder in which the command is started. A source's file may be at a URL, which fsspec reads.
 """
 
 import re
@@ -26,7 +26,7 @@ from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
-PAIRS_ONLY, MONO_ONLY = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu")
+PAIRS_ONLY, MONO_ONLY, FOLDERS = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu"), ("datasets", "shards")
 
 
 class Strict(BaseModel):
@@ -111,6 +111,16 @@ class SourceSpec(Strict):
         given = getattr(self, self.format)
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
+    def moved(self, places: dict[str, Path]) -> "SourceSpec":
+        """This source, with a path here in place of each URL. places: the path of each URL."""
+        given = {self.format: getattr(self, self.format), "links": self.links}
+        for key, value in given.items():
+            if isinstance(value, str):
+                given[key] = str(places.get(value, value))
+            elif isinstance(value, list | tuple):
+                given[key] = type(value)(str(places.get(path, path)) for path in value)
+        return self.model_copy(update=given)
+
     @property
     def langs(self) -> tuple[str, ...]:
         return self.pairs or (self.mono or "",)
@@ -133,6 +143,8 @@ class SourceSpec(Strict):
             raise ValueError(f"text: {self.text!r} must be two files for pairs, such as [a.en, a.de]")
         if self.text == []:
             raise ValueError("text: [] must name files or folders")
+        if any(map(is_url, self.paths)) and given[0] in FOLDERS:
+            raise ValueError(f"{given[0]}: {self.paths[0]!r} must be a folder on a disk; copy it")
         self._check_columns(given[0])
         if self.name is not None and not NAME.fullmatch(self.name):
             raise ValueError(f"name: {self.name!r} must have only letters, digits, _, - and ., and no leading - or .")
@@ -211,6 +223,10 @@ class Corpus(Strict):
         return sorted({group_of(source) for source in self.sources})
 
 
+def is_url(path: str) -> bool:
+    return "://" in path
+
+
 def group_of(source: SourceSpec) -> tuple[str, ...]:
     return tuple(sorted(source.langs))
 
@@ -232,6 +248,8 @@ def load_corpus(path: Path) -> Corpus:
         raise UserError(f"{path} must be a mapping with {', '.join(Corpus.model_fields)}")
     for source in tree["sources"] if isinstance(tree.get("sources"), list) else ():
         if isinstance(source, dict) and isinstance(source.get("shards"), str):
+            if is_url(source["shards"]):
+                raise UserError(f"{path}: shards: {source['shards']!r} must be a folder on a disk; copy it")
             langs = Source(source["shards"]).langs
             given = {"pairs": list(langs)} if len(langs) == 2 else {"mono": langs[0]}
             if source.keys() & {"pairs", "mono"}:

@@ -21,13 +21,15 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from xscale import files
+from xscale.data.remote import fetch_file
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
 from .cleaning import identifier, lid_code
-from .corpus import Corpus, load_corpus
+from .corpus import Corpus, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
 EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard")
@@ -61,7 +63,7 @@ def check(corpus: Corpus) -> None:
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in (*source.paths, *rules.exclude):
-            if not Path(path).exists():
+            if not Path(path).exists() and not (is_url(path) and path in source.paths):
                 raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
         for lang in source.langs if rules.lid else ():
             if lid_code(lang) not in identifier().labels:
@@ -86,6 +88,24 @@ def check_lexicons(corpus: Corpus) -> None:
             raise UserError(f"lexicons: {path} must be plain text with a name of its own, such as en-de.txt; rename it")
         names.add(path.name)
         read_entries(path)
+
+
+def fetch(corpus: Corpus, folder: Path) -> Corpus:
+    """Download the sources' files that are at URLs, unless an earlier start did. Returns the corpus with their paths
+    here. Raises OSError or UserError."""
+    places = {}
+    for url in (path for source in corpus.sources for path in source.paths if is_url(path)):
+        name = urlsplit(url).path.rpartition("/")[2]
+        if not name:
+            raise UserError(f"{url} must be a file; name each file in corpus.yaml")
+        path = places[url] = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+        if path.exists():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"fetching {url}", file=sys.stderr, flush=True)
+        if not fetch_file(url, path, check=lambda _: None, optional=True):
+            raise UserError(f"{url}: the server has no such file; correct it in corpus.yaml")
+    return corpus.model_copy(update={"sources": [source.moved(places) for source in corpus.sources]})
 
 
 def files_below(paths: list[str]) -> list[Path]:
@@ -147,6 +167,9 @@ def describe(corpus: Corpus) -> str:
     """A description of what the command would do, estimated from the first units of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
+        if any(map(is_url, source.paths)):
+            lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, not counted, since it is at a URL")
+            continue
         most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
         seen = list(islice(readers.read_units(source), most))
         beside = RECORD_BYTES if source.shards else 1
@@ -183,6 +206,7 @@ def run(args: argparse.Namespace) -> None:
     folder.mkdir(exist_ok=True)
     lock, executor = claim(folder), Executor(args.executor, args.workers, folder)
     try:
+        corpus = fetch(corpus, folder)
         start(corpus, folder, args.out)
         for name, (step, count) in steps.STEPS.items():
             done = executor.run(name, step, count(folder))

@@ -11,12 +11,14 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -25,6 +27,7 @@ import pytest
 import yaml
 import zstandard
 
+import tests.test_remote
 from benchmarks.sentences import WRITTEN, joint
 from data_tools import align, cleaning, engine, prepare, readers, steps
 from data_tools.corpus import Rules, SourceSpec, load_corpus
@@ -33,6 +36,7 @@ from data_tools.sentences import split_sentences
 from tests import launch
 from tests.slurm_cluster import cluster, wait_for
 from xscale import files
+from xscale.data import remote
 from xscale.data.lexicon import find_lexicons
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
@@ -678,6 +682,34 @@ def command(folder: Path, tree: dict, out: str, workers: int, **environment: str
         stderr=(folder / "log").open("a"),
         start_new_session=True,
     )
+
+
+def test_sources_at_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The result is that from a disk, though answers fail, and a file is fetched once, also if a start was killed."""
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(tests.test_remote.Handler, "faults", faults := tests.test_remote.Faults(), raising=False)
+    files = [*moses(tmp_path, PAIRS, ".gz", gzip.compress), tsv(tmp_path, PAIRS)]
+    faults.next = {"m.tsv": ["fail", "cut", ""]}
+
+    def sources(at: Callable[[str], str]) -> list[dict]:
+        text = {"pairs": ["en", "de"], "text": [at(files[0]), at(files[1])], "name": "a"}
+        return [text, {"pairs": ["en", "de"], "tsv": at(files[2]), "columns": [3, 2]}]
+
+    handler = partial(tests.test_remote.Handler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/"
+        tree = {"sources": sources(lambda path: address + Path(path).name)}
+        absent = address + "m.zip"
+        with pytest.raises(UserError, match=re.escape(absent)):
+            run(tmp_path, tree | {"sources": [*tree["sources"], {"pairs": ["en", "de"], "opus": absent, "name": "b"}]})
+        made = run(tmp_path, tree)
+        server.shutdown()
+    assert hashes(made) == hashes(run(tmp_path, {"sources": sources(str)}, out="disk"))
+    assert faults.asked["m.en.gz"] == faults.asked["m.de.gz"] == 1 and faults.asked["m.tsv"] == 3
+    assert not (tmp_path / "out.incomplete").exists()
+    prepare.run(prepare.parse_arguments([str(written(tmp_path, tree)), "--dry_run"]))
+    assert capsys.readouterr().out.count("at a URL") == 2
 
 
 @pytest.mark.slow
