@@ -47,6 +47,15 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
         assert load_recipe(str(tmp_path / "recipe.yaml"), [], options).train.steps == 20
 
 
+@pytest.mark.parametrize("scale", ["cpu", "h100", "paper"])
+def test_xlm_reads_a_fourth_as_much_tlm(driver: Any, tmp_path: Path, scale: str) -> None:
+    """At every scale, XLM reads a fourth as many tokens of pairs as of text (Tang et al., G.3)."""
+    grid = driver.Grid(Namespace(grid="tang", scale=scale, out=tmp_path, data=tmp_path, only=[], set=[]))
+    recipe = grid.recipe(grid.grid["arms"]["xlm"], 20, tmp_path, None)
+    mlm, tlm = recipe["streams"]["mlm"], recipe["streams"]["tlm"]
+    assert tlm["tokens"] == pytest.approx(mlm["samples"] * recipe["data"]["max_length"] / 4, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

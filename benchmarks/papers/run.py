@@ -121,6 +121,7 @@ class Grid:
     def recipe(self, arm: dict[str, Any], steps: int, world: Path, init: Path | None) -> dict[str, Any]:
         """The arm's shipped recipe with fields of the scale, the grid and the arm; without streams that are null."""
         recipe = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
+        length_ratio = self.scale["max_length"] / recipe.get("data", {}).get("max_length", 128)
         fields = {
             "model.preset": self.scale["preset"],
             "model.tokenizer": str(world / "tokenizer"),
@@ -149,6 +150,8 @@ class Grid:
         for stream in recipe["streams"].values():
             if stream.get("samples"):
                 stream["samples"] = max(round(stream["samples"] * self.scale["samples"]), 1)
+            elif stream.get("tokens"):
+                stream["tokens"] = round(stream["tokens"] * self.scale["samples"] * length_ratio)
         return recipe
 
     def train(self, cell: Cell, arm: dict[str, Any], steps: int, init: Path | None) -> Path:
