@@ -603,6 +603,7 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
         ("--train en=de.tsv --lr nan", "--lr nan"),
         ("--train en=de.tsv --predictions de.tsv", "de.tsv/predictions.json"),
         ("--train en=de.tsv --seeds 1 1", "--seeds 1 1"),
+        ("--train en=de.tsv --keep=", "--keep= is empty"),
     ],
 )
 def test_what_a_user_does_wrong_is_said_before_any_work(

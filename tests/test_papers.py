@@ -39,12 +39,15 @@ def test_grids_name_what_there_is(driver: Any, tmp_path: Path, name: str, scale:
     cells = [f"{world}/{arm}" for part in grid.grid["cells"] for world in part["worlds"] for arm in part["arms"]]
     assert {one for pair in grid.grid["compare"] for one in pair} <= grid.grid["arms"].keys() | set(cells)
     assert "steps" in grid.scale and {"epochs", "limit", "lr", "seeds"} == grid.scale["tune"].keys()
-    options = {objective: of.options for objective, of in OBJECTIVES.items()}
+    options, dropouts = {objective: of.options for objective, of in OBJECTIVES.items()}, set()
     for arm in filter(None, [*grid.grid["arms"].values(), grid.grid.get("pretrain")]):
         shipped = yaml.safe_load((RECIPES / f"{arm['recipe']}.yaml").read_text(encoding="utf-8"))
         assert {key.split(".")[1] for key in arm if key.startswith("streams.")} <= shipped["streams"].keys(), arm
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(grid.recipe(arm, 20, tmp_path, None)), encoding="utf-8")
-        assert load_recipe(str(tmp_path / "recipe.yaml"), [], options).train.steps == 20
+        recipe = load_recipe(str(tmp_path / "recipe.yaml"), [], options)
+        assert recipe.train.steps == 20
+        dropouts.add(recipe.model.dropout)
+    assert len(dropouts) == 1, "arms that are compared have one dropout"
 
 
 @pytest.mark.parametrize("scale", ["cpu", "h100", "paper"])

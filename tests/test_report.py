@@ -772,6 +772,7 @@ def broken(name: str, text: str) -> Callable[[Path], list[object]]:
         (lambda folder: [folder, "--scores", "x"], "give --out"),
         (lambda folder: ["--models", "x", "--out", folder / "r.html"], "--models and --pairs go together"),
         (lambda folder: ["--scores", "x", "--out", folder], "is a directory; give a file"),
+        (lambda folder: ["--scores", "x", "--out", folder / "r.html", "--png="], "--png= is empty"),
         (lambda folder: ["--scores", folder / "x", "--out", folder / "r.html"], "x cannot be read (No such file"),
         (broken("run/metrics.jsonl", '{"step": 1}\n[2]\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),
         (broken("run/metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n'), "metrics.jsonl, line 2, is no JSON object"),

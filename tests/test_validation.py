@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from tests import launch, plain
 from tests.rows import one_thread  # noqa: F401
 from tests.test_training import same_checkpoint, wait_for
 from xscale import config, export
-from xscale.config import EvalTask
+from xscale.config import EvalConfig, EvalTask
 from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
@@ -30,7 +31,7 @@ from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, check_number
+from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
@@ -180,6 +181,31 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         Heldout(EvalTask(name="heldout", data=[str(demo / "pairs")]), run_spec, engine, ALONE, print)
     with pytest.raises(UserError, match="no stream of the recipe reads any of en"):
         Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
+
+
+def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path) -> None:
+    """By the states of token type 0, the neutral one, as transformers has them; a loss in it is refused."""
+    sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
+    run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
+    task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)
+    check_tasks(replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task]))), stage=2)
+    with torch.no_grad():
+        engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
+    (scores,) = Retrieval(task, run_spec, engine, ALONE, print).measure().values()
+    (source,) = find_sources([heldout / "pairs"])
+    lm, numbers = engine.module.encoder.lm.eval(), {"en": 1 + run_spec.languages.index("en"), "xx": 0}
+    sides = []
+    for side, language in enumerate(source.langs):
+        vectors = []
+        for number in range(60):
+            ids = run_spec.tokenizer.hf(source.read(0, number).texts[side], return_tensors="pt").input_ids
+            with torch.no_grad():
+                states = lm.base_model(ids, token_type_ids=torch.full_like(ids, numbers[language])).last_hidden_state
+            vectors.append(F.normalize(states[0, 1:-1].mean(0), dim=0))
+        sides.append(torch.stack(vectors))
+    assert scores == accuracies(sides[0], sides[1], "cosine", source.langs)
+    with pytest.raises(UserError, match=r"has text in xx, but the run's --data has none; leave it out"):
+        Heldout(replace(task, name="heldout"), run_spec, engine, ALONE, print)
 
 
 @pytest.fixture(scope="module")

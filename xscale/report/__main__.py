@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, print_anything, report_environment_error
+from xscale.errors import UserError, check_arguments, print_anything, report_environment_error
 from xscale.report import tables
 from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     print_anything()
     try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
         while report(args) and args.watch:
             time.sleep(WATCH_S)
         if args.out:

@@ -12,7 +12,7 @@ Exit codes: 0 done, 2 user error, 3 logits not finite, 4 the machine (disk, file
 import sys
 
 from xscale import ranks
-from xscale.errors import NotFinite, UserError, report_environment_error, run_command
+from xscale.errors import NotFinite, UserError, check_arguments, report_environment_error, run_command
 from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
 from xscale.plugins import load_plugins
 from xscale.ranks import Process
@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv, __doc__)
     process = Process(0, 1, 0, 1)  # until it is found
     try:
+        check_arguments(sys.argv[1:] if argv is None else argv)
         ranks.check_launch()
         process = ranks.find_process()
         check_flags(args)

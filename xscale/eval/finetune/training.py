@@ -98,7 +98,7 @@ class FineTuner:
         if self.task.classes:
             names = {"id2label": dict(enumerate(labels)), "label2id": {label: n for n, label in enumerate(labels)}}
         try:
-            return getattr(transformers, self.task.head).from_pretrained(path, **names)
+            return getattr(transformers, self.task.head).from_pretrained(path, trust_remote_code=False, **names)
         except ValueError:
             raise UserError(
                 f"{path}: transformers has no {self.task.head} for this type of model; take one of another type"
