@@ -77,7 +77,7 @@ def summary(out: Path, report: dict[str, Any]) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    parts = ["<h1>Corpus</h1>", "<h2>Sources</h2>"]
+    parts = ["<h2>Sources</h2>"]
     head = ["source", "languages", "licence", "read", "changed", "removed", "held out", "records", "linked", "MB"]
     rows = []
     for source in report["sources"]:
@@ -102,9 +102,14 @@ def page(report: dict[str, Any]) -> str:
                 for rule, n in source["removed"].items()]  # fmt: skip
         if rows:
             parts.append(f"<h3>{escape(source['name'])}</h3>" + table(["rule", "removed", "examples"], rows))
+    return document("Corpus", parts)
+
+
+def document(title: str, parts: list[str]) -> str:
+    """A page of HTML."""
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:top}"
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Corpus</title><style>{style}</style>'
-            f"<body>{''.join(parts)}</body></html>\n")  # fmt: skip
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+            f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n")  # fmt: skip
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:

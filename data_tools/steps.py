@@ -345,7 +345,7 @@ def train_tokenizer(folder: Path, number: int) -> None:
     loaded, report = Tokenizer(place.absolute()), {}
     for lang, texts in sorted(sample.texts.items()):
         ids = loaded.encode(texts)
-        tokens = sum(map(len, ids)) - 2 * len(ids)
+        tokens = sum(map(len, ids))
         report[lang] = {
             "sentences": counts[lang],
             "tokens_per_word": round(tokens / sum(len(in_text) for in_text, _ in words.split(texts)), 3),

@@ -27,6 +27,7 @@ import numpy as np
 import pytest
 import yaml
 import zstandard
+from transformers import PreTrainedTokenizerFast
 
 import tests.test_remote
 from benchmarks.sentences import WRITTEN, joint
@@ -653,6 +654,10 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     report = json.loads((out / "report.json").read_text())
     assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
     assert report["sources"][1]["licence"] == "CC0"
+    hf = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
+    english = [texts[0] for langs, texts in stored(out / "shards") if langs[0] == "en"]
+    tokens = sum(len(hf.tokenize(text)) for text in english) / sum(len(re.findall(r"\w+|[^\w\s]", t)) for t in english)
+    assert report["tokenizer"]["languages"]["en"]["tokens_per_word"] == pytest.approx(tokens, abs=0.001)
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
     with pytest.raises(UserError, match="out exists"):
         run(tmp_path, tree)
