@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import count, islice
 from pathlib import Path
@@ -13,6 +16,7 @@ from transformers import AutoTokenizer
 from data_tools import demo_corpus, inspect, tokenizer, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
+from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
@@ -59,6 +63,20 @@ def test_a_file_is_not_its_own_translation(tmp_path: Path, corpus_files, write_p
     src, _ = corpus_files(["a"], ["A"])
     with pytest.raises(UserError, match="are the same file"):
         write_pairs(src, src, tmp_path / "out")
+
+
+def test_standard_input_and_pipes(tmp_path: Path) -> None:
+    """They are read once, so several processes cannot share them, and --align cannot read them again."""
+    words = [sys.executable, "-m", "data_tools.write_shards", "mono", "--text", "-", "--lang", "en", "--out", "out"]
+    done = subprocess.run(words, input=b"One here. Two there.\nThree.\n", cwd=tmp_path, capture_output=True,
+                          env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (source,) = find_sources([tmp_path / "out"])
+    assert [source.read(0, n).texts[0] for n in range(3)] == ["One here.", "Two there.", "Three."]
+    os.mkfifo(tmp_path / "pipe")
+    pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "pipe", "--langs", "en", "de", "--align"]
+    with pytest.raises(UserError, match="pipe is a pipe, .* to a file"):
+        write_shards.main(Ranks(), [*map(str, [*pair, "--out", tmp_path / "x"])])
 
 
 def test_hidden_files_are_no_text(tmp_path: Path) -> None:
