@@ -75,7 +75,7 @@ def test_standard_input_and_pipes(tmp_path: Path) -> None:
     assert [source.read(0, n).texts[0] for n in range(3)] == ["One here.", "Two there.", "Three."]
     os.mkfifo(tmp_path / "pipe")
     pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "pipe", "--langs", "en", "de", "--align"]
-    with pytest.raises(UserError, match="pipe is a pipe, .* to a file"):
+    with pytest.raises(UserError, match=r"pipe is a pipe, .* to a file"):
         write_shards.main(Ranks(), [*map(str, [*pair, "--out", tmp_path / "x"])])
 
 
