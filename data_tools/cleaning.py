@@ -177,18 +177,21 @@ class Hit(NamedTuple):
 
 
 class Exclusion:
-    """The lines of evaluation files, in which texts are searched."""
+    """The lines of evaluation files, in which texts are searched. Raises UserError."""
 
     def __init__(self, names: tuple[str, ...]):
         self.places, lines = list[tuple[str, int]](), list[str]()
         self.exact = dict[bytes, int]()
         """The number of a line by its `letters_hash`."""
         for name in names:
+            before = len(lines)
             for number, line in read_lines(Path(name)):
                 if key := letters_hash(line):
                     self.exact.setdefault(key, len(lines))
                     self.places.append((name, number))
                     lines.append(line)
+            if len(lines) == before:
+                raise UserError(f"rules.exclude: {name} has no text; give a file of evaluation text, or leave it out")
         bands = band_hashes(lines)
         self.order = np.argsort(bands, axis=0, kind="stable")
         self.bands = np.take_along_axis(bands, self.order, axis=0)
@@ -197,7 +200,7 @@ class Exclusion:
         """What excludes each text."""
         near = np.full(len(texts), -1)
         bands = band_hashes(texts)
-        for band in range(BANDS if len(self.places) else 0):
+        for band in range(BANDS):
             at = np.searchsorted(self.bands[:, band], bands[:, band]).clip(max=len(self.bands) - 1)
             same = (self.bands[at, band] == bands[:, band]) & (near < 0)
             near[same] = self.order[at[same], band]

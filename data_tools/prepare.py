@@ -30,7 +30,7 @@ from xscale.data.scripts import short_code
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
-from .cleaning import identifier, langid
+from .cleaning import exclusion, identifier, langid
 from .corpus import Corpus, SourceSpec, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
@@ -164,7 +164,7 @@ def start(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists; choose another --out, or remove it")
-    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of):
+    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of, exclusion):
         cache.cache_clear()
     plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
     begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks

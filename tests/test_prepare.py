@@ -310,6 +310,9 @@ def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
     assert removed == [{"exclude": 2, "exclude (near)": 1}, {"exclude (near) (sentences)": 1}]
     for line in (2, 3, 4):
         assert f"test.en: line {line}" in (out / "report.html").read_text()
+    (tmp_path / "test.en").write_text("\n")
+    with pytest.raises(UserError, match=r"test\.en has no text"):
+        run(tmp_path, tree, out="none")
 
 
 @pytest.mark.parametrize("form", ["tsv", "jsonl"])
