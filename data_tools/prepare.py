@@ -79,10 +79,13 @@ def check(corpus: Corpus) -> None:
             identifier(rules.lid)
         if "ftfy" in rules.normalise and not importlib.util.find_spec("ftfy"):
             raise UserError("rules.normalise: ftfy is not installed: `pip install ftfy`, or leave it out")
-    read = Counter((group_of(source), source.columns, *source.paths) for source in corpus.sources)
-    for (_, _, path, *_), times in read.items():
+    read = Counter((group_of(source), source.columns, tuple(source.paths)) for source in corpus.sources)
+    for (_, _, paths), times in read.items():
         if times > 1:
-            print(f"warning: {path} is read by {times} sources; without `dedup` its text counts twice", file=sys.stderr)
+            print(
+                f"warning: {paths[0]} is read by {times} sources; without `dedup` its text counts twice",
+                file=sys.stderr,
+            )
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
