@@ -3,16 +3,18 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from xscale.data.scripts import short_code
 from xscale.data.text import read_lines
 from xscale.data.words import is_blank
+from xscale.errors import UserError
 
 from .corpus import Rules
 from .readers import Unit
@@ -31,7 +33,15 @@ SAME_WORDS = 4
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\ufeff]")
 _NO_LETTERS = re.compile(r"[\W_]+")
 
+
+def _ftfy(text: str) -> str:
+    import ftfy
+
+    return ftfy.fix_text(text)
+
+
 NORMALISE: dict[str, Callable[[str], str]] = {
+    "ftfy": _ftfy,
     "nfc": lambda text: unicodedata.normalize("NFC", text),
     "controls": lambda text: _CONTROLS.sub(" ", text),
     "spaces": lambda text: " ".join(text.split()),
@@ -68,10 +78,16 @@ class Cleaner:
     def __init__(self, rules: Rules, langs: tuple[str, ...]):
         self.rules, self.langs, self.removed, self.changed = rules, langs, Removed(), 0
         self.normalise = [NORMALISE[name] for name in NORMALISE if name in rules.normalise]
-        self.excluded = excluded_letters(tuple(rules.exclude))
 
     def clean(self, unit: Unit) -> list[str]:
-        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit."""
+        """The clean sides of a pair or sentences of a document; an empty list if a rule removes the unit. The rule
+        `exclude` is in `without_excluded`."""
+        if len(unit.texts) < len(self.langs):
+            self.removed.add("language missing" if len(self.langs) == 2 else "empty", [])
+            return []
+        if below(unit.score, self.rules.score):
+            self.removed.add("score", unit.texts[: len(self.langs)])
+            return []
         texts = [self.normalised(text) for text in unit.texts]
         self.changed += texts != [text.strip() for text in unit.texts]
         if len(self.langs) == 2:
@@ -105,8 +121,6 @@ class Cleaner:
             return "length"
         if self.rules.ratio and max(sizes) > self.rules.ratio * min(sizes):
             return "ratio"
-        if self.excluded and any(letters_hash(text) in self.excluded for text in texts):
-            return "exclude"
         return ""
 
     def unit_reason(self, texts: list[str]) -> str:
@@ -118,10 +132,35 @@ class Cleaner:
         sides = texts if len(self.langs) == 2 else [" ".join(texts)[:1000]]
         for text, lang in zip(sides, self.langs, strict=True):
             if sum(map(str.isalpha, text)) >= LID_LETTERS:
-                found, probability = identifier().classify(text)
-                if found != lid_code(lang) and probability >= LID_PROBABILITY:
+                found, probability = identifier(self.rules.lid)(text)
+                if found != short_code(lang) and probability >= LID_PROBABILITY:
                     return "lid"
         return ""
+
+    def without_excluded(self, units: list[tuple[Unit, list[str]]]) -> list[tuple[Unit, list[str]]]:
+        """The units, each with its clean texts, without the pairs and sentences that the rule `exclude` removes."""
+        if not self.rules.exclude:
+            return units
+        hits = exclusion(tuple(self.rules.exclude)).find([text for _, texts in units for text in texts])
+        kept = []
+        for unit, texts in units:
+            found = [next(hits) for _ in texts]
+            if len(self.langs) == 2:
+                if hit := next(filter(None, found), None):
+                    self.removed.add(hit.rule, [*texts, hit.place])
+                    texts = []
+            else:
+                for text, hit in zip(texts, found, strict=True):
+                    if hit:
+                        self.removed.add(f"{hit.rule} (sentences)", [text, hit.place])
+                texts = [text for text, hit in zip(texts, found, strict=True) if not hit]
+            if texts:
+                kept.append((unit, texts))
+        return kept
+
+
+def below(score: float | None, least: float | None) -> bool:
+    return score is not None and least is not None and not score >= least  # also if the score is not a number
 
 
 def letters_hash(text: str) -> bytes:
@@ -130,23 +169,88 @@ def letters_hash(text: str) -> bytes:
     return blake2b(folded.encode(), digest_size=8).digest() if folded else b""
 
 
-@cache
-def excluded_letters(names: tuple[str, ...]) -> frozenset[bytes]:
-    """The set of `letters_hash` of all lines of the exclusion files. Raises UserError."""
-    return frozenset(letters_hash(line) for name in names for _, line in read_lines(Path(name))) - {b""}
+class Hit(NamedTuple):
+    """What excludes a text: the rule's name, and the file and line of the evaluation text."""
+
+    rule: str
+    place: str
+
+
+class Exclusion:
+    """The lines of evaluation files, in which texts are searched. Raises UserError."""
+
+    def __init__(self, names: tuple[str, ...]):
+        self.places, lines = list[tuple[str, int]](), list[str]()
+        self.exact = dict[bytes, int]()
+        """The number of a line by its `letters_hash`."""
+        for name in names:
+            before = len(lines)
+            for number, line in read_lines(Path(name)):
+                if key := letters_hash(line):
+                    self.exact.setdefault(key, len(lines))
+                    self.places.append((name, number))
+                    lines.append(line)
+            if len(lines) == before:
+                raise UserError(f"rules.exclude: {name} has no text; give a file of evaluation text, or leave it out")
+        bands = band_hashes(lines)
+        self.order = np.argsort(bands, axis=0, kind="stable")
+        self.bands = np.take_along_axis(bands, self.order, axis=0)
+
+    def find(self, texts: list[str]) -> Iterator[Hit | None]:
+        """What excludes each text."""
+        near = np.full(len(texts), -1)
+        bands = band_hashes(texts)
+        for band in range(BANDS):
+            at = np.searchsorted(self.bands[:, band], bands[:, band]).clip(max=len(self.bands) - 1)
+            same = (self.bands[at, band] == bands[:, band]) & (near < 0)
+            near[same] = self.order[at[same], band]
+        for text, line in zip(texts, near.tolist(), strict=True):
+            exact = self.exact.get(letters_hash(text), -1)
+            number = exact if exact >= 0 else line
+            rule = "exclude" if exact >= 0 else "exclude (near)"
+            yield Hit(rule, "{}: line {}".format(*self.places[number])) if number >= 0 else None
 
 
 @cache
-def identifier() -> Any:
-    """The language identifier of py3langid, which is set to return probabilities."""
+def exclusion(names: tuple[str, ...]) -> Exclusion:
+    return Exclusion(names)
+
+
+def band_hashes(texts: list[str]) -> np.ndarray:
+    """The MinHash bands of `text_hashes`, made of a thousand texts at a time, since their 5-grams need much memory."""
+    parts = [text_hashes([[text] for text in texts[n : n + 1000]], True)[:, 1:] for n in range(0, len(texts), 1000)]
+    return np.concatenate(parts or [np.empty((0, BANDS), dtype=np.uint64)])
+
+
+@cache
+def identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
+    """A function that returns a text's language and the language's probability, by py3langid or by the fastText model
+    that `lid` names. Raises UserError."""
+    if not isinstance(lid, str):
+        classify = langid().classify
+        return lambda text: classify(text)
+    try:
+        import fasttext
+
+        predict = fasttext.load_model(lid).predict
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"rules.lid: {lid}: {error}; `pip install fasttext-predict`, and give a model of fastText"
+        ) from None
+
+    def best(text: str) -> tuple[str, float]:
+        (label,), (probability,) = predict(text.replace("\n", " "))
+        return short_code(label.removeprefix("__label__")), probability
+
+    return best
+
+
+@cache
+def langid() -> Any:
+    """py3langid's identifier, which is set to return probabilities."""
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
-
-
-def lid_code(language: str) -> str:
-    """py3langid's code of a language: its name up to the first -, in lower case."""
-    return language.partition("-")[0].lower()
 
 
 def text_hashes(units: list[list[str]], near: bool) -> np.ndarray:

@@ -14,7 +14,7 @@ Paths are relative to the folder in which the command is started. A source's fil
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -26,7 +26,7 @@ from xscale.errors import UserError
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
-PAIRS_ONLY, MONO_ONLY, FOLDERS = ("zst", "tsv", "tmx", "opus"), ("jsonl", "conllu"), ("datasets", "shards")
+PAIRS_ONLY, MONO_ONLY, FOLDERS = ("zst", "tsv", "tmx", "opus"), ("conllu",), ("datasets", "shards")
 
 
 class Strict(BaseModel):
@@ -51,18 +51,28 @@ class Length(Strict):
 class Rules(Strict):
     """Text passes the rules in the order below. A rule of a source replaces the corpus's rule of the same name."""
 
-    normalise: list[Literal["nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
-    """nfc changes text to Unicode's composed form; controls replaces each control character by a space; spaces replaces
-    each run of white space by one space."""
+    normalise: list[Literal["ftfy", "nfc", "controls", "spaces"]] = ["nfc", "controls", "spaces"]
+    """ftfy repairs text that was decoded in a wrong encoding, by the package ftfy; nfc changes text to Unicode's
+    composed form; controls replaces each control character by a space; spaces replaces each run of white space by one
+    space."""
+    score: float | None = None
+    """A pair or a document is dropped if its `score`, a column of its source, is less."""
     length: Length = Length()
     ratio: float | None = Field(default=None, ge=1)
     """The longer side of a pair has at most this many times the characters of the shorter side."""
-    lid: bool = False
-    """A pair or a document is dropped if, by py3langid, a side is very probably in another language."""
+    lid: bool | str = False
+    """A pair or a document is dropped if, by py3langid, a side is very probably in another language. A path names a
+    fastText model, such as GlotLID's, that decides instead."""
     exclude: list[str] = []
-    """Files of evaluation text. Text with the same letters and digits as one of their lines is dropped."""
+    """Files of evaluation text. A pair or a sentence is dropped if a text has the same letters and digits as one of
+    their lines, or nearly the same characters."""
     dedup: Literal["exact", "near"] | None = None
     """Only the first of equal, or nearly equal, pairs or documents is kept, among all sources of the same languages."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files that the rules read."""
+        return [*self.exclude, *([self.lid] if isinstance(self.lid, str) else [])]
 
 
 class SourceSpec(Strict):
@@ -88,9 +98,11 @@ class SourceSpec(Strict):
     shards: str | None = None
     """A folder of shards. Its index gives the languages, so `pairs` and `mono` are left out."""
     columns: tuple[int | str, int | str] | None = Field(default=None, strict=False)
-    """The columns of both texts: numbers from 1 in a TSV, names in parquet and datasets (default: the languages)."""
+    """The columns of both texts: numbers from 1 in a TSV, else names (default: the languages)."""
     field: str = "text"
     """The field that holds a document's text in JSON lines, parquet and datasets."""
+    score: int | str | None = None
+    """The column of a score that another program gave: a number in a TSV, else a name. rules.score is its bound."""
     links: int | str | None = None
     """Word links in Pharaoh format, which number the words between white space: a file with one line per pair, or the
     number of a column of the TSV."""
@@ -156,13 +168,17 @@ class SourceSpec(Strict):
             raise ValueError(f"links: {self.links!r} must belong to pairs of text, zst or tsv")
         if self.links is not None and isinstance(self.links, int) != (form == "tsv"):
             raise ValueError(f"links: {self.links!r} must be a column's number for tsv, and else a file's path")
-        if self.columns and form not in ("tsv", "parquet", "datasets"):
-            raise ValueError(f"columns: {form} has none; remove the key")
-        numbers = [n for n in (*(self.columns or ()), self.links) if isinstance(n, int)]
-        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != 2 + (self.links is not None)):
+        if self.columns and (self.mono or form not in ("tsv", "jsonl", "parquet", "datasets")):
+            raise ValueError(f"columns: {form} has none for {'-'.join(self.langs)}; remove the key")
+        if self.score is not None and form not in ("tsv", "jsonl", "parquet", "datasets"):
+            raise ValueError(f"score: {form} has no column {self.score!r}; remove the key")
+        given = [*(self.columns or ()), self.links, self.score]
+        numbers = [n for n in given if isinstance(n, int)]
+        wanted = 2 + (self.links is not None) + (self.score is not None)
+        if form == "tsv" and (min(numbers, default=0) < 1 or len(set(numbers)) != wanted):
             raise ValueError("columns: tsv needs the numbers of two columns, from 1, such as [1, 2]")
         if form != "tsv" and numbers:
-            raise ValueError(f"columns: {form} needs two names, such as [en, de]")
+            raise ValueError(f"columns: {form} needs names, such as [en, de]")
 
 
 class TokenizerSpec(Strict):
@@ -194,12 +210,22 @@ class Corpus(Strict):
         problems = []
         for number, source in enumerate(self.sources):
             try:
-                if self.rules_of(source).length.tokens and not self.tokenizer:
+                rules = self.rules_of(source)
+                if rules.length.tokens and not self.tokenizer:
                     problems.append(f"sources[{number}].rules.length.tokens: needs tokenizer: {{vocab_size: N}}")
+                if source.score is not None and rules.score is None:
+                    problems.append(f"sources[{number}].score: needs a bound, such as rules: {{score: 0.5}}")
+                if source.score is None and "score" in source.rules:
+                    problems.append(f"sources[{number}].rules.score: needs the score's column, such as score: 3")
             except ValidationError as error:
                 problems += problem_lines(error, f"sources[{number}].rules.")
         twice = [name for name, times in Counter(self.names).items() if times > 1]
         problems += [f"sources: two are called {name}; give each a `name`" for name in twice]
+        spelled = defaultdict[str, set[str]](set)
+        for lang in (lang for source in self.sources for lang in source.langs):
+            spelled[lang.casefold().replace("_", "-")].add(lang)
+        problems += [f"sources: {' and '.join(sorted(names))} are the same language; choose one spelling"
+                     for names in spelled.values() if len(names) > 1]  # fmt: skip
         if problems:
             raise ValueError("\n".join(problems))
         return self

@@ -3,7 +3,8 @@
 A task is a pure function of the plan. It writes complete files (`put`), and last its mark. A task with a mark is not
 run again, so a killed run continues with the other tasks, with any executor. The executors are concurrent.futures and
 `sbatch --wait --array`. (datatrove's local executor waits forever for a worker that the kernel killed, and its SLURM
-executor does not report whether tasks failed. submitit needs SLURM's accounting database.)
+executor does not report whether tasks failed. submitit needs SLURM's accounting database. Ray would have to be set up
+on a cluster beside its scheduler; on a machine with many cores, the local executor does the same.)
 """
 
 import importlib

@@ -1,6 +1,7 @@
 """Refuses files that are not plain text, with a command that converts them."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ SHARE = 0.8
 SAME_SHARE, FEWEST = 0.9, 20
 """Two files count as the same text if at least SAME_SHARE of their first FEWEST pairs or more have equal sides."""
 _CAT = {".gz": "gzip -dc", ".xz": "xz -dc"}
+_ADDRESS, _NUMBER = re.compile(r"\w+://\S+"), re.compile(r"[\d\s.,:;eE+-]+")
 _XML_HEADS = ("<?xml", "<!doctype", "<tmx", "<html")
 
 
@@ -76,11 +78,32 @@ def refuse_equal_sides(src: Path, tgt: Path, heads: list[list[str]]) -> None:
     pairs = [(a.strip(), b.strip()) for a, b in zip(*heads, strict=False) if a.strip() and b.strip()]
     same = sum(a == b for a, b in pairs)
     if src.resolve() == tgt.resolve() and not src.is_fifo():
-        raise UserError(f"--src and --tgt are the same file, {src}; give the translation for one of them")
+        raise UserError(f"{src} and {tgt} are the same file; give the translation for one of them")
     if len(pairs) >= FEWEST and same >= SAME_SHARE * len(pairs):
         raise UserError(
             f"{tgt} looks like a copy of {src}: {same} of the first {len(pairs)} pairs have the same text on both "
             f"sides; give the translation for one of them"
+        )
+
+
+def check_pairs(paths: list[str], pairs: list[list[str]], columns: bool) -> None:
+    """Raise UserError if both sides of a source's first pairs are the same or, if the source has columns, if a side has
+    addresses or numbers."""
+    if len(pairs) < FEWEST:
+        return
+    for side, which in enumerate(("first", "second") if columns else ()):
+        texts = [pair[side].strip() for pair in pairs if pair[side].strip()]
+        odd = [text for text in texts if _ADDRESS.fullmatch(text) or _NUMBER.fullmatch(text)]
+        if odd and len(odd) >= SHARE * len(texts):
+            raise UserError(
+                f"{paths[0]}: {len(odd)} of the first {len(texts)} texts of the {which} language are addresses or "
+                f"numbers, such as {odd[0][:80]}; name the two columns of text in `columns`"
+            )
+    same = sum(a.strip() == b.strip() != "" for a, b in pairs)
+    if same >= SAME_SHARE * len(pairs):
+        raise UserError(
+            f"{', '.join(paths)}: {same} of the first {len(pairs)} pairs have the same text on both sides; give the "
+            f"translation for one of them"
         )
 
 

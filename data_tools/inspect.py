@@ -27,6 +27,7 @@ from xscale.files import sha256_file
 from xscale.record import Record
 
 from .index import summary
+from .inspect_page import page, text_statistics
 from .ranks import Ranks, run
 
 _LENGTH_SAMPLE = 10_000
@@ -97,13 +98,13 @@ def text_of(source: Source, records: list[Record]) -> dict[str, Any]:
     return survey.result()
 
 
-def sample(source: Source) -> list[Record]:
+def records_of(source: Source) -> list[Record]:
     """A sample of records, evenly spread over the whole source."""
     ordinals = np.linspace(0, source.records - 1, min(source.records, _LENGTH_SAMPLE)).astype(np.int64)
     ends = np.cumsum(source.counts)
     shards = np.searchsorted(ends, ordinals, side="right")
     places = zip(shards.tolist(), (ordinals - ends[shards] + source.counts[shards]).tolist(), strict=True)
-    return [source.read(shard, record) for shard, record in places]
+    return [source.with_words(source.read(shard, record)) for shard, record in places]
 
 
 def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[str, Any] | None:
@@ -208,24 +209,32 @@ def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--json", type=Path, metavar="F", help="write counts and what is said of links to this file too"
     )
+    parser.add_argument("--html", type=Path, metavar="F", help="write a page: shares, lengths, links, dictionaries")
     args = parser.parse_args(argv)
     tokenizer = Tokenizer(args.tokenizer.absolute()) if args.tokenizer else None
     if args.show < 0:
         raise UserError(f"--show {args.show}: a number of records is 0 or more")
-    if args.json:
-        files.check_writable(args.json)
-    found = []
+    for path in (args.json, args.html):
+        if path:
+            files.check_writable(path)
+    found, sources = [], list[Source]()
     for given in args.directory:
         alone = (given / "index.json").exists()
-        for directory in (not alone and directories_below(given)) or [given]:
-            found.append(inspect(directory, args.show, args.verify, tokenizer, ranks))
+        below = [Source(directory) for directory in (not alone and directories_below(given)) or [given]]
+        for source in below:
+            found.append(inspect(source, args.show, args.verify, tokenizer, ranks))
+            if args.html and ranks.is_main:
+                found[-1]["languages"] = text_statistics(below, source, records_of(source), given, tokenizer)
+        sources += below
+    if args.html and ranks.is_main:
+        files.write_text(args.html, page(sources, found))
     if args.json and ranks.is_main:
         files.write_text(args.json, json.dumps({"sources": found}, indent=1, ensure_ascii=False) + "\n")
 
 
-def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
-    """Print a description of a shard directory. Returns its entry for --json. Raises UserError."""
-    source = Source(directory)
+def inspect(source: Source, show: int, verify: bool, tokenizer: Tokenizer | None, ranks: Ranks) -> dict[str, Any]:
+    """Print a description of a source. Returns its entry for --json. Raises UserError."""
+    directory = source.directory
     if verify:
         problems = damage(source, ranks)
         if problems:
@@ -236,7 +245,7 @@ def inspect(directory: Path, show: int, verify: bool, tokenizer: Tokenizer | Non
     if ranks.is_main:
         source.check_sizes()
         source.check_links()
-        records = [source.with_words(record) for record in sample(source)]
+        records = records_of(source)
         links = link_statistics(records, tokenizer)
         text = text_of(source, records)
         text["warnings"] = warnings(text, source.langs, source.records)

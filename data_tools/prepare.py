@@ -19,17 +19,19 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from xscale import files
 from xscale.data.remote import fetch_file
+from xscale.data.scripts import short_code
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
-from .cleaning import identifier, lid_code
-from .corpus import Corpus, is_url, load_corpus
+from .cleaning import exclusion, identifier, langid
+from .corpus import Corpus, SourceSpec, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
 EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard")
@@ -47,7 +49,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout, ...")
     parser.add_argument("--out", type=Path, help="folder to make")
     parser.add_argument("--executor", choices=EXECUTORS, default="local", help="processes here, or an array of jobs")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="tasks at once (default: the cores)")
+    parser.add_argument(
+        "--workers", type=int, default=len(os.sched_getaffinity(0)), help="tasks at once (default: the cores)"
+    )
     parser.add_argument("--dry_run", action="store_true", help="print what would be done, with counts and disk")
     parser.add_argument("--tasks", nargs=4, metavar=("FOLDER", "STEP", "JOB", "JOBS"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -62,16 +66,40 @@ def check(corpus: Corpus) -> None:
         raise UserError(f"{', '.join(missing)} not installed: `pip install 'xscale[prepare]'`")
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
-        for path in (*source.paths, *rules.exclude):
-            if not Path(path).exists() and not (is_url(path) and path in source.paths):
-                raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}")
-        for lang in source.langs if rules.lid else ():
-            if lid_code(lang) not in identifier().labels:
-                raise UserError(f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`")
+        for path in (*source.paths, *rules.paths):
+            if not (is_url(path) and path in source.paths):
+                check_path(path, source, name)
+        for lang in source.langs if rules.lid is True else ():
+            if short_code(lang) not in langid().labels:
+                raise UserError(
+                    f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`, or the path of a "
+                    f"fastText model"
+                )
+        if isinstance(rules.lid, str):
+            identifier(rules.lid)
+        if "ftfy" in rules.normalise and not importlib.util.find_spec("ftfy"):
+            raise UserError("rules.normalise: ftfy is not installed: `pip install ftfy`, or leave it out")
+    read = Counter((group_of(source), source.columns, tuple(source.paths)) for source in corpus.sources)
+    for (_, _, paths), times in read.items():
+        if times > 1:
+            print(
+                f"warning: {paths[0]} is read by {times} sources; without `dedup` its text counts twice",
+                file=sys.stderr,
+            )
     if corpus.lexicons:
         check_lexicons(corpus)
     if corpus.directions:
         align.find_program()
+
+
+def check_path(path: str, source: SourceSpec, name: str) -> None:
+    """Raise UserError unless a file or folder of a source is there, and can be read again after a kill."""
+    if Path(path).is_file() or Path(path).is_dir():
+        return
+    if path == "-" or Path(path).exists():
+        raise UserError(f"{path} (source {name}) can be read only once; write its text to a file, and give that")
+    hint = "; a file of the hub is `parquet: hf://datasets/NAME/FILE.parquet`" if source.datasets == path else ""
+    raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}{hint}")
 
 
 def check_lexicons(corpus: Corpus) -> None:
@@ -85,7 +113,10 @@ def check_lexicons(corpus: Corpus) -> None:
         if absent:
             raise UserError(f"lexicons: {path}: no source is in {', '.join(absent)}; add one, or leave the file out")
         if path.suffix != ".txt" or path.name in names:
-            raise UserError(f"lexicons: {path} must be plain text with a name of its own, such as en-de.txt; rename it")
+            remedy = "decompress" if path.suffix in files.COMPRESSED else "rename"
+            raise UserError(
+                f"lexicons: {path} must be plain text with a name of its own, such as en-de.txt; {remedy} it"
+            )
         names.add(path.name)
         read_entries(path)
 
@@ -117,7 +148,7 @@ def fingerprint(corpus: Corpus) -> str:
     """A hash of corpus.yaml, of the sizes and times of its files, and of the sizes of chunks."""
     seen = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
             for source in corpus.sources
-            for file in files_below([*source.paths, *corpus.rules_of(source).exclude, *corpus.lexicons])]  # fmt: skip
+            for file in files_below([*source.paths, *corpus.rules_of(source).paths, *corpus.lexicons])]  # fmt: skip
     text = json.dumps([corpus.model_dump(mode="json"), seen, steps.CHUNK_UNITS, steps.CHUNK_BYTES, steps.PART_PAIRS])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -136,10 +167,11 @@ def start(corpus: Corpus, folder: Path, out: Path) -> None:
     """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists; choose another --out, or remove it")
-    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of):
+    for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of, exclusion):
         cache.cache_clear()
     plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
-    if not (folder / "plan.json").exists():
+    begun = any((folder / "done").glob("*/*")) or (folder / "logs").exists()  # jobs of SLURM may still write marks
+    if not begun or not (folder / "plan.json").exists():
         steps.write_json(folder / "plan.json", plan)
     elif steps.read_json(folder / "plan.json")["fingerprint"] != plan["fingerprint"]:
         raise UserError(f"{folder} is for another corpus.yaml, or an input file has changed; remove it to start anew")
@@ -171,7 +203,7 @@ def describe(corpus: Corpus) -> str:
             lines.append(f"{name}: {source.format}, {'-'.join(source.langs)}, not counted, since it is at a URL")
             continue
         most = None if source.conllu else DRY_RUN_UNITS  # a treebank is small, and little of it is text
-        seen = list(islice(readers.read_units(source), most))
+        seen = list(islice((unit for unit in readers.read_units(source) if unit.texts), most))
         beside = RECORD_BYTES if source.shards else 1
         size = sum(len(text.encode()) + beside for unit in seen for text in unit.texts) / max(len(seen), 1)
         packed = (*files.COMPRESSED, ".zip", ".parquet")

@@ -2,12 +2,19 @@
 
 from collections import Counter
 from html import escape
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from .cleaning import Removed
-from .corpus import Corpus
-from .steps import chunks_of, read_json
+from xscale.data.scripts import short_code
+from xscale.data.survey import warnings
+
+from .cleaning import LID_PROBABILITY, Removed, langid
+from .corpus import Corpus, SourceSpec
+from .steps import chunks_of, read_json, units_in
+
+IDENTIFIED = 200
+"""The language of a source's first pairs or documents is identified, of at most this many."""
 
 
 def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
@@ -32,10 +39,24 @@ def collect(folder: Path, corpus: Corpus) -> dict[str, Any]:
             "examples": removed.examples,
             "bytes": shards.get("bytes", 0),
             "text": shards.get("text"),
+            "warnings": suspicions(folder, number, source, shards) if shards else [],
         })  # fmt: skip
     heldout = {p.parent.name: read_json(p)["records"] for p in sorted(folder.glob("result/heldout/*/index.json"))}
     tokenizer = read_json(folder / "tokenizer.json") if corpus.tokenizer else None
     return {"sources": sources, "heldout": heldout, "tokenizer": tokenizer}
+
+
+def suspicions(folder: Path, number: int, source: SourceSpec, index: dict[str, Any]) -> list[str]:
+    """A line for each suspicious property of a source's texts."""
+    lines = warnings(index["text"], source.langs, index["records"])
+    chunk = next(chunk for chunk in chunks_of(folder) if chunk.source == number)
+    units = list(islice(units_in(folder / f"clean/{chunk.number}.jsonl"), IDENTIFIED))
+    for side, lang in enumerate(source.langs):
+        texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units]
+        found, probability = langid().classify(" ".join(texts))
+        if short_code(lang) in langid().labels and found != short_code(lang) and probability >= LID_PROBABILITY:
+            lines.append(f"{lang}: py3langid takes its text for {found}; correct the language if that is right")
+    return lines
 
 
 def summary(out: Path, report: dict[str, Any]) -> str:
@@ -46,6 +67,7 @@ def summary(out: Path, report: dict[str, Any]) -> str:
             f"{out}/shards/{source['name']}: {source['counts']['records']:,} records of "
             f"{source['counts']['read']:,} units ({'-'.join(source['languages'])}); removed: {removed}"
         )
+        lines += [f"warning: {out}/shards/{source['name']}: {line}" for line in source["warnings"]]
     for lang, found in (report["tokenizer"] or {"languages": {}})["languages"].items():
         lines.append(
             f"{out}/tokenizer: {lang}: {found['tokens_per_word']} tokens a word, {found['unknown']:.3%} unknown"
@@ -55,7 +77,7 @@ def summary(out: Path, report: dict[str, Any]) -> str:
 
 
 def page(report: dict[str, Any]) -> str:
-    parts = ["<h1>Corpus</h1>", "<h2>Sources</h2>"]
+    parts = ["<h2>Sources</h2>"]
     head = ["source", "languages", "licence", "read", "changed", "removed", "held out", "records", "linked", "MB"]
     rows = []
     for source in report["sources"]:
@@ -64,6 +86,8 @@ def page(report: dict[str, Any]) -> str:
                      counts["changed"], sum(source["removed"].values()), counts["held"], counts["records"],
                      counts["linked"], round(source["bytes"] / 1e6, 1)])  # fmt: skip
     parts.append(table(head, rows))
+    for source in report["sources"]:
+        parts += [f"<p>Warning: {escape(source['name'])}: {escape(line)}</p>" for line in source["warnings"]]
     if report["tokenizer"]:
         parts.append(f"<h2>Tokenizer: {report['tokenizer']['tokens']:,} tokens</h2>")
         columns = ["sentences", "tokens_per_word", "characters_per_token", "unknown"]
@@ -78,9 +102,14 @@ def page(report: dict[str, Any]) -> str:
                 for rule, n in source["removed"].items()]  # fmt: skip
         if rows:
             parts.append(f"<h3>{escape(source['name'])}</h3>" + table(["rule", "removed", "examples"], rows))
+    return document("Corpus", parts)
+
+
+def document(title: str, parts: list[str]) -> str:
+    """A page of HTML."""
     style = "body{font-family:sans-serif;margin:2em}td,th{padding:.2em .8em;text-align:left;vertical-align:top}"
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Corpus</title><style>{style}</style>'
-            f"<body>{''.join(parts)}</body></html>\n")  # fmt: skip
+    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+            f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n")  # fmt: skip
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:

@@ -1,8 +1,9 @@
 """Readers of a corpus's sources. Each yields the units of a source one after the other.
 
 A unit is a pair of sentences or a document. It has a number (of its line, row or translation unit in the source, from
-1), texts (both sides, or the document's paragraphs), and word links as the source has them. A source that looks like
-another format is refused. Every error names the file, the place and what to do.
+1), texts (both sides, or the document's paragraphs), and word links and a score as the source has them. A unit without
+texts stands for a translation unit that lacks a language. A source that looks like another format is refused. Every
+error names the file, the place and what to do.
 """
 
 import gzip
@@ -23,7 +24,7 @@ from xscale.errors import UserError, can_be_encoded
 from .conllu import read_sentences
 from .corpus import SourceSpec
 from .documents import passages
-from .formats import HEAD_LINES, check_text, object_of, refuse_equal_sides, take_head
+from .formats import HEAD_CHARACTERS, HEAD_LINES, check_pairs, check_text, object_of, refuse_equal_sides, take_head
 
 PARAGRAPHS = 1000
 """A document with more paragraphs than this is split into several."""
@@ -36,12 +37,26 @@ class Unit(NamedTuple):
     number: int
     texts: list[str]
     links: str | None = None
+    score: float | None = None
 
 
 def read_units(source: SourceSpec) -> Iterator[Unit]:
-    """The units of a source, at most `source.first` of them. Raises UserError."""
-    unit = None
-    for unit in islice(READERS["pairs" if source.pairs else "mono", source.format](source), source.first):
+    """The units of a source, at most `source.first` of them that have texts. Raises UserError."""
+    unit, found = None, 0
+    units = READERS["pairs" if source.pairs else "mono", source.format](source)
+    if source.pairs:
+        head, size = list[Unit](), 0
+        for unit in islice(units, min(HEAD_LINES, source.first or HEAD_LINES)):
+            head.append(unit)
+            size += sum(map(len, unit.texts))
+            if size >= HEAD_CHARACTERS:
+                break
+        check_pairs(source.paths, [unit.texts for unit in head if unit.texts], source.columns is not None)
+        units = chain(head, units)
+    for unit in units:
+        found += bool(unit.texts)
+        if source.first and found > source.first:
+            return
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
@@ -83,13 +98,30 @@ def _checked_lines(path: Path, side: int, langs: tuple[str, ...]) -> Iterator[tu
 
 def tsv_pairs(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
-    wanted = [int(column) for column in (*(source.columns or ()), source.links) if column is not None]
+    first, second, links, score = (int(c) if c is not None else 0 for c in
+                                   (*(source.columns or (0, 0)), source.links, source.score))  # fmt: skip
+    most = max(first, second, links, score)
     for number, line in read_lines(path):
-        columns = line.split("\t")
-        if len(columns) < max(wanted):
-            raise UserError(f"{path}: line {number} has {len(columns)} columns, needs {max(wanted)}; fix or remove it")
-        first, second, *links = (columns[column - 1] for column in wanted)
-        yield Unit(number, [first, second], links[0] if links else None)
+        columns = ["", *line.split("\t")]
+        if len(columns) <= most:
+            raise UserError(
+                f"{path}: line {number} has {len(columns) - 1} columns with tabs between them, needs {most}; fix or "
+                f"remove it"
+            )
+        place = f"{path}: line {number}"
+        yield Unit(
+            number,
+            [columns[first], columns[second]],
+            columns[links] if links else None,
+            _score(place, columns[score]) if score else None,
+        )
+
+
+def _score(place: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{place}: the score {value!r} is not a number; fix or remove it") from None
 
 
 def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
@@ -111,9 +143,8 @@ def tmx_pairs(source: SourceSpec) -> Iterator[Unit]:
                     bounded.read_bytes = 0
                     texts = _variants(element, source.langs)
                     body.clear()
-                    if None not in texts:
-                        found += 1
-                        yield Unit(number, cast(list[str], texts))
+                    found += None not in texts
+                    yield Unit(number, [] if None in texts else cast(list[str], texts))
     except UserError:
         raise
     except FileNotFoundError:
@@ -207,21 +238,34 @@ def documents(source: SourceSpec) -> Iterator[Unit]:
             yield Unit(number, paragraphs)
 
 
-def json_documents(source: SourceSpec) -> Iterator[Unit]:
+def json_rows(source: SourceSpec) -> Iterator[Unit]:
     path = Path(source.paths[0])
     for number, line in read_lines(path):
         if line.strip():
             fields = object_of(line)
             if fields is None:
                 raise UserError(f"{path}: line {number} is not a JSON object; fix or remove it")
-            yield _document(f"{path}: line {number}", number, fields, source.field)
+            yield _row(f"{path}: line {number}", number, fields, source)
 
 
-def _document(place: str, number: int, fields: dict[str, Any], field: str) -> Unit:
-    text = fields.get(field)
-    if not isinstance(text, str):
-        raise UserError(f"{place} has no text in `{field}`, but the fields {', '.join(fields)}; name its `field`")
-    return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()])
+def _row(place: str, number: int, fields: dict[str, Any], source: SourceSpec) -> Unit:
+    """The document or the pair that a JSON object, or the row of a table, has."""
+    score = None if source.score is None else _score(place, fields.get(str(source.score)))
+    if source.mono:
+        text = fields.get(source.field)
+        if not isinstance(text, str):
+            kind = f", but {text!r}" if source.field in fields else f", but the fields {', '.join(fields)}"
+            raise UserError(f"{place} has no text in `{source.field}`{kind}; name its `field`, or remove it")
+        return Unit(number, [paragraph for paragraph in text.split("\n") if paragraph.strip()], None, score)
+    found = fields["translation"] if isinstance(fields.get("translation"), dict) else fields
+    names = [str(column) for column in source.columns or source.langs]
+    texts = [found.get(name) for name in names]
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"{place} has no texts in {' and '.join(names)}, but the fields {', '.join(found)}; name two of them in "
+            f"`columns`"
+        )
+    return Unit(number, [str(text).replace("\n", " ") for text in texts], None, score)
 
 
 def conllu_documents(source: SourceSpec) -> Iterator[Unit]:
@@ -246,18 +290,7 @@ def table_rows(source: SourceSpec) -> Iterator[Unit]:
     """Rows of a parquet file, or of a folder that `save_to_disk` wrote."""
     path = source.paths[0]
     for number, fields in enumerate(_rows_in(path, *TABLES[source.format]), start=1):
-        if source.mono:
-            yield _document(f"{path}: row {number}", number, fields, source.field)
-            continue
-        found = fields["translation"] if isinstance(fields.get("translation"), dict) else fields
-        names = [str(column) for column in source.columns or source.langs]
-        texts = [found.get(name) for name in names]
-        if not all(isinstance(text, str) for text in texts):
-            raise UserError(
-                f"{path}: row {number} has no texts in {' and '.join(names)}, but the fields {', '.join(found)}; name "
-                f"two of them in `columns`"
-            )
-        yield Unit(number, [str(text).replace("\n", " ") for text in texts])
+        yield _row(f"{path}: row {number}", number, fields, source)
 
 
 def _rows_in(name: str, batches: Callable[[str], Iterator[Any]], form: str) -> Iterator[dict[str, Any]]:
@@ -318,13 +351,14 @@ READERS: dict[tuple[str, str], Reader] = {
     ("pairs", "zst"): text_pairs,
     ("pairs", "tsv"): tsv_pairs,
     ("pairs", "tmx"): tmx_pairs,
+    ("pairs", "jsonl"): json_rows,
     ("pairs", "opus"): opus_pairs,
     ("pairs", "parquet"): table_rows,
     ("pairs", "datasets"): table_rows,
     ("pairs", "shards"): shard_records,
     ("mono", "shards"): shard_records,
     ("mono", "text"): documents,
-    ("mono", "jsonl"): json_documents,
+    ("mono", "jsonl"): json_rows,
     ("mono", "conllu"): conllu_documents,
     ("mono", "parquet"): table_rows,
     ("mono", "datasets"): table_rows,

@@ -115,13 +115,15 @@ def clean(folder: Path, number: int) -> None:
     chunk, corpus = chunks_of(folder)[number], corpus_of(folder)
     source = corpus.sources[chunk.source]
     rules, langs = corpus.rules_of(source), source.langs
-    cleaner, kept, units, dropped = Cleaner(rules, langs), list[Unit](), 0, 0
+    cleaner, kept, units, dropped, cleaned = Cleaner(rules, langs), list[Unit](), 0, 0, []
     for unit in units_in(folder / f"raw/{chunk.source}/{chunk.of_source:06d}.jsonl"):
         units += 1
         if texts := cleaner.clean(unit):
-            links, lost = projected(unit, texts, source)
-            kept.append(Unit(unit.number, texts, links))
-            dropped += lost
+            cleaned.append((unit, texts))
+    for unit, texts in cleaner.without_excluded(cleaned):
+        links, lost = projected(unit, texts, source)
+        kept.append(Unit(unit.number, texts, links))
+        dropped += lost
     flip = -1 if len(langs) == 2 and langs != group_of(source) else 1
     hashes = text_hashes([unit.texts[::flip] for unit in kept], rules.dedup == "near")
     sizes = np.array([1 if len(langs) == 2 else len(unit.texts) for unit in kept], dtype="<u8").reshape(-1, 1)
@@ -165,7 +167,13 @@ def select(folder: Path, number: int) -> None:
         similar[near] = repeated(np.concatenate([table[:, band] for table in tables if table.shape[1] > band]))
         state[similar & (state == KEPT)] = NEAR
     if not (state == KEPT).any():
-        raise UserError(f"nothing is left of {'-'.join(group)}: the rules remove all of it; relax its rules")
+        removed = Counter[str]()
+        for chunk in chunks:
+            removed.update(read_json(folder / f"clean/{chunk.number}.json")["removed"]["counts"])
+        told = ", ".join(f"{n:,} {rule}" for rule, n in removed.items())
+        raise UserError(
+            f"nothing is left of {'-'.join(group)}: the rules removed {told}; relax them, or mend the source"
+        )
     wanted = corpus.heldout.pairs if len(group) == 2 else corpus.heldout.mono
     sentences = np.concatenate([table[:, 1] for table in tables])
     hold_out(state, exact, sentences, min(wanted, int(sentences[state == KEPT].sum()) // HELD_SHARE))
@@ -337,7 +345,7 @@ def train_tokenizer(folder: Path, number: int) -> None:
     loaded, report = Tokenizer(place.absolute()), {}
     for lang, texts in sorted(sample.texts.items()):
         ids = loaded.encode(texts)
-        tokens = sum(map(len, ids)) - 2 * len(ids)
+        tokens = sum(map(len, ids))
         report[lang] = {
             "sentences": counts[lang],
             "tokens_per_word": round(tokens / sum(len(in_text) for in_text, _ in words.split(texts)), 3),

@@ -3,9 +3,9 @@
     python -m data_tools.write_shards pairs --src F --tgt F --langs en de --out DIR [--links F | --align]
     python -m data_tools.write_shards mono  --text F... --lang en --out DIR
 
-Input is UTF-8 text, plain, .gz, .xz or .zst, read as a stream. A shard covers a fixed range of input lines (monolingual
-text: the documents that start in this range), so the output is the same, byte for byte, under `mpirun -n N` for every
-N, except for links by --align. The directory appears only when it is complete.
+Input is UTF-8 text, plain, .gz, .xz or .zst, read as a stream; - is standard input, which must be plain. A shard covers
+a fixed range of input lines (monolingual text: the documents that start in this range), so the output is the same, byte
+for byte, under `mpirun -n N` for every N, except for links by --align. The directory appears only when it is complete.
 """
 
 import argparse
@@ -296,8 +296,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="kind", required=True)
     pairs = commands.add_parser("pairs", help="line n of --src and line n of --tgt are translations")
-    pairs.add_argument("--src", type=Path, required=True)
-    pairs.add_argument("--tgt", type=Path, required=True)
+    pairs.add_argument("--src", type=text_path, required=True, help="a file; - is standard input")
+    pairs.add_argument("--tgt", type=text_path, required=True)
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
     links = pairs.add_mutually_exclusive_group()
     links.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
@@ -306,7 +306,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         pairs.add_argument(f"--links_{side}", type=Path, help=f"--{side} as the aligner saw it, if not as given")
     pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default="grow-diag-final-and", help="of --align")
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
-    mono.add_argument("--text", type=Path, nargs="+", required=True)
+    mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
     mono.add_argument("--lang", required=True)
     mono.add_argument(
         "--documents",
@@ -328,6 +328,21 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def text_path(name: str) -> Path:
+    return Path("/dev/stdin" if name == "-" else name)
+
+
+def check_pipes(args: argparse.Namespace, ranks: Ranks) -> None:
+    """Raise UserError if a pipe would be read twice."""
+    for path in args.text if args.kind == "mono" else (args.src, args.tgt):
+        read_once = path.exists() and not path.is_file() and not path.is_dir()
+        if read_once and (ranks.size > 1 or (args.kind == "pairs" and args.align)):
+            raise UserError(
+                f"{path} is a pipe, which can be read only once; write its text to a file for --align or several "
+                f"processes"
+            )
+
+
 def links_of(args: argparse.Namespace) -> Links | None:
     """The links that --links, --links_src and --links_tgt give. Raises UserError."""
     tokenised = (args.links_src, args.links_tgt)
@@ -342,6 +357,7 @@ def links_of(args: argparse.Namespace) -> Links | None:
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
+    check_pipes(args, ranks)
     keep = None
     if args.min_tokens is not None or args.max_tokens is not None:
         if not args.tokenizer:

@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import count, islice
 from pathlib import Path
@@ -13,7 +16,8 @@ from transformers import AutoTokenizer
 from data_tools import demo_corpus, inspect, tokenizer, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
-from xscale.data.shards import Source
+from tests import launch
+from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
 
@@ -59,6 +63,20 @@ def test_a_file_is_not_its_own_translation(tmp_path: Path, corpus_files, write_p
     src, _ = corpus_files(["a"], ["A"])
     with pytest.raises(UserError, match="are the same file"):
         write_pairs(src, src, tmp_path / "out")
+
+
+def test_standard_input_and_pipes(tmp_path: Path) -> None:
+    """They are read once, so several processes cannot share them, and --align cannot read them again."""
+    words = [sys.executable, "-m", "data_tools.write_shards", "mono", "--text", "-", "--lang", "en", "--out", "out"]
+    done = subprocess.run(words, input=b"One here. Two there.\nThree.\n", cwd=tmp_path, capture_output=True,
+                          env=launch.environment() | {"PYTHONPATH": str(launch.ROOT)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (source,) = find_sources([tmp_path / "out"])
+    assert [source.read(0, n).texts[0] for n in range(3)] == ["One here.", "Two there.", "Three."]
+    os.mkfifo(tmp_path / "pipe")
+    pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "pipe", "--langs", "en", "de", "--align"]
+    with pytest.raises(UserError, match=r"pipe is a pipe, .* to a file"):
+        write_shards.main(Ranks(), [*map(str, [*pair, "--out", tmp_path / "x"])])
 
 
 def test_hidden_files_are_no_text(tmp_path: Path) -> None:
@@ -204,6 +222,28 @@ def test_inspect_counts(tmp_path: Path, demo: Path, shard_records, capsys: pytes
         assert f"longest {max(words)} " in out
     inspect.main(Ranks(), [str(demo / "mono_en"), "--show", "9999"])
     assert sum(line.strip().startswith("{") for line in capsys.readouterr().out.splitlines()) == 600
+
+
+def test_the_page_of_inspect(tmp_path: Path, demo: Path) -> None:
+    """Shares before and after sampling, lengths, fertility, links and dictionaries, beside plain counts."""
+    words = [str(demo), "--tokenizer", str(demo / "tokenizer"), "--html", str(tmp_path / "page.html")]
+    inspect.main(Ranks(), [*words, "--json", str(tmp_path / "found.json")])
+    page = (tmp_path / "page.html").read_text()
+    sources = [source for source in find_sources([demo]) if source.kind == "mono"]
+    records = {source.pair: source.records for source in sources}
+    for alpha in (1.0, 0.5):
+        share = records["yy"] ** alpha / sum(n**alpha for n in records.values())
+        assert f"<td>{share:.2%}" in page
+    texts = [source.read(0, n).texts[0] for source in sources if source.pair == "en" for n in range(source.records)]
+    counts = [len(re.findall(r"\w+|\S", text)) for text in texts]
+    found = json.loads((tmp_path / "found.json").read_text())["sources"]
+    (entry,) = next(entry["languages"] for entry in found if entry["directory"] == str(demo / "mono_en"))
+    bounds = [(1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 127)]
+    assert entry["lengths"][:7] == [sum(a <= count <= b for count in counts) for a, b in bounds]
+    known = {line.split()[0] for line in (demo / "lexicon" / "en-xx.txt").read_text().lower().splitlines()}
+    spelled = [word for text in texts for word in re.findall(r"\w+", text.lower())]
+    assert entry["dictionaries"] == {"en-xx.txt": pytest.approx(sum(w in known for w in spelled) / len(spelled))}
+    assert 1 <= entry["tokens_per_word"] < 3 and "% in en-xx.txt" in page and "▁" in page
 
 
 # Tokenizers

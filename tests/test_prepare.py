@@ -20,12 +20,14 @@ from contextlib import suppress
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from xml.sax.saxutils import escape
 
 import numpy as np
 import pytest
 import yaml
 import zstandard
+from transformers import PreTrainedTokenizerFast
 
 import tests.test_remote
 from benchmarks.sentences import WRITTEN, joint
@@ -205,6 +207,10 @@ def test_documents_stay_documents(tmp_path: Path) -> None:
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\tb\n" * 30, "looks like a table"),
         ({"pairs": ["en", "de"], "text": ["f", "g"]}, b"a\nb\n", "g ends after line 1"),
         ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\tb\nc\n", "line 2 has 1 columns"),
+        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"http://a/b\tb\n" * 30, "such as http://a/b"),
+        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\t0.7\n" * 30, "such as 0.7; name the two columns"),
+        ({"pairs": ["en", "de"], "tsv": "f", "columns": [1, 2]}, b"a\ta\n" * 30, "same text on both sides"),
+        ({"mono": "en", "jsonl": "f"}, b'{"text": null}\n', "no text in `text`, but None"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<html></html>", "first element is html"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"<tmx><body><tu>", "after translation unit 0"),
         ({"pairs": ["en", "de"], "tmx": "f"}, b"", "after translation unit 0"),
@@ -244,6 +250,9 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
         "tokenizer": {"vocab_size": "many"},
         "aligned": True,
     }
+    names = {"sources": [{"mono": "zh-CN", "text": "a"}, {"mono": "zh_cn", "text": "b"}]}
+    with pytest.raises(UserError, match="zh-CN and zh_cn are the same language"):
+        load_corpus(written(tmp_path, names))
     with pytest.raises(UserError) as told:
         load_corpus(written(tmp_path, tree))
     for named in ("en", "tmx", "columns", "wieght", "first: -1", "dedup: 'fuzzy'", "'many'", "aligned"):
@@ -256,18 +265,14 @@ def test_all_problems_of_a_corpus_are_told_at_once(tmp_path: Path) -> None:
         load_corpus(written(tmp_path, twice))
 
 
-def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
-    (tmp_path / "test.en").write_text("Keep this OUT, please!\n")
-    rules = Rules.model_validate(
-        {"length": {"characters": [3, 40]}, "ratio": 3, "exclude": [str(tmp_path / "test.en")]}
-    )
+def test_rules_change_and_remove_what_they_name() -> None:
+    rules = Rules.model_validate({"length": {"characters": [3, 40]}, "ratio": 3})
     cleaner = cleaning.Cleaner(rules, ("en", "de"))
     kept = {("cafe\u0301\u00a0 au\x00lait", "Kaffee mit\u2028Milch"): ["caf\u00e9 au lait", "Kaffee mit Milch"]}
     gone = {
         ("ab", "abc"): "length",
         ("x" * 41, "x" * 30): "length",
         ("abc", "abcdefghij"): "ratio",
-        ("keep this out please", "lass das draussen"): "exclude",
         ("these four words are", "these four words are"): "identical sides",
         ("\u200b", "abc"): "empty",
     }
@@ -280,13 +285,121 @@ def test_rules_change_and_remove_what_they_name(tmp_path: Path) -> None:
     assert cleaner.removed.examples["ratio"] == [["abc", "abcdefghij"]]
 
 
-def test_language_identification_removes_sure_mistakes() -> None:
+def test_evaluation_text_is_left_out(tmp_path: Path) -> None:
+    """Lines of test sets, and lines that differ from one in a word; the report names the line. A document loses such
+    sentences only."""
+    world = World(0)
+    english, other = zip(*(world.pair(n)[:2] for n in range(40)), strict=True)
+    held = " ".join(world.document("en", 900)[:3])[:150].replace(". ", ", ").strip(" .") + "."
+    (tmp_path / "test.en").write_text(f"\nKeep this OUT, please!\n{held}\n{other[7]}\n", encoding="utf-8")
+    near = held[:70] + "x" + held[70:]
+    pairs = [*zip(english, other, strict=True), ("keep this out - please", "lass das"), ("so: " + near, "das")]
+    (tmp_path / "doc.jsonl").write_text(json.dumps({"text": f"Stays here.\n{near}\nStays too."}) + "\n")
+    tree = {
+        "sources": [
+            {"pairs": ["en", "xx"], "text": moses(tmp_path, pairs), "name": "pairs"},
+            {"mono": "en", "jsonl": str(tmp_path / "doc.jsonl"), "name": "mono"},
+        ],
+        "rules": {"exclude": [str(tmp_path / "test.en")]},
+    }
+    out = run(tmp_path, tree)
+    texts = [record for _, record in stored(out / "shards")]
+    assert [pair for pair in texts if len(pair) == 2] == [pair for pair in pairs[:40] if pair[1] != other[7]]
+    assert [text for text in texts if len(text) == 1] == [("Stays here.",), ("Stays too.",)]
+    removed = [source["removed"] for source in json.loads((out / "report.json").read_text())["sources"]]
+    assert removed == [{"exclude": 2, "exclude (near)": 1}, {"exclude (near) (sentences)": 1}]
+    for line in (2, 3, 4):
+        assert f"test.en: line {line}" in (out / "report.html").read_text()
+    (tmp_path / "test.en").write_text("\n")
+    with pytest.raises(UserError, match=r"test\.en has no text"):
+        run(tmp_path, tree, out="none")
+
+
+@pytest.mark.parametrize("form", ["tsv", "jsonl"])
+def test_scores_of_other_programs(tmp_path: Path, form: str, capsys: pytest.CaptureFixture) -> None:
+    """Pairs below the bound are removed, and one whose score is no number by the reader."""
+    scores = ["0.49", "0.5", "nan", "1"]
+    rows = [(f"one {n}", f"zwei {n}", score) for n, score in enumerate(scores)]
+    path, given = tmp_path / f"s.{form}", {"columns": [1, 2], "score": 3}
+    if form == "jsonl":
+        given = {"score": "bicleaner"}
+        lines = [{"translation": {"de": b, "en": a}, "bicleaner": float(score)} for a, b, score in rows]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    else:
+        path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    source = {"pairs": ["en", "de"], form: str(path), **given}
+    out = run(tmp_path, {"sources": [source | {"rules": {"score": 0.5}}]})
+    assert [texts for _, texts in stored(out / "shards")] == [rows[1][:2], rows[3][:2]]
+    assert "removed: 2 score" in capsys.readouterr().out
+    path.write_text(path.read_text().replace("0.49", '"high"' if form == "jsonl" else "high"))
+    with pytest.raises(UserError, match="line 1: the score 'high' is not a number"):
+        run(tmp_path, {"sources": [source | {"rules": {"score": 0.5}}]}, out="bad")
+    with pytest.raises(UserError, match=r"sources\[0\]\.score: needs a bound"):
+        run(tmp_path, {"sources": [source]}, out="bad")
+
+
+def test_units_without_a_language_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """In a TMX of several languages, `first` counts the pairs that are found."""
+    path = Path(tmx(tmp_path, [(f"one {n}", f"zwei {n}") for n in range(9)]))
+    text = path.read_text().replace('lang="de"', 'lang="fr"', 4)
+    path.write_text(text)
+    source = {"pairs": ["en", "de"], "tmx": str(path), "first": 3}
+    out = run(tmp_path, {"sources": [source]})
+    assert [texts[0] for _, texts in stored(out / "shards")] == ["one 4", "one 5", "one 6"]
+    assert "3 records of 7 units (en-de); removed: 4 language missing" in capsys.readouterr().out
+
+
+def test_suspicious_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Swapped languages of one script, which no rule was to find, and a script in which the language is not written."""
+    german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
+    english = "The weather is very nice today, and we are going to the park."
+    names = moses(tmp_path, [(f"{german} {n}", f"{english} {n}") for n in range(30)])
+    (tmp_path / "ru.txt").write_text("".join(f"{english} {n}\n" for n in range(30)))
+    twice = {"pairs": ["en", "de"], "text": names}
+    russian = {"mono": "ru", "text": str(tmp_path / "ru.txt")}
+    out = run(tmp_path, {"sources": [twice, twice | {"name": "again"}, russian]})
+    told = capsys.readouterr()
+    page = (out / "report.html").read_text()
+    for line in ("en: py3langid takes its text for de", "de: py3langid takes its text for en", "letters are LATIN"):
+        assert line in told.out and line in page
+    assert f"{names[0]} is read by 2 sources" in told.err
+
+
+def test_language_identification_removes_sure_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"))
     german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
     english = "The weather is very nice today, and we are going to the park."
     assert cleaner.clean(readers.Unit(1, [english, german]))
     assert not cleaner.clean(readers.Unit(2, [german, english]))
     assert cleaner.clean(readers.Unit(3, ["OK", "OK"])), "too few letters to tell"
+    assert not cleaning.Cleaner(Rules(lid=True), ("eng_Latn", "deu")).clean(readers.Unit(2, [german, english]))
+    tree = {"sources": [{"mono": "en", "text": str(tmp_path / "a")}], "rules": {"lid": str(tmp_path / "model.bin")}}
+    for name in ("a", "model.bin"):
+        (tmp_path / name).write_text(f"{english}\n{german}\n")
+    monkeypatch.setitem(sys.modules, "fasttext", None)
+    with pytest.raises(UserError, match=r"model\.bin: .*fasttext-predict"):
+        run(tmp_path, tree)
+
+    class Model:
+        """It has the interface of a model of fastText, and the labels of GlotLID."""
+
+        def predict(self, text: str) -> tuple[tuple[str], tuple[float]]:
+            return ("__label__deu_Latn" if "Wetter" in text else "__label__eng_Latn",), (0.95,)
+
+    monkeypatch.setitem(sys.modules, "fasttext", SimpleNamespace(load_model=lambda path: Model()))
+    out = run(tmp_path, tree)
+    assert [texts for _, texts in stored(out / "shards")] == [(english,)]
+
+
+def test_ftfy_is_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    (tmp_path / "a").write_text("KÃ¶nig e\u0301\n", encoding="utf-8")
+    tree = {"sources": [{"mono": "de", "text": str(tmp_path / "a")}], "rules": {"normalise": ["ftfy", "nfc"]}}
+    with pytest.raises(UserError, match="pip install ftfy"):
+        run(tmp_path, tree)
+    fixed = SimpleNamespace(fix_text=lambda text: text.replace("Ã¶", "ö"), __spec__=True)
+    monkeypatch.setitem(sys.modules, "ftfy", fixed)
+    assert [texts for _, texts in stored(run(tmp_path, tree) / "shards")] == [("König é",)]
 
 
 def test_sentences_of_many_scripts() -> None:
@@ -544,6 +657,10 @@ def test_the_whole_of_it(tmp_path: Path, raw: tuple[Path, dict], monkeypatch: py
     report = json.loads((out / "report.json").read_text())
     assert set(report["tokenizer"]["languages"]) == {"en", "xx"} and len(list((out / "tokenizer").iterdir())) >= 2
     assert report["sources"][1]["licence"] == "CC0"
+    hf = PreTrainedTokenizerFast.from_pretrained(out / "tokenizer")
+    english = [texts[0] for langs, texts in stored(out / "shards") if langs[0] == "en"]
+    tokens = sum(len(hf.tokenize(text)) for text in english) / sum(len(re.findall(r"\w+|[^\w\s]", t)) for t in english)
+    assert report["tokenizer"]["languages"]["en"]["tokens_per_word"] == pytest.approx(tokens, abs=0.001)
     assert {path.name for path in out.iterdir()} == {"shards", "heldout", "tokenizer", "report.json", "report.html"}
     with pytest.raises(UserError, match="out exists"):
         run(tmp_path, tree)
@@ -648,9 +765,11 @@ def test_another_corpus_or_run_is_refused(
         run(tmp_path, tree)
     os.close(lock)
     steps.write_json(folder / "plan.json", {"fingerprint": "another"})
+    (folder / "done" / "cut").mkdir(parents=True)
+    (folder / "done" / "cut" / "000000").touch()
     with pytest.raises(UserError, match=r"out\.incomplete.*remove it"):
         run(tmp_path, tree)
-    files.remove(folder / "plan.json")
+    files.remove(folder / "done")  # no task is finished, so nothing is lost
     assert json.loads((run(tmp_path, tree) / "report.json").read_text())["sources"][0]["counts"]["records"] == 5
 
 
