@@ -39,6 +39,7 @@ from xscale.objectives import alignlm
 from xscale.report import __main__ as command
 from xscale.report import curves, models, tables, transfer
 from xscale.report.draw import COLOURS, Pictures
+from xscale.report.findings import findings
 from xscale.report.page import page
 from xscale.report.read import Run, read_runs, read_scores
 
@@ -385,6 +386,34 @@ def test_the_summary_says_which_run_is_better(one: tuple[Path, list[Entry]]) -> 
     assert [str(cell)[0] for cell in tables.headline_table([run, near]).rows[0][1:]] == ["✓", "✓"]
     other = Run("o", "o", {"loss": run.metrics["loss"] / 2}, {}, [], {"streams": {"tlm": {}}}, {})
     assert "✓" not in str(tables.headline_table([run, other]).rows[0]), "losses of other streams do not compare"
+
+
+def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
+    """Which run is best, by how much, whether that is noise, whether a run diverged, and the worst language."""
+    draw = np.random.default_rng(8)
+    noise = draw.normal(0, 0.1, 100)
+    falling = [
+        {"step": s, "loss": 2 + 8 / s + n, "loss/mlm/en": 1.0, "loss/mlm/de": 3.0} for s, n in enumerate(noise, 1)
+    ]
+    rising = [e | {"loss": 5 + abs(e["step"] - 50) / 25, "loss/mlm/en": 4.0} for e in falling]
+    broken = [e | {"loss": e["loss"] if e["step"] < 60 else None} for e in falling]
+    evals = [scores_at(24, {"en-xx": 0.0}), scores_at(24, {"en-xx": -0.05}), scores_at(24, {"en-xx": -0.6})]
+    folders = [
+        make_run(tmp_path / name, entries, [of_run])
+        for name, entries, of_run in zip("abc", (falling, rising, broken), evals, strict=True)
+    ]
+
+    def said(*chosen: int) -> str:
+        runs = read_runs([folders[n] for n in chosen])
+        return "\n".join(findings(runs, tables.headlines(runs)))
+
+    assert "Training loss, nats: a is best, by 4.7" in said(0, 1) and "which is more than noise" in said(0, 1)
+    assert re.search(r"retrieval, mean of the pairs, share: a is best, by 0\.05 over b, which may be noise", said(0, 1))
+    assert re.search(r"retrieval, mean of the pairs, share: b is best, by 0\.55 over c, .*more than noise", said(1, 2))
+    assert re.search(r"b: the training loss rose: it ends 1\.\d+ above its lowest, near step [45]\d\.", said(0, 1))
+    assert "c: the training loss is not finite after step 59." in said(0, 2) and "not diverged" in said(0)
+    assert "Worst language by Loss of mlm by language, nats: a: de 3; b: en 4." in said(0, 1)
+    assert "has not diverged" in page_of(folders[0], out=tmp_path / "page.html")[0]
 
 
 def test_means_over_languages(tmp_path: Path) -> None:

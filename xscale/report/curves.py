@@ -196,6 +196,11 @@ def last_tenth(curve: pd.Series) -> pd.Series:
     return curve.iloc[-math.ceil(len(curve) / 10) :]
 
 
+def late(curve: pd.Series) -> float:
+    """Return the mean of the last tenth of a curve's numbers."""
+    return float(last_tenth(curve.dropna()).mean())
+
+
 def interval_ends(curve: pd.Series) -> list[pd.Series]:
     """Return the curves of the lower and upper ends of a curve's intervals (Run.evals); NaN at steps without one."""
     none = math.nan, math.nan

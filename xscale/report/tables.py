@@ -118,7 +118,8 @@ def headlines(runs: list[Run]) -> list[Headline]:
             add(title, direction(name), evaluated(task, name, row))
     add("Held-out loss, mean of the streams, nats", less, evaluated("heldout", "loss"))
     add("Translations found by retrieval, mean of the pairs, share", 1, evaluated("retrieval", "accuracy"))
-    add("Withheld words aligned, mean of the pairs, share", 1, metric("alignment"))
+    aligned = zip(evaluated("alignment", "withheld"), metric("alignment"), strict=True)
+    add("Withheld words aligned, mean of the pairs, share", 1, [measured or logged for measured, logged in aligned])
     add("Tokens per second", 1, metric("tokens_per_s"))
     return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
 
@@ -146,21 +147,41 @@ def headline_table(runs: list[Run]) -> Table:
     return Table(["mean of the last tenth", *(run.label for run in runs)], [compared(headline) for headline in found])
 
 
-def compared(headline: Headline) -> list[Cell]:
-    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
-    run, and those whose intervals overlap or whose difference from it is at most the sum of both deviations."""
+class Ranked(NamedTuple):
+    """The runs' last tenths of a headline's curves, and how they compare."""
+
+    late: list[pd.Series]
+    best: int | None
+    """The number of the best run; None if nothing is compared."""
+    alike: list[bool]
+    """Whether a run is the best, or its interval overlaps the best run's, or its mean differs from the best run's by at
+    most the sum of both deviations."""
+
+
+def rank(headline: Headline) -> Ranked:
     late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
     means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
-    best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
+    if not headline.better or pd.Series(means).count() < 2:
+        return Ranked(late, None, [False] * len(late))
+    best = int(pd.Series(means).idxmax())
     ends = [[end.mean() for end in interval_ends(curve)] for curve in late]
+    alike = []
+    for mean, deviation, (low, high) in zip(means, deviations, ends, strict=True):
+        overlap = low <= ends[best][1] and ends[best][0] <= high
+        alike.append(bool(overlap or mean >= means[best] - np.nansum([deviation, deviations[best]])))
+    return Ranked(late, best, alike)
+
+
+def compared(headline: Headline) -> list[Cell]:
+    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
+    run and those alike."""
     row: list[Cell] = [headline.title]
-    for curve, mean, deviation, (low, high) in zip(late, means, deviations, ends, strict=True):
-        noise = 0 if best is None else np.nansum([deviation, deviations[best]])
-        alike = best is not None and low <= ends[best][1] and ends[best][0] <= high
-        mark = "✓ " if alike or (best is not None and mean >= means[best] - noise) else ""
-        spread = f" ± {deviation:.2g}" if curve.count() > 2 else ""
+    late, _, alike = rank(headline)
+    for curve, same in zip(late, alike, strict=True):
+        low, high = (end.mean() for end in interval_ends(curve))
+        spread = f" ± {curve.std():.2g}" if curve.count() > 2 else ""
         shown = number(float(curve.mean())) + spread if math.isnan(low) else number(Measured(curve.mean(), low, high))
-        row.append(mark + shown if curve.notna().any() else None)
+        row.append("✓ " * same + shown if curve.notna().any() else None)
     return row
 
 
