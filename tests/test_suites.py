@@ -18,7 +18,9 @@ PUBLISHED = """
 sib/data/annotated/eng_Latn/train.tsv sib/data/annotated/eng_Latn/test.tsv sib/data/annotated/deu_Latn/test.tsv
 sib/data/annotated/deu_Latn/train.tsv xtreme/panx/train-en.tsv.xz xtreme/panx/test-de.tsv.xz xtreme/panx/dev-de.tsv.xz
 ud/en_ewt-ud-train.conllu ud/en_ewt-ud-test.conllu ud/en_pud-ud-test.conllu ud/de_pud-ud-test.conllu.gz
-pawsx/test-de.tsv other/train-en.tsv
+pawsx/test-de.tsv other/train-en.tsv massive/1.1/data/en-US.jsonl massive/1.1/data/de-DE.jsonl
+atis/train_dev_test/train_EN.tsv atis/train_dev_test/test_EN.tsv atis/train_dev_test/test_DE.tsv
+taxi/eng_data/eng_train.tsv taxi/eng_data/eng_test.tsv taxi/deu_Latn/deu_Latn_test.tsv
 """
 
 
@@ -37,6 +39,17 @@ def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
             "train": {"eng_Latn": "train.tsv"},
             "dev": {},
             "test": {"deu_Latn": "test.tsv", "eng_Latn": "test.tsv"},
+        },
+        "massive": {
+            "train": {"en-US": "en-US.jsonl"},
+            "dev": {},
+            "test": {"de-DE": "de-DE.jsonl", "en-US": "en-US.jsonl"},
+        },
+        "multiatis": {"train": {"en": "train_EN.tsv"}, "dev": {}, "test": {"de": "test_DE.tsv", "en": "test_EN.tsv"}},
+        "taxi1500": {
+            "train": {"eng": "eng_train.tsv"},
+            "dev": {},
+            "test": {"deu_Latn": "deu_Latn_test.tsv", "eng": "eng_test.tsv"},
         },
         "ner": {"train": {"en": "train-en.tsv.xz"}, "dev": {"de": "dev-de.tsv.xz"}, "test": {"de": "test-de.tsv.xz"}},
         "pos": {

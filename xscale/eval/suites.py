@@ -5,8 +5,9 @@ The folder has the test sets as they are published, in folders of any depth:
     retrieval   plain parallel text (eval/parallel.py) by cosine and by xSIM; BUCC's `de-en.test.gold` and its lists;
                 word links made by hand: `enfr.src-tgt` with `enfr.gold`, and XL-WA's `data/es/test.tsv`
     transfer    fine-tuning in English, tested in all languages: SIB-200's `annotated/LANG/train.tsv` and `test.tsv`,
-                `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos (pos), panx (ner) or taxi1500,
-                and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
+                MASSIVE's `1.1/data/en-US.jsonl`, MultiATIS++'s `train_EN.tsv` and `test_DE.tsv`, Taxi1500's
+                `eng_train.tsv` and `deu_test.tsv`, `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos
+                (pos), panx (ner) or taxi1500, and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
 """
 
 import argparse
@@ -38,8 +39,12 @@ FILES = (
     (re.compile(r"annotated/(?P<language>[^/]+)/(?P<part>train|dev|test)\.tsv"), "sib200"),
     (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|dev|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
     (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|dev|test)\.conllu"), "pos"),
+    (re.compile(r"(?:1\.\d/data|(?i:[^/]*massive[^/]*))/(?P<language>[a-z]{2}-[A-Z]{2})\.jsonl(?P<part>)"), "massive"),
+    (re.compile(r"(?P<part>train|dev|test)_(?P<language>[A-Z]{2})\.tsv"), "multiatis"),
+    (re.compile(r"(?P<language>[a-z]{3}(_[A-Z][a-z]{3})?)_(?P<part>train|dev|test)\.tsv"), "taxi1500"),
 )
-"""The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS)."""
+"""The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS). A
+file without a part has all parts."""
 MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "perplexity", "tlm_loss")
 """The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
@@ -116,7 +121,9 @@ def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path
             task = match and (name or FOLDERS.get(match["folder"].lower()))
             if match and task:
                 parts = found.setdefault(task, {"train": {}, "dev": {}, "test": {}})
-                parts[match["part"]].setdefault(match["language"], path)
+                language = match["language"].lower() if match["language"].isupper() else match["language"]
+                for part in [match["part"]] if match["part"] else ("train", "test"):
+                    parts[part].setdefault(language, path)
                 break
     for parts in found.values():
         parts["train"] = {language: path for language, path in parts["train"].items() if ENGLISH.match(language)}

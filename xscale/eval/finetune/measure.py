@@ -30,6 +30,7 @@ TASKS: dict[str, Task] = {
     "pawsx": classification.PAWSX,
     "sib200": classification.SIB200,
     "massive": classification.MASSIVE,
+    "multiatis": classification.MULTIATIS,
     "taxi1500": classification.TAXI1500,
     "pos": tags.POS,
     "ner": tags.NER,
