@@ -558,6 +558,22 @@ def test_predictions_as_xtreme_reads_them(tmp_path: Path) -> None:
     assert json.loads(qa.write(questions, ["香港", ""])) == {"a": "香港", "b": ""}
 
 
+def test_intents_of_multiatis(tmp_path: Path) -> None:
+    """Columns as its files have them. An intent that only a test has counts as wrong, for MultiATIS++ alone."""
+    head, of = "id\tutterance\tslot_labels\tintent\n", dict[str, TaskData]()
+    for part, intents in (("train", "ab"), ("test", "abc")):
+        (tmp_path / f"{part}_DE.tsv").write_text(head + "".join(f"{n}\tzeig flüge\tO O\t{n}\n" for n in intents))
+        of |= measure.read_files(measure.TASKS["multiatis"], [f"de={tmp_path}/{part}_DE.tsv"], f"--{part}", None)
+        data = of["de"]
+        assert [(e.texts, e.gold) for e in data.examples] == [(("zeig flüge",), (n,)) for n in intents]
+        of[part] = data
+    task = measure.TASKS["multiatis"]
+    plan_training(task, {"de": of["train"]}, {}, {"de": of["test"]}, "de", False)
+    assert task.score(of["test"].examples, ["a", "b", "a"], "de")["accuracy"] == pytest.approx(2 / 3)
+    with pytest.raises(UserError, match="'c' is nowhere in"):
+        plan_training(measure.TASKS["massive"], {"de": of["train"]}, {}, {"de": of["test"]}, "de", False)
+
+
 def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exported) -> None:
     """Header and columns as their files have them; a long sentence is cut at its end."""
     path, read = tmp_path / "test.tsv", measure.TASKS["sib200"].read
@@ -567,8 +583,9 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
         ("2", ("de",), ('A "mix" of',), ("science/technology",)),
         ("3", ("de",), ("go",), ("travel",)),
     ]
-    path.write_text("id\tlabel\tverse\n40001\tGrace\tHe said\n")
-    assert [(e.texts, e.gold) for e in measure.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
+    for head in ("id\tlabel\tverse\n", ""):
+        path.write_text(head + "40001\tGrace\tHe said\n")
+        assert [(e.texts, e.gold) for e in measure.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
     lines = [{"id": str(n), "locale": "de-DE", "partition": part, "intent": "alarm_set", "utt": part}
              for n, part in enumerate(("train", "dev", "test"))]  # fmt: skip
     (tmp_path / "de-DE.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -26,7 +26,7 @@ from tests.test_encoder import CONFIGS, make
 from xscale import config, export, files
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import full_weights
-from xscale.config import Recipe
+from xscale.config import RECIPES, Recipe
 from xscale.data.packed_row import Tokens
 from xscale.data.sequences import Example
 from xscale.data.shards import find_sources
@@ -658,15 +658,15 @@ def test_onnx_needs_its_packages(
     assert code == 2 and re.search(r"--onnx needs .*onnxscript.*'xscale\[onnx\]'", said) and not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["mixed", "mlm", "xlm"])
+@pytest.mark.parametrize("kind", [*(path.stem for path in sorted(RECIPES.glob("*.yaml"))), "language_embeddings"])
 def test_pipelines_of_transformers_read_an_export(
     demo: Path, ended: tuple[StepModule, Path, Path], tmp_path: Path, kind: str
 ) -> None:
-    """They give the states and the tokens of our forward pass; mlm's model has language embeddings."""
+    """They give the states and the tokens of our forward pass, for every recipe."""
     path = ended[2]
     if kind != "mixed":
-        more = ["streams.mlm.language_embeddings=true"] if kind == "mlm" else []
-        run_spec = run_spec_of(demo, kind, *more)
+        more = ["streams.mlm.language_embeddings=true"] if kind == "language_embeddings" else []
+        run_spec = run_spec_of(demo, "mlm" if more else kind, *more)
         save(run_spec.module(), run_spec, tmp_path / "checkpoint")
         path = tmp_path / "hf"
         export.export(tmp_path / "checkpoint", path)

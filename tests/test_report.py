@@ -39,6 +39,7 @@ from xscale.objectives import alignlm
 from xscale.report import __main__ as command
 from xscale.report import curves, models, tables, transfer
 from xscale.report.draw import COLOURS, Pictures
+from xscale.report.findings import findings
 from xscale.report.page import page
 from xscale.report.read import Run, read_runs, read_scores
 
@@ -387,6 +388,34 @@ def test_the_summary_says_which_run_is_better(one: tuple[Path, list[Entry]]) -> 
     assert "✓" not in str(tables.headline_table([run, other]).rows[0]), "losses of other streams do not compare"
 
 
+def test_the_summary_answers_what_is_asked_first(tmp_path: Path) -> None:
+    """Which run is best, by how much, whether that is noise, whether a run diverged, and the worst language."""
+    draw = np.random.default_rng(8)
+    noise = draw.normal(0, 0.1, 100)
+    falling = [
+        {"step": s, "loss": 2 + 8 / s + n, "loss/mlm/en": 1.0, "loss/mlm/de": 3.0} for s, n in enumerate(noise, 1)
+    ]
+    rising = [e | {"loss": 5 + abs(e["step"] - 50) / 25, "loss/mlm/en": 4.0} for e in falling]
+    broken = [e | {"loss": e["loss"] if e["step"] < 60 else None} for e in falling]
+    evals = [scores_at(24, {"en-xx": 0.0}), scores_at(24, {"en-xx": -0.05}), scores_at(24, {"en-xx": -0.6})]
+    folders = [
+        make_run(tmp_path / name, entries, [of_run])
+        for name, entries, of_run in zip("abc", (falling, rising, broken), evals, strict=True)
+    ]
+
+    def said(*chosen: int) -> str:
+        runs = read_runs([folders[n] for n in chosen])
+        return "\n".join(findings(runs, tables.headlines(runs)))
+
+    assert "Training loss, nats: a is best, by 4.7" in said(0, 1) and "which is more than noise" in said(0, 1)
+    assert re.search(r"retrieval, mean of the pairs, share: a is best, by 0\.05 over b, which may be noise", said(0, 1))
+    assert re.search(r"retrieval, mean of the pairs, share: b is best, by 0\.55 over c, .*more than noise", said(1, 2))
+    assert re.search(r"b: the training loss rose: it ends 1\.\d+ above its lowest, near step [45]\d\.", said(0, 1))
+    assert "c: the training loss is not finite after step 59." in said(0, 2) and "not diverged" in said(0)
+    assert "Worst language by Loss of mlm by language, nats: a: de 3; b: en 4." in said(0, 1)
+    assert "has not diverged" in page_of(folders[0], out=tmp_path / "page.html")[0]
+
+
 def test_means_over_languages(tmp_path: Path) -> None:
     """A language that a step lacks counts with its number before; a step without any number has no mean."""
     en, de = [3.0, 2.0, None, 1.0], [5.0, "absent", None, 4.0]
@@ -397,6 +426,14 @@ def test_means_over_languages(tmp_path: Path) -> None:
     rows = {row[0]: row[1:] for row in tables.summary(read_runs([folder])).rows}
     assert rows["heldout loss, mlm, mean over 2 languages"] == [2, 2, 2, 1]
     assert rows["loss/mlm, mean over 2 languages"] == [2.5, 2.5, 2.5, 4]
+    accuracies = {"en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": 0.75}, "all": {"accuracy": 0.5}}
+    ends = {"en-xx": {"accuracy": [0.0, 0.5]}, "en-yy": {"accuracy": [0.5, 1.0]}, "all": {"accuracy": [0.4, 0.6]}}
+    found = {"step": 1, "results": {"retrieval": accuracies}, "intervals": {"retrieval": ends}}
+    (run,) = read_runs([make_run(tmp_path / "all", entries, [found], checkpoint={"best": "retrieval/all/accuracy"})])
+    (shown,) = [row[1] for row in tables.headline_table([run]).rows if "retrieval" in str(row[0])]
+    rows = {row[0]: row[1] for row in tables.summary([run]).rows}
+    assert tables.number(shown) == tables.number(rows["retrieval accuracy, mean over 2 languages"]) == "0.5 [0.4, 0.6]"
+    assert "retrieval accuracy, all" not in rows and list(curves.eval_charts([run])[0].lines) == ["en-xx", "en-yy"]
     curve = tables.mean_curve([pd.Series([3.0, 2, np.nan], [1, 2, 3]), pd.Series([5.0, np.nan], [1, 3])])
     assert curve is not None and curve.tolist()[:2] == [4, 3.5] and np.isnan(curve[3])
     scores = {"de": {"loss": 1.0, "targets": 10.0}, "fr": {"loss": 2.0, "targets": 30.0}}

@@ -13,12 +13,15 @@ from tests.test_eval_tasks import random_model
 from tests.test_parallel import write_flores
 from xscale.data.tokenizer import Tokenizer
 from xscale.eval import aer, bootstrap, compare, retrieval, run, suites
+from xscale.eval.means import with_means
 
 PUBLISHED = """
 sib/data/annotated/eng_Latn/train.tsv sib/data/annotated/eng_Latn/test.tsv sib/data/annotated/deu_Latn/test.tsv
 sib/data/annotated/deu_Latn/train.tsv xtreme/panx/train-en.tsv.xz xtreme/panx/test-de.tsv.xz xtreme/panx/dev-de.tsv.xz
 ud/en_ewt-ud-train.conllu ud/en_ewt-ud-test.conllu ud/en_pud-ud-test.conllu ud/de_pud-ud-test.conllu.gz
-pawsx/test-de.tsv other/train-en.tsv
+pawsx/test-de.tsv other/train-en.tsv massive/1.1/data/en-US.jsonl massive/1.1/data/de-DE.jsonl
+atis/train_dev_test/train_EN.tsv atis/train_dev_test/test_EN.tsv atis/train_dev_test/test_DE.tsv
+taxi/eng_data/eng_train.tsv taxi/eng_data/eng_test.tsv taxi/deu_Latn/deu_Latn_test.tsv
 """
 
 
@@ -37,6 +40,17 @@ def test_files_of_the_public_test_sets_are_found(tmp_path: Path) -> None:
             "train": {"eng_Latn": "train.tsv"},
             "dev": {},
             "test": {"deu_Latn": "test.tsv", "eng_Latn": "test.tsv"},
+        },
+        "massive": {
+            "train": {"en-US": "en-US.jsonl"},
+            "dev": {},
+            "test": {"de-DE": "de-DE.jsonl", "en-US": "en-US.jsonl"},
+        },
+        "multiatis": {"train": {"en": "train_EN.tsv"}, "dev": {}, "test": {"de": "test_DE.tsv", "en": "test_EN.tsv"}},
+        "taxi1500": {
+            "train": {"eng": "eng_train.tsv"},
+            "dev": {},
+            "test": {"deu_Latn": "deu_Latn_test.tsv", "eng": "eng_test.tsv"},
         },
         "ner": {"train": {"en": "train-en.tsv.xz"}, "dev": {"de": "dev-de.tsv.xz"}, "test": {"de": "test-de.tsv.xz"}},
         "pos": {
@@ -116,6 +130,8 @@ def test_a_suite_prints_one_table_with_means(texts: Path, tmp_path: Path, tokeni
     of_pairs = [results["retrieval"][f"{p} cosine"]["accuracy"] for p in ("deu_Latn-eng_Latn", "eng_Latn-fra_Latn")]
     (shown,) = cells["retrieval", "mean over 2 languages cosine", "accuracy"]
     assert shown.startswith(f"{np.mean(of_pairs):.4g} [") and ("retrieval", "eng_Latn-fra_Latn xsim", "xsim") in cells
+    assert run.main(["--model", str(model), "--task", "retrieval", "--texts", str(texts)]) == 0
+    assert f"retrieval mean over 2 languages: accuracy {shown}" in capsys.readouterr().out, "a task has them too"
     assert run.main(["--model", str(model), "--suite", "retrieval", "--texts", str(model)]) == 2
     assert "has no test set of the suite" in capsys.readouterr().err
 
@@ -173,7 +189,7 @@ def test_means_by_script_and_by_training() -> None:
         for row, value in values.items()
         if variant == "cosine" or row != "eng-ukr"
     }
-    found = {row: of for row, of in suites.with_means(rows, ["de", "uk"]).items() if row not in rows}
+    found = {row: of for row, of in with_means(rows, ["de", "uk"]).items() if row not in rows}
     assert {row: of["accuracy"] for row, of in found.items()} == pytest.approx(
         {
             "mean over 5 languages cosine": 0.4,
@@ -185,14 +201,14 @@ def test_means_by_script_and_by_training() -> None:
         }
     )
     assert list(found["mean over 2 languages in CYRILLIC cosine"]["accuracy"].resampled()) == pytest.approx([1.6] * 3)  # type: ignore[attr-defined]
-    assert [row for row in suites.with_means(rows) if "trained" in row] == []
+    assert [row for row in with_means(rows) if "trained" in row] == []
     twice = {row: of_one for row, of_one in rows.items() if row.endswith("cosine")} | {
         "de-en cosine": rows["en-ru cosine"]
     }
-    assert "mean over 6 rows of 5 languages cosine" in suites.with_means(twice)
+    assert "mean over 6 rows of 5 languages cosine" in with_means(twice)
     of_texts = {row: {"loss": bootstrap.Score(1, lambda: np.ones(3))} for row in ("en", "de", "ru", "uk", "ja", "sr")}
-    means = [row for row in suites.with_means(of_texts, ["en", "de"]) if row not in of_texts]
-    assert means == [
+    added = [row for row in with_means(of_texts, ["en", "de"]) if row not in of_texts]
+    assert added == [
         "mean over 6 languages",
         "mean over 2 languages in LATIN",
         "mean over 2 languages in CYRILLIC",

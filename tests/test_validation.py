@@ -27,11 +27,12 @@ from xscale.data.mixture import initial_state
 from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
+from xscale.eval.bootstrap import intervals
 from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks
+from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks, with_means
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
@@ -292,6 +293,31 @@ def test_a_number_is_found_by_its_path() -> None:
     assert check_number(results, "heldout/tlm en-xx/loss") == 3.0 and check_number(results, "aer/en-fr/AER") is None
     with pytest.raises(UserError, match=r"heldout/mlm/loss .*heldout/tlm en-xx/loss"):
         check_number(results, "heldout/mlm/loss")
+
+
+def test_means_over_languages() -> None:
+    """Means are over languages or pairs, not over streams, with the interval of the mean."""
+    same = accuracies(torch.eye(40), torch.eye(40), "cosine", ("en", "xx"))
+    other = accuracies(torch.eye(40), torch.eye(40).roll(1, 0), "cosine", ("en", "yy"))
+    found = with_means("retrieval.news", {"en-xx": same, "en-yy": other})
+    assert found["all"] == {"accuracy": 0.5} and list(found) == ["all", "en-xx", "en-yy"]
+    assert intervals(found)["all"] == {"accuracy": [0.5, 0.5]}, "every resampled text has 1 and 0"
+    losses = {"mlm": {"loss": 9.0}, "mlm en": {"loss": 1.0, "count": 5}, "mlm xx": {"loss": 2.0, "count": 7}}
+    assert with_means("heldout", losses) == losses | {"mlm all": {"loss": 1.5}}
+    words = {"en-xx": {"withheld": 0.25}, "xx-en": {"withheld": 0.75, "trained": 1.0}}
+    assert with_means("alignment", words)["all"] == {"withheld": 0.5}
+    assert with_means("retrieval", {"en-xx": same}) == {"en-xx": same}, "one pair needs no mean"
+
+
+def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
+    files = ["--src", str(odd / "bare.en"), "--tgt", str(odd / "bare.xx"), "--langs", "en", "yy"]
+    write_shards.main(Ranks(), ["pairs", *files, "--out", str(tmp_path / "more")])
+    pairs = f"[{heldout / 'pairs'}, {tmp_path / 'more'}]"
+    tasks = f"[{{name: heldout, data: [{heldout / 'en'}, {heldout / 'xx'}]}}, {{name: retrieval, data: {pairs}}}]"
+    words = ["--ds_config", f"{launch.ROOT}/ds_configs/zero2_cpu.json", "--recipe", "xlm", "--data", str(demo)]
+    for best in ("retrieval/all/accuracy", "heldout/mlm all/loss"):
+        sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
+        dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
 def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,8 @@ NEITHER = re.compile(
     r"^(count|targets|sentences|words|identical|dropped|too_long|queue_age|own_keys)|links|coverage|entropy|loss_scale"
 )
 """Neither higher nor lower values of these metrics are better: they are sizes, or properties of the text."""
+ALL = "all"
+"""The results row, in an evaluation of a run, that has means over languages or pairs; `STREAM all` for losses."""
 
 
 class MetricKey(NamedTuple):

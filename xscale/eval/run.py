@@ -15,6 +15,7 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError, check_arguments, report_environment_error
 from xscale.eval.bootstrap import intervals
 from xscale.eval.card import CARD, add_scores
+from xscale.eval.means import print_means
 from xscale.eval.model import Exported, check_out, write_results
 from xscale.eval.parts import add_part_flags, share_rows
 from xscale.eval.suites import SUITES, add_suite_flags, evaluate_rows, markdown, plan_rows, table
@@ -58,6 +59,9 @@ def main(argv: list[str] | None = None) -> int:
             add_scores(args.model, results, intervals(results))
         if args.suite and not args.part:
             print(f"\n{markdown(table({args.model.resolve().name: results}, model.languages[1:]))}")
+        elif not args.part:
+            for task, of_task in results.items():
+                print_means(task, of_task, model.languages[1:])
         return code
     except OSError as error:  # of --out
         return report_environment_error(error)

@@ -5,8 +5,9 @@ The folder has the test sets as they are published, in folders of any depth:
     retrieval   plain parallel text (eval/parallel.py) by cosine and by xSIM; BUCC's `de-en.test.gold` and its lists;
                 word links made by hand: `enfr.src-tgt` with `enfr.gold`, and XL-WA's `data/es/test.tsv`
     transfer    fine-tuning in English, tested in all languages: SIB-200's `annotated/LANG/train.tsv` and `test.tsv`,
-                `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos (pos), panx (ner) or taxi1500,
-                and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
+                MASSIVE's `1.1/data/en-US.jsonl`, MultiATIS++'s `train_EN.tsv` and `test_DE.tsv`, Taxi1500's
+                `eng_train.tsv` and `deu_test.tsv`, `train-LANG.tsv` and `test-LANG.tsv` in a folder xnli, pawsx, udpos
+                (pos), panx (ner) or taxi1500, and UD's `en_ewt-ud-train.conllu` and `de_pud-ud-test.conllu`
 """
 
 import argparse
@@ -21,12 +22,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from xscale.data.scripts import scripts_of, short_code
+from tqdm import tqdm
+
 from xscale.data.shards import Source
 from xscale.errors import UserError
-from xscale.eval.bootstrap import Score, combine, describe, mean, p_value
+from xscale.eval.bootstrap import Score, combine, describe, p_value
 from xscale.eval.finetune.measure import TASKS as FINETUNED
 from xscale.eval.finetune.measure import check_flags, measure_transfer, parse_arguments
+from xscale.eval.means import with_means
 from xscale.eval.model import Exported, Scores
 from xscale.eval.parallel import ENGLISH, find_parallel
 from xscale.eval.retrieval import MARGINS, XSIM
@@ -38,8 +41,12 @@ FILES = (
     (re.compile(r"annotated/(?P<language>[^/]+)/(?P<part>train|dev|test)\.tsv"), "sib200"),
     (re.compile(r"(?P<folder>[^/]+)/(?P<part>train|dev|test)-(?P<language>[^/.]+)\.(tsv|conllu|jsonl)"), None),
     (re.compile(r"(?P<language>[a-z]+)_[a-z]+-ud-(?P<part>train|dev|test)\.conllu"), "pos"),
+    (re.compile(r"(?:1\.\d/data|(?i:[^/]*massive[^/]*))/(?P<language>[a-z]{2}-[A-Z]{2})\.jsonl(?P<part>)"), "massive"),
+    (re.compile(r"(?P<part>train|dev|test)_(?P<language>[A-Z]{2})\.tsv"), "multiatis"),
+    (re.compile(r"(?P<language>[a-z]{3}(_[A-Z][a-z]{3})?)_(?P<part>train|dev|test)\.tsv"), "taxi1500"),
 )
-"""The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS)."""
+"""The pattern of the end of a file's path, and the file's task; None: the folder's name gives the task (FOLDERS). A
+file without a part has all parts."""
 MAIN = ("accuracy", "xsim", "AER", "F1", "f1", "perplexity", "tlm_loss")
 """The table shows the first of these numbers that a results row has, or if it has none, its first number."""
 Results = dict[str, dict[str, Scores]]
@@ -116,7 +123,9 @@ def find_transfer(folders: Sequence[Path]) -> dict[str, dict[str, dict[str, Path
             task = match and (name or FOLDERS.get(match["folder"].lower()))
             if match and task:
                 parts = found.setdefault(task, {"train": {}, "dev": {}, "test": {}})
-                parts[match["part"]].setdefault(match["language"], path)
+                language = match["language"].lower() if match["language"].isupper() else match["language"]
+                for part in [match["part"]] if match["part"] else ("train", "test"):
+                    parts[part].setdefault(language, path)
                 break
     for parts in found.values():
         parts["train"] = {language: path for language, path in parts["train"].items() if ENGLISH.match(language)}
@@ -150,12 +159,14 @@ def evaluate_rows(
     results: Results = {}
     failed: dict[str, dict[str, str]] = {}
     code = 0
-    for task, name, row in ((task, name, row) for task, rows_of in rows.items() for name, row in rows_of.items()):
+    flat = [(task, name, row) for task, rows_of in rows.items() for name, row in rows_of.items()]
+    for task, name, row in tqdm(flat, unit="row", disable=None):
         try:
             for variant, scores in row.evaluate(model).items():
                 full_name = f"{name} {variant}".strip()
                 results.setdefault(task, {})[full_name] = scores
-                print(f"{task} {full_name}: " + ", ".join(describe(score, value) for score, value in scores.items()))
+                told = ", ".join(describe(score, value) for score, value in scores.items())
+                tqdm.write(f"{task} {full_name}: {told}", file=sys.stdout)
         except Exception as error:
             ours = not isinstance(error, UserError)
             text = f"{type(error).__name__}: {error}" if ours else str(error)
@@ -166,54 +177,6 @@ def evaluate_rows(
             code = 1 if ours else code or 2
         publish(results, failed)
     return results, failed, code
-
-
-def with_means(rows: Mapping[str, Scores], trained: Collection[str] = ()) -> dict[str, Scores]:
-    """The results rows and, after the rows of each variant, rows with means of the numbers that all these rows have:
-    over all languages; by script; and over the languages that are `trained` and those that are not. Means by script or
-    by training need two groups of two languages or more. A row's name is `LANGUAGE` or `LANGUAGE VARIANT`."""
-    variants: dict[str, list[str]] = {}
-    for row in rows:
-        variants.setdefault(row.partition(" ")[2], []).append(row)
-    found: dict[str, Scores] = {}
-    for variant, names in variants.items():
-        found |= {name: rows[name] for name in names}
-        shared = [name for name in rows[names[0]] if all(isinstance(rows[row].get(name), Score) for row in names)]
-        for label, group in (groups_of(names, trained) if shared else {}).items():
-            means: Scores = {name: mean([rows[row][name] for row in group]) for name in shared}
-            count = count_languages(group)  # of one test set, this is the number of rows
-            over = f"{count}" if count == len(group) else f"{len(group)} rows of {count}"
-            found[f"mean over {over} {label} {variant}".strip()] = means
-    return found
-
-
-def groups_of(rows: Sequence[str], trained: Collection[str]) -> dict[str, list[str]]:
-    """Name of a mean, such as `languages` -> the rows that it is over. English counts only in rows with it alone."""
-    kinds: list[dict[str, list[str]]] = [{}, {}]
-    for row in rows:
-        languages = languages_of(row)
-        scripts = {scripts_of(language) for language in languages}
-        known = {short_code(language) in map(short_code, trained) for language in languages}
-        if len(scripts) == 1 and len(script := min(scripts)) == 1:
-            kinds[0].setdefault(f"languages in {script[0]}", []).append(row)
-        if trained and len(known) == 1:
-            kinds[1].setdefault("trained languages" if True in known else "languages not trained", []).append(row)
-    found = {"languages": list(rows)} if len(rows) > 1 else {}
-    for groups in kinds:
-        large = {label: group for label, group in groups.items() if count_languages(group) > 1}
-        found |= large if len(large) > 1 else {}
-    return found
-
-
-def languages_of(row: str) -> list[str]:
-    """The languages in the name of a results row. English is one of them only if it is alone."""
-    languages = re.split(r"-(?=[a-z]{2,3}(?![A-Za-z]))", row.partition(" ")[0])
-    return [language for language in languages if not ENGLISH.match(language)] or languages
-
-
-def count_languages(rows: Sequence[str]) -> int:
-    """The number of different languages, or pairs of them, of results rows; `de-en` and `deu-eng` are one."""
-    return len({tuple(map(short_code, languages_of(row))) for row in rows})
 
 
 def table(of_models: Mapping[str, Results], trained: Collection[str]) -> list[list[str]]:

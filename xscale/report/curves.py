@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from xscale.metric_keys import MetricKey, direction
+from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.report.read import Run, Scores
 
 LOSSES, LANGUAGES, OTHER = "Losses", "Languages", "Other metrics"
@@ -129,9 +129,10 @@ def described(title: str, better: int) -> str:
 
 
 def eval_charts(runs: list[Run]) -> list[Chart]:
-    """Return a chart for each number of a task, with a line for each results row. Sizes of the data are left out."""
+    """Return a chart for each number of a task, with a line for each results row. Sizes of the data and rows of means
+    are left out."""
     groups: dict[str, Chart] = {}
-    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
+    for task, row, name in dict.fromkeys(key for run in runs for key in run.evals if not is_mean(key[1])):
         stream, _, language = row.partition(" ") if task == "heldout" else ("", "", "")
         title = eval_title(task, column(row, name), f" of {stream} by language" if language else "")
         new = Chart(described(title, direction(name)), {}, [run.label for run in runs], direction(name))
@@ -143,6 +144,11 @@ def eval_title(task: str, number: str, whose: str = "") -> str:
     """Return the title of an evaluation's number, such as `Held-out loss of mlm, nats`."""
     words, comma, unit = EVALUATIONS.get(f"{task} {number}", f"{task}: {number}").partition(", ")
     return f"{words}{whose}{comma}{unit}"
+
+
+def is_mean(row: str) -> bool:
+    """Return True if a results row of a run has means over languages or pairs: `all` or `STREAM all`."""
+    return row.split(" ")[-1] == ALL
 
 
 def column(row: str, name: str) -> str:
@@ -188,6 +194,11 @@ def layer_charts(scores: list[Scores]) -> list[Chart]:
 
 def last_tenth(curve: pd.Series) -> pd.Series:
     return curve.iloc[-math.ceil(len(curve) / 10) :]
+
+
+def late(curve: pd.Series) -> float:
+    """Return the mean of the last tenth of a curve's numbers."""
+    return float(last_tenth(curve.dropna()).mean())
 
 
 def interval_ends(curve: pd.Series) -> list[pd.Series]:

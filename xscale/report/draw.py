@@ -11,11 +11,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from xscale import files
-from xscale.report.curves import Chart, interval_ends, last_tenth, thin
+from xscale.report.curves import Chart, interval_ends, late, thin
 from xscale.report.read import LONGEST_LABEL
 
 WIDTH, HEIGHT = 3.3, 2.0
@@ -152,11 +152,6 @@ def worst_first(chart: Chart) -> list[str]:
     return [str(label) for label in ends.sort_values(kind="stable", na_position="first").index]
 
 
-def late(curve: pd.Series) -> float:
-    """Return the mean of the last tenth of a curve's numbers."""
-    return float(last_tenth(curve.dropna()).mean())
-
-
 def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, small: bool = False) -> None:
     """Draw lines. A line's look depends only on its position in `lines`, even if earlier lines have no numbers."""
     for number, (label, curve) in enumerate(lines.items()):
@@ -174,7 +169,8 @@ def draw(axes: Axes, lines: dict[str, pd.Series | None], logarithmic: bool, smal
         look = look_of(number) | ({} if len(lines) > 1 or len(known) <= FEW else {"marker": ""})
         axes.plot(points.index, points["mean"], label=cut(label), markevery=marked.tolist(), **look)
     ticks = 2 if small else 4
-    axes.xaxis.set_major_locator(MaxNLocator(ticks, integer=True))
+    one = axes.dataLim.xmin == axes.dataLim.xmax
+    axes.xaxis.set_major_locator(FixedLocator([axes.dataLim.xmin]) if one else MaxNLocator(ticks, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(short))
     if logarithmic and 0 < 10 * axes.dataLim.ymin < axes.dataLim.ymax:
         axes.set_yscale("log")

@@ -10,6 +10,7 @@ import jinja2
 from xscale.report import curves, models, tables, transfer
 from xscale.report.curves import Chart
 from xscale.report.draw import GLYPHS, Pictures
+from xscale.report.findings import findings
 from xscale.report.read import Run, Scores
 from xscale.report.tables import Table
 
@@ -24,7 +25,7 @@ TSNE = (
 COMPARED = (
     "✓ marks the best run and each run that differs from it by less than both standard deviations (±) in the last "
     "tenth of the run, or whose 95 % interval [from, to] overlaps that of the best run. Runs of other streams have "
-    "other losses, which are not compared."
+    "other losses, which are not compared. Noise is that of the run and of the test's sentences, not of the seed."
 )
 THINNED = (
     "In a run of many steps, a point of a line is the mean of a range of steps, and the band around a line goes from "
@@ -49,6 +50,7 @@ class Section:
     title: str
     note: str = ""
     folded: bool = False
+    findings: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     examples: list[tuple[str, list[tuple[str, bool]], Table]] = field(default_factory=list)
@@ -98,6 +100,7 @@ def summary(runs: list[Run], pictures: Pictures) -> Section:
     section = Section("Summary")
     headlines = tables.headlines(runs)
     section.tables = [tables.run_table(runs), *([tables.headline_table(runs)] if headlines else [])]
+    section.findings = findings(runs, headlines)
     if not headlines:
         section.note = "No step has been written yet."
     elif len(runs) > 1:

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from xscale.metric_keys import MetricKey, direction
+from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.report.curves import (
     SECTIONS,
     column,
     eval_title,
     interval_ends,
     is_empty,
+    is_mean,
     is_size,
     last_tenth,
     section_of,
@@ -85,12 +86,14 @@ def total(curve: pd.Series | None) -> float | None:
 def headlines(runs: list[Run]) -> list[Headline]:
     """Return the loss, the number that checkpoint.best names, means of evaluations over streams or pairs, and
     throughput: at most four of these, those that most runs have first."""
-    found: list[Headline] = []
+    found, shown = list[Headline](), list[list[str]]()
 
     def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
         means = [mean_curve(of_run) for of_run in curves]
-        if not is_empty(means):
+        texts = [repr(None if mean is None else mean.to_dict()) for mean in means]
+        if not is_empty(means) and texts not in shown:  # such as the mean of one pair, after this pair
             found.append(Headline(title, better, means))
+            shown.append(texts)
 
     def metric(name: str) -> list[list[pd.Series]]:
         return [
@@ -99,6 +102,7 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
     def evaluated(task: str, number: str, row: str | None = None) -> list[list[pd.Series]]:
         keys = [[k for k in run.evals if k[0] == task and k[2] == number and row in (None, k[1])] for run in runs]
+        keys = [[k for k in own if k[1] == ALL] or own for own in keys]
         return [
             [run.evals[key] for key in own if row or task != "heldout" or " " not in key[1]]
             for run, own in zip(runs, keys, strict=True)
@@ -114,7 +118,8 @@ def headlines(runs: list[Run]) -> list[Headline]:
             add(title, direction(name), evaluated(task, name, row))
     add("Held-out loss, mean of the streams, nats", less, evaluated("heldout", "loss"))
     add("Translations found by retrieval, mean of the pairs, share", 1, evaluated("retrieval", "accuracy"))
-    add("Withheld words aligned, mean of the pairs, share", 1, metric("alignment"))
+    aligned = zip(evaluated("alignment", "withheld"), metric("alignment"), strict=True)
+    add("Withheld words aligned, mean of the pairs, share", 1, [measured or logged for measured, logged in aligned])
     add("Tokens per second", 1, metric("tokens_per_s"))
     return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
 
@@ -142,21 +147,41 @@ def headline_table(runs: list[Run]) -> Table:
     return Table(["mean of the last tenth", *(run.label for run in runs)], [compared(headline) for headline in found])
 
 
-def compared(headline: Headline) -> list[Cell]:
-    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
-    run, and those whose intervals overlap or whose difference from it is at most the sum of both deviations."""
+class Ranked(NamedTuple):
+    """The runs' last tenths of a headline's curves, and how they compare."""
+
+    late: list[pd.Series]
+    best: int | None
+    """The number of the best run; None if nothing is compared."""
+    alike: list[bool]
+    """Whether a run is the best, or its interval overlaps the best run's, or its mean differs from the best run's by at
+    most the sum of both deviations."""
+
+
+def rank(headline: Headline) -> Ranked:
     late = [pd.Series(dtype=float) if curve is None else last_tenth(curve) for curve in headline.curves]
     means, deviations = [curve.mean() * headline.better for curve in late], [curve.std() for curve in late]
-    best = pd.Series(means).idxmax() if headline.better and pd.Series(means).count() > 1 else None
+    if not headline.better or pd.Series(means).count() < 2:
+        return Ranked(late, None, [False] * len(late))
+    best = int(pd.Series(means).idxmax())
     ends = [[end.mean() for end in interval_ends(curve)] for curve in late]
+    alike = []
+    for mean, deviation, (low, high) in zip(means, deviations, ends, strict=True):
+        overlap = low <= ends[best][1] and ends[best][0] <= high
+        alike.append(bool(overlap or mean >= means[best] - np.nansum([deviation, deviations[best]])))
+    return Ranked(late, best, alike)
+
+
+def compared(headline: Headline) -> list[Cell]:
+    """Return a headline's row: each run's mean of the last tenth, with interval or standard deviation. ✓ marks the best
+    run and those alike."""
     row: list[Cell] = [headline.title]
-    for curve, mean, deviation, (low, high) in zip(late, means, deviations, ends, strict=True):
-        noise = 0 if best is None else np.nansum([deviation, deviations[best]])
-        alike = best is not None and low <= ends[best][1] and ends[best][0] <= high
-        mark = "✓ " if alike or (best is not None and mean >= means[best] - noise) else ""
-        spread = f" ± {deviation:.2g}" if curve.count() > 2 else ""
+    late, _, alike = rank(headline)
+    for curve, same in zip(late, alike, strict=True):
+        low, high = (end.mean() for end in interval_ends(curve))
+        spread = f" ± {curve.std():.2g}" if curve.count() > 2 else ""
         shown = number(float(curve.mean())) + spread if math.isnan(low) else number(Measured(curve.mean(), low, high))
-        row.append(mark + shown if curve.notna().any() else None)
+        row.append("✓ " * same + shown if curve.notna().any() else None)
     return row
 
 
@@ -165,6 +190,7 @@ def summary(runs: list[Run]) -> Table:
     language or pair come last, after rows with their means over the languages or pairs."""
     measured: dict[tuple[str, str], list[pd.Series | None]] = {}
     shared: dict[str, list[tuple[str, str]]] = {"": []}
+    means_of_runs: dict[str, list[pd.Series | None]] = {}
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if SUMMARISED.match(name)))
     names.sort(key=lambda name: list(SECTIONS).index(section_of(MetricKey.parse(name))))
     for name in names:
@@ -173,7 +199,9 @@ def summary(runs: list[Run]) -> Table:
         shared.setdefault(without_language(MetricKey.parse(name)), []).append(key)
     for task, row, name in dict.fromkeys(key for run in runs for key in run.evals):
         key, found = (f"{task} {name}, {row}", name), [run.evals.get((task, row, name)) for run in runs]
-        if not is_size(found):
+        if is_mean(row):
+            means_of_runs[without_row(task, row, name)] = found
+        elif not is_size(found):
             measured[key] = found
             shared.setdefault(without_row(task, row, name), []).append(key)
     ordered = {key: measured[key] for key in shared.pop("")}
@@ -181,6 +209,8 @@ def summary(runs: list[Run]) -> Table:
         if len(keys) > 1:
             of_runs = zip(*(measured[key] for key in keys), strict=True)
             means = [mean_curve([curve for curve in curves if curve is not None]) for curves in of_runs]
+            own = means_of_runs.get(label, [None] * len(runs))
+            means = [mean if of_run is None else of_run for mean, of_run in zip(means, own, strict=True)]
             ordered[f"{label}, mean over {len(keys)} languages", keys[0][1]] = means
     rows: list[list[Cell]] = [
         [shown, *(cell for curve in curves for cell in last_and_best(curve, direction(name)))]

@@ -29,8 +29,9 @@ from xscale.data.streams import matches_languages
 from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, find_probe, tokens_of
+from xscale.eval.bootstrap import Score, mean
 from xscale.eval.model import Exported, read_all
-from xscale.metric_keys import MetricKey
+from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
@@ -88,14 +89,16 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
 def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
     """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        return list(alignment_rows(run_spec))
+        return list(with_means(task.name, alignment_rows(run_spec)))
     sources = find_task_sources(task, run_spec)
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
-        return list(row_sources(task, sources))
+        pairs = list(row_sources(task, sources))
+        return pairs if len(pairs) == 1 else [ALL, *pairs]
     specs = heldout_stream_specs(run_spec, sources)
     check_links(run_spec.recipe, specs, sources)
-    names = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
+    languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
+    names = [(spec.name, ALL) for spec in specs if len(spec.sources) > 1] + languages
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
 
@@ -123,16 +126,37 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
     if task.kind == "alignment":
         results = alignment_rows(run_spec)
     elif task.kind == "retrieval":
-        ((_, source),) = [of for of in row_sources(task, find_task_sources(task, run_spec)).items() if of[0] == row]
-        results = {row: retrieval.accuracies(torch.eye(2), torch.eye(2), "cosine", source.langs)}
+        sources_of = row_sources(task, find_task_sources(task, run_spec))
+        same = torch.eye(2)
+        results = {of: retrieval.accuracies(same, same, "cosine", source.langs) for of, source in sources_of.items()}
     else:
         stream, _, language = row.partition(" ")
         few = replace(task, limit=min(task.limit, TRIED))
-        sources = [s for s in find_task_sources(few, run_spec) if not language or language in (s.pair, *s.langs)]
+        sources = [s for s in find_task_sources(few, run_spec) if language in ("", ALL, s.pair, *s.langs)]
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
-    check_number({task.name: results}, best)
+        if language == ALL:  # so few records may all be of one language, which has the same numbers
+            results[row] = next((of for name, of in results.items() if name.startswith(f"{stream} ")), {})
+    check_number({task.name: with_means(task.name, results)}, best)
+
+
+def with_means(task: str, rows: Results) -> Results:
+    """Return a task's results rows after rows with means over languages or pairs: the row `all`, or for held-out losses
+    `STREAM all` for each stream. A number is averaged over the rows that have it, if there are several."""
+    groups, losses = dict[str, list[dict[str, float]]](), task.partition(".")[0] == "heldout"
+    for row, numbers in rows.items():
+        stream, _, language = row.partition(" ")
+        if language or not losses:
+            groups.setdefault(f"{stream} {ALL}" if losses else ALL, []).append(numbers)
+    found: Results = {}
+    for row, of_rows in groups.items():
+        for name in dict.fromkeys(name for numbers in of_rows for name in numbers if direction(name)):
+            values = [numbers[name] for numbers in of_rows if name in numbers]
+            if len(values) > 1:
+                scores = all(isinstance(value, Score) for value in values)
+                found.setdefault(row, {})[name] = mean(values) if scores else sum(values) / len(values)
+    return found | rows
 
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:

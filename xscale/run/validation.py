@@ -22,7 +22,7 @@ from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
 from xscale.metric_keys import is_better
 from xscale.ranks import HostGroup
-from xscale.run.evals import Results, check_number
+from xscale.run.evals import Results, check_number, with_means
 from xscale.run.metrics import LOG, JsonLines, Reporter
 from xscale.run.run_spec import RunSpec
 
@@ -98,7 +98,7 @@ class Validation:
         """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
         results, started = dict[str, Results](), time.monotonic()
         for name, task in self.tasks.items():
-            results[name] = task()
+            results[name] = with_means(name, task())
         seconds = time.monotonic() - started
         if results and self.lines.file:
             self.report(step, results, seconds)

@@ -1,9 +1,9 @@
-"""Classification of sentences by topic (SIB-200, Taxi1500) or intent (MASSIVE), and of sentence pairs: natural
-language inference (XNLI) and paraphrases (PAWS-X).
+"""Classification of sentences by topic (SIB-200, Taxi1500) or intent (MASSIVE, MultiATIS++), and of sentence pairs:
+natural language inference (XNLI) and paraphrases (PAWS-X).
 
 The model labels `[CLS] a [SEP]` or `[CLS] a [SEP] b [SEP]`. A line of a file is `a<TAB>label` or `a<TAB>b<TAB>label`
-as in XTREME (without labels, it has one column less), or a header names the columns (as in SIB-200, Taxi1500, MultiNLI,
-XNLI's own files and PAWS-X). Local data sets are read too.
+as in XTREME (without labels, it has one column less), or `id<TAB>label<TAB>a` (Taxi1500), or a header names the columns
+(as in SIB-200, MultiATIS++, MultiNLI, XNLI's own files and PAWS-X). Local data sets are read too.
 """
 
 from collections.abc import Iterator
@@ -68,7 +68,8 @@ def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tu
         if not names:
             header = [field.lower() for field in fields]
             has_header = number == 1 and all(set(names) & set(header) for names in columns)
-            names = header if has_header else [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
+            bare = [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
+            names = header if has_header else ["id", LABEL[0], columns[0][0]] if len(fields) > len(bare) else bare
             if has_header:
                 continue
         if len(fields) != len(names):
@@ -143,3 +144,4 @@ _sentences = partial(_task, read=partial(read, columns=SENTENCE))
 XNLI, PAWSX = _pairs(xtreme="xnli"), _pairs(xtreme="pawsx")
 SIB200 = _sentences(xtreme="sib200", epochs=20, lr=1e-5, max_length=164)
 MASSIVE, TAXI1500 = _sentences(xtreme="massive"), _sentences(xtreme="taxi1500", epochs=20)
+MULTIATIS = _sentences(xtreme="multiatis", new_labels=True)

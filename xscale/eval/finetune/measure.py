@@ -21,6 +21,7 @@ from xscale.eval.finetune.transfer import (
     plan_training,
     write_predictions,
 )
+from xscale.eval.means import print_means
 from xscale.eval.model import Exported, check_out, write_json
 from xscale.ranks import HostGroup, Process
 from xscale.step.ds_config import read_ds_config
@@ -30,6 +31,7 @@ TASKS: dict[str, Task] = {
     "pawsx": classification.PAWSX,
     "sib200": classification.SIB200,
     "massive": classification.MASSIVE,
+    "multiatis": classification.MULTIATIS,
     "taxi1500": classification.TAXI1500,
     "pos": tags.POS,
     "ner": tags.NER,
@@ -213,6 +215,7 @@ def publish(
 def print_table(task: str, table: TransferTable) -> None:
     for row, metrics in table.rows.items():
         print(f"{task} {row}: " + ", ".join(describe(metric, value) for metric, value in metrics.items()))
+    print_means(task, table.rows)
     for language, summary in table.summary.items():
         if "delta" in summary:
             deviation = f" ± {summary['delta_std']:.2g}" if "delta_std" in summary else ""

@@ -105,6 +105,8 @@ class Task:
     lr: float = 2e-5
     classes: bool = True
     """True if the task predicts labels, one of which is the most frequent; False for question answering."""
+    new_labels: bool = False
+    """True if the published tests have labels that the training text lacks; such examples count as wrong."""
 
 
 def label_numbers(labels: list[str], gold: tuple[str, ...] | None, count: int) -> np.ndarray:

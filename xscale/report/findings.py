@@ -1,0 +1,82 @@
+"""This module answers in sentences what a reader asks first: which run is best, by how much, and is that more than
+noise; did a run diverge; which language is worst."""
+
+import math
+
+import pandas as pd
+
+from xscale.report.curves import EVALUATIONS, LANGUAGES, Chart, eval_charts, last_tenth, late, metric_sections, thin
+from xscale.report.read import Run
+from xscale.report.tables import Headline, number, rank
+
+RANGES = 10
+"""A loss is compared between this many equal ranges of its steps."""
+LEAST_RISE = 0.01
+"""A loss rises if it ends above its lowest by more than this share of it, and by more than two deviations."""
+MOST_METRICS = 2
+"""The worst language is named by at most this many metrics."""
+
+
+def findings(runs: list[Run], headlines: list[Headline]) -> list[str]:
+    labels = [run.label for run in runs]
+    verdicts = [verdict(headline, labels) for headline in headlines] if len(runs) > 1 else []
+    return [*filter(None, verdicts), *stability(runs), *worst_languages(runs)]
+
+
+def verdict(headline: Headline, labels: list[str]) -> str:
+    """Return which run is best by a headline, and its distance from the second; "" if the runs are not compared."""
+    late, best, alike = rank(headline)
+    if best is None:
+        return ""
+    distances = {n: abs(curve.mean() - late[best].mean()) for n, curve in enumerate(late) if n != best}
+    second = min((n for n in distances if late[n].notna().any()), key=distances.__getitem__)
+    if distances[second] == 0:
+        return f"{headline.title}: {labels[best]} and {labels[second]} are equal."
+    spread = any(curve.attrs or curve.count() > 1 for curve in (late[best], late[second]))
+    noise = "may be" if alike[second] else "is more than"
+    how = f"which {noise} noise" if spread else "from one number each, so noise is not known"
+    by = number(float(distances[second]))
+    return f"{headline.title}: {labels[best]} is best, by {by} over {labels[second]}, {how}."
+
+
+def stability(runs: list[Run]) -> list[str]:
+    """Return a sentence for each run whose loss rises, or has no number, at its end; one sentence if there is none."""
+    losses = {run.label: run.metrics["loss"] for run in runs if len(run.metrics.get("loss", ()))}
+    wrong = {label: found for label, curve in losses.items() if (found := rise(curve))}
+    one = "The run has not diverged: its training loss ends near its lowest."
+    fine = [one if len(losses) == 1 else "No run diverged: each training loss ends near its lowest."]
+    return [f"{label}: the training loss {found}." for label, found in wrong.items()] or (fine if losses else [])
+
+
+def rise(curve: pd.Series) -> str:
+    """Return what is wrong with the end of a loss; "" if it ends near its lowest."""
+    known, end = curve.dropna(), last_tenth(curve).dropna()
+    if not len(end):
+        last = known.index[-1] if len(known) else 0
+        return f"is not finite after step {last:,}"
+    means = thin(known, RANGES)["mean"]
+    above = float(end.mean() - means.min())
+    if above <= max(LEAST_RISE * abs(means.min()), 2 * float(end.std(ddof=0))):
+        return ""
+    return f"rose: it ends {number(above)} above its lowest, near step {means.idxmin():,.0f}"
+
+
+def worst_languages(runs: list[Run]) -> list[str]:
+    """Return the worst language of each run by a few metrics, first by evaluations, of these first by retrieval."""
+    evaluated = eval_charts(runs)
+    charts = [chart for chart in evaluated if chart.title.startswith(EVALUATIONS["retrieval accuracy"])]
+    charts += [chart for chart in evaluated if "by language" in chart.title]
+    charts += metric_sections(runs).get(LANGUAGES, [])
+    found = [worst_language(chart) for chart in charts if chart.better and len(chart.lines) > 1]
+    return [sentence for sentence in found if sentence][:MOST_METRICS]
+
+
+def worst_language(chart: Chart) -> str:
+    worst = []
+    for n, name in enumerate(chart.names):
+        ends = {label: late(of[n]) for label, of in chart.lines.items() if of[n] is not None}
+        ends = {label: end for label, end in ends.items() if not math.isnan(end)}
+        if ends:
+            label = min(ends, key=lambda label: chart.better * ends[label])
+            worst.append(f"{f'{name}: ' * (len(chart.names) > 1)}{label} {number(ends[label])}")
+    return f"Worst language by {chart.title.partition(' (')[0]}: {'; '.join(worst)}." if worst else ""
