@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
@@ -29,7 +30,8 @@ from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, read_all
-from xscale.objectives import OBJECTIVES, Parts, alignlm, mlm, tlm
+from xscale.models.build import positions
+from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
@@ -102,13 +104,9 @@ def masked_sums(
     tokens [S, 3]. Terms without masked tokens are left out."""
     parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
-        row = pack_row({objective: stream_batch}, model.longest, model.tokenizer.sep_id)
-        inputs, reads = to_device(row.inputs, model.device), row.states[objective]
-        gathered = alignment_gather(model.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
-        states = dict(zip(reads, gathered, strict=True))
-        predictions = OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions
+        predictions, labels_M = predict(parts, objective, stream_batch, options, model.tokenizer.sep_id)
         features = torch.cat([prediction.features_MH for prediction in predictions])
-        _, losses_M, right_M = model.encoder.vocabulary_loss(features, inputs.labels)
+        _, losses_M, right_M = model.encoder.vocabulary_loss(features, labels_M)
         numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()]).cpu()
         sizes = [len(prediction.features_MH) for prediction in predictions]
         sequences, alone = stream_batch.sequences, len(predictions) == 1
@@ -118,6 +116,17 @@ def masked_sums(
             found.setdefault(prediction.term, []).append(np.stack(sums, 1))
     joined = {term: np.concatenate(of_batches) for term, of_batches in found.items()}
     return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
+
+
+def predict(
+    parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
+) -> tuple[list[Prediction], Tensor]:
+    """The features of all predictions of a stream batch, and the labels of the predictions [M]. filler: a token id."""
+    row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
+    inputs, reads = to_device(row.inputs, parts.encoder.embeddings.device), row.states[objective]
+    gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
+    states = dict(zip(reads, gathered, strict=True))
+    return OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions, inputs.labels
 
 
 def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:

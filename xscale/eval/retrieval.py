@@ -231,17 +231,21 @@ def embed_ids(
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
         stream_batch = stream_batch_of(model, chosen, language, poolings)
-        inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
-        with torch.no_grad():  # masks are kept for later passes, of training too
-            hidden = model.encoder.hidden_states(inputs.tokens)
-            for layer in layers:
-                pooled = alignment_gather(hidden[layer], *inputs.gather).split(len(chosen))
-                for pooling, vectors in zip(poolings, pooled, strict=True):
-                    found[pooling, layer].append(F.normalize(vectors, dim=-1))
+        for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
+            for pooling, vectors in zip(poolings, states.split(len(chosen)), strict=True):
+                found[pooling, layer].append(F.normalize(vectors, dim=-1))
     if not ids:
         return {key: torch.empty(0, model.encoder.width, device=model.device) for key in found}
     back = torch.tensor(order).argsort().to(model.device)
     return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
+
+
+@torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
+def layer_states(model: Exported, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
+    """The states [S, H] that a stream batch reads, at each of the layers."""
+    inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
+    hidden = model.encoder.hidden_states(inputs.tokens)
+    return [alignment_gather(hidden[layer], *inputs.gather) for layer in layers]
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:
