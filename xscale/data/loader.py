@@ -277,7 +277,7 @@ def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: in
     """The batches of these plans. The call starts the workers and waits for the first plans."""
     loader: DataLoader = DataLoader(
         dataset,
-        sampler=_PlanSampler(plans),
+        sampler=plans,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=2 if workers else None,
@@ -296,16 +296,6 @@ def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
     if isinstance(batch, Failure):
         raise batch.error()
     return batch
-
-
-class _PlanSampler:
-    """Gives the plans to a DataLoader as its sampler."""
-
-    def __init__(self, plans: Plans):
-        self.plans = plans
-
-    def __iter__(self) -> Plans:
-        return self.plans
 
 
 def _unchanged(batch: Any) -> Any:

@@ -84,10 +84,7 @@ def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     first, second = np.arange(len(forward)), np.arange(len(backward))
     best_there, best_back = forward.argmax(1), backward.argmax(1)
     pairs = np.concatenate(
-        [
-            np.stack([first, there_rows[first, best_there]], 1),
-            np.stack([back_rows[second, best_back], second], 1),
-        ]
+        [np.stack([first, there_rows[first, best_there]], 1), np.stack([back_rows[second, best_back], second], 1)]
     )
     scores = np.concatenate([forward[first, best_there], backward[second, best_back]])
     taken: tuple[set[int], set[int]] = (set(), set())

@@ -9,16 +9,7 @@ import numpy as np
 import pandas as pd
 
 from xscale.metric_keys import MetricKey, direction
-from xscale.report.curves import (
-    SECTIONS,
-    column,
-    eval_title,
-    interval_ends,
-    is_empty,
-    is_size,
-    last_tenth,
-    section_of,
-)
+from xscale.report.curves import SECTIONS, column, eval_title, interval_ends, is_empty, is_size, last_tenth, section_of
 from xscale.report.read import Measured, Run, Scores, mapping
 
 Cell = str | float | None
