@@ -20,8 +20,6 @@ from xscale.record import Record
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """The results of the scan of a tar."""
-
     shard: Shard
     layout: str
     langs: tuple[str, ...]

@@ -25,7 +25,6 @@ class PairTemplate(NamedTuple):
 
     @property
     def special(self) -> int:
-        """Number of special tokens."""
         return len(self.first) + len(self.between) + len(self.last)
 
 
@@ -167,7 +166,6 @@ class Tokenizer:
         return ids, token_words(texts, counts, spans)
 
     def unknown(self, texts: list[list[int]]) -> float:
-        """The share of the texts' tokens that are the unknown token."""
         tokens = np.array([token for ids in texts for token in ids])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 

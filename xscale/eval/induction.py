@@ -27,7 +27,6 @@ from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, na
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
-"""The values of k in P@k."""
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,6 @@ class Exported:
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
-        """The heads of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each number; number 0 is no language, but the neutral language embedding."""

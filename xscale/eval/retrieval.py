@@ -28,7 +28,7 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, Scores, read_all
+from xscale.eval.model import Exported, HasLanguages, Scores, read_all
 from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -57,12 +57,9 @@ def evaluate(
     """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. wrong:
     the wrong translations of xSIM++."""
     numbers = layer_numbers(layers, model.num_layers)
-    records, languages = read_all(source, limit), model.language_ids(source)
+    records = read_all(source, limit)
     texts = [[texts[side] for _, _, texts in records] for side in (0, 1)]
-    sides = [
-        embed(model, of_side, languages[language], poolings, numbers)
-        for of_side, language in zip(texts, source.langs, strict=True)
-    ]
+    sides = embed_sides(model, texts, source, poolings, numbers)
     return evaluate_vectors(model, sides, texts, source.langs, poolings, numbers, margins, wrong or {})
 
 
@@ -219,6 +216,14 @@ def embed(
     """Unit vectors [n_texts, H] for each pooling and layer. A vector is the mean state of a sentence's tokens without
     special tokens, or the state of [CLS]."""
     return embed_ids(model, model.tokenizer.encode(texts), language, poolings, layers)
+
+
+def embed_sides(
+    model: Exported, texts: Sequence[list[str]], of: HasLanguages, poolings: Sequence[str], layers: Sequence[int]
+) -> list[Vectors]:
+    """The vectors of the texts in each of two languages, as `embed` returns them. of: has the languages of both."""
+    languages = model.language_ids(of)
+    return [embed(model, side, languages[lang], poolings, layers) for lang, side in zip(of.langs, texts, strict=True)]
 
 
 def embed_ids(
