@@ -245,10 +245,16 @@ class PhasedMixture:
         for mixture in mixtures:
             mixture._orders = mixtures[0]._orders  # most orders are the same in all phases
 
-    def next_batch(self) -> GlobalBatch:
-        """The next step's global batch; advances the state."""
+    @property
+    def mixture(self) -> Mixture:
+        """The mixture of the next step's phase."""
         mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
         mixture.state = self.state
+        return mixture
+
+    def next_batch(self) -> GlobalBatch:
+        """The next step's global batch; advances the state."""
+        mixture = self.mixture
         batch = mixture.next_batch()
         self.state = mixture.state
         return batch
@@ -257,9 +263,7 @@ class PhasedMixture:
         return self.next_batch().plans([self.rank])[0]
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
-        mixture.state = self.state
-        return mixture.remote_shards()
+        return self.mixture.remote_shards()
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
