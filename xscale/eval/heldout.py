@@ -23,13 +23,12 @@ from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
-from xscale.data.ragged import offsets
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, read_texts
 from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
@@ -42,13 +41,12 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     """The loss (nats per masked token) and accuracy of TLM and of AlignLM, and the number of pairs that were dropped
     because they are longer than the model's positions."""
     check_head(model, "heldout")
-    records = read_all(source, limit)
-    ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
-    pairs = [(langs, tuple(ids[2 * i : 2 * i + 2])) for i, (_, langs, _) in enumerate(records)]
+    ids = model.tokenizer.encode([text for texts in read_texts(source, limit) for text in texts])
+    pairs = batches_of([(source.langs, sides) for sides in zip(ids[::2], ids[1::2], strict=True)], "heldout")
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
     )
-    batches = [tlm.collate(some, options, context_of(model, source)) for some in batches_of(pairs, "heldout")]
+    batches = [tlm.collate(some, options, context_of(model, source)) for some in pairs]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
@@ -62,7 +60,7 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
     """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
     longer than the model's positions are split."""
     check_head(model, "perplexity")
-    texts_of_language = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
+    texts_of_language = [texts[source.langs.index(language)] for texts in read_texts(source, limit)]
     ids = model.tokenizer.encode(texts_of_language)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
     context = context_of(model, source)
@@ -174,8 +172,7 @@ def alignlm_batches(
         linked = [replace(pair, links="") if pair.links is None else pair for (pair,) in samples]
         return objective.collate([[pair] for pair in linked], options, context)
 
-    counts = np.minimum(source.counts, limit)
-    shard, record = np.repeat(np.arange(len(counts)), counts)[:limit], offsets(counts)[:limit]
+    shard, record = np.array(source.places(np.arange(min(limit, source.records)))).T
     zeros = np.zeros(len(shard), dtype=np.int64)
     draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     how = StreamCollate(collate, options, objective.words(options))

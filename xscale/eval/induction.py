@@ -22,7 +22,7 @@ from torch import Tensor
 from xscale.data.lexicon import Lexicon
 from xscale.eval.alignment_score import FEWEST
 from xscale.eval.model import Exported, Scores
-from xscale.eval.neighbours import nearest
+from xscale.eval.neighbours import nearest_both
 from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, name_choice
 
 Word = tuple[int, ...]
@@ -131,7 +131,7 @@ def precisions(
         rows_Q = torch.tensor([place[word] for word in asked[a]], device=vectors[a].device)
         hubs = (penalties[a][rows_Q], penalties[b]) if penalties else None
         numbers = test.numbers[a][rows_Q], test.numbers[b]
-        _, nearest_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), hubs, numbers)
+        (_, nearest_QK), _ = nearest_both(vectors[a][rows_Q], vectors[b], max(RANKS), hubs, numbers)
         entries = {(entry[a], entry[b]) for entry in test.entries}
         hits = [
             [(word, test.words[b][row]) in entries for row in rows]

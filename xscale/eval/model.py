@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from xscale import files
@@ -89,14 +90,9 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
     return tokenizer
 
 
-def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """(key, langs, texts) of the first `limit` records."""
-    records: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
-    for shard, count in enumerate(source.counts):
-        for record in range(min(int(count), limit - len(records))):
-            found = source.read(shard, record)
-            records.append((found.key, found.langs, found.texts))
-    return records
+def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
+    """The texts of the first `limit` records."""
+    return [source.read(*place).texts for place in source.places(np.arange(min(limit, source.records)))]
 
 
 def check_out(path: Path) -> None:

@@ -28,7 +28,7 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, HasLanguages, Scores, read_all
+from xscale.eval.model import Exported, HasLanguages, Scores, read_texts
 from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -57,8 +57,7 @@ def evaluate(
     """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. wrong:
     the wrong translations of xSIM++."""
     numbers = layer_numbers(layers, model.num_layers)
-    records = read_all(source, limit)
-    texts = [[texts[side] for _, _, texts in records] for side in (0, 1)]
+    texts = [list(side) for side in zip(*read_texts(source, limit), strict=True)]
     sides = embed_sides(model, texts, source, poolings, numbers)
     return evaluate_vectors(model, sides, texts, source.langs, poolings, numbers, margins, wrong or {})
 
@@ -205,7 +204,7 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
 def hubness(
     x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, numbers: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest."""
+    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest_both."""
     (there, _), (back, _) = nearest_both(x_NH, y_MH, k, numbers=numbers)
     return there.mean(1) / 2, back.mean(1) / 2
 

@@ -17,6 +17,7 @@ from xscale import rng
 from xscale.data import links
 from xscale.data import words as words_of
 from xscale.data.link_projection import parse
+from xscale.data.ragged import evenly_spaced
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, find_sources
 from xscale.data.stream_batch import Context, StreamBatch
@@ -122,7 +123,7 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
 
 
 def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
-    numbers = np.unique(np.linspace(0, source.records - 1, min(source.records, SEARCHED)).astype(np.int64))
+    numbers = evenly_spaced(source.records, SEARCHED)
     records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
     ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
     identities = rng.hash64(rng.key("examples"), numbers)
