@@ -107,7 +107,7 @@ def text_of(folder: Path) -> Running:
         tokens = np.concatenate([source.lengths(shard, every) for shard in shards])
         tokens = ((tokens - STORED).clip(0) / BYTES_A_TOKEN).astype(int)
         return Running(
-            folder.name, source.counts, tokens + 1, np.concatenate([source.follows(s, every) for s in shards])
+            folder.name, source.counts, tokens + 1, np.concatenate([source.look(s, every)[1] for s in shards])
         )
 
 

@@ -149,7 +149,7 @@ def link_statistics(records: list[Record], tokenizer: Tokenizer | None) -> dict[
 
 def documents(source: Source) -> str:
     """A line with statistics of the number of sentences in a document."""
-    starts = np.concatenate([~source.follows(shard, slice(None)) for shard in range(len(source.shards))])
+    starts = np.concatenate([~source.look(shard, slice(None))[1] for shard in range(len(source.shards))])
     sizes = np.diff(np.flatnonzero(starts), append=len(starts))
     low, middle, high = np.percentile(sizes, [5, 50, 95])
     return (

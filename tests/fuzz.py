@@ -383,7 +383,7 @@ def state_of(directory: Path) -> Any:
     for source in find_sources([directory]):
         source.check_sizes()
         records = [source.with_words(record) for record in all_of(source)]
-        follows = [source.follows(shard, slice(None)).tolist() for shard in range(len(source.shards))]
+        follows = [source.look(shard, slice(None))[1].tolist() for shard in range(len(source.shards))]
         found.append((source.name, records, follows))
     return found
 

@@ -35,7 +35,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval import heldout, hf_directory, onnx_file, retrieval
 from xscale.eval.card import add_scores
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -611,7 +611,7 @@ def test_onnx_has_the_states_of_transformers(demo: Path, tokenizer: Tokenizer, t
     hf_directory.write_directory(tmp_path, lm, {}, demo / "tokenizer", "mean", kind)
     onnx_file.write_onnx(tmp_path)
     theirs, (source,) = AutoModel.from_pretrained(tmp_path).eval(), find_sources([demo / "heldout"])
-    encode, texts = AutoTokenizer.from_pretrained(tmp_path), [texts for _, _, texts in read_all(source, 40)]
+    encode, texts = AutoTokenizer.from_pretrained(tmp_path), read_texts(source, 40)
     assert ("token_type_ids" in encode("a")) == (kind == "bert")
     for batch in (texts[:1], texts[1:8], texts[8:], [("a", "b"), ("word " * 600, "a")], [("", "")]):
         first, second = map(list, zip(*batch, strict=True))
@@ -710,7 +710,7 @@ def test_sentence_transformers_makes_our_vectors(
     (source,) = find_sources([demo / "heldout"])
     sides = []
     for side in (0, 1):
-        texts = [texts[side] for _, _, texts in read_all(source, 100)] + ["", "word " * 600]
+        texts = [texts[side] for texts in read_texts(source, 100)] + ["", "word " * 600]
         (ours,) = retrieval.embed(model, texts, 0, [pooling], [-1]).values()
         found = theirs.encode(texts, convert_to_tensor=True).cpu()
         torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)

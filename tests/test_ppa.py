@@ -29,7 +29,7 @@ from xscale.data.shards import find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, read_texts
 from xscale.eval.retrieval import accuracies
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
@@ -805,7 +805,7 @@ def test_contrast_learns_from_random_weights(demo: Path, tmp_path: Path, queue_s
     export.export(out, tmp_path / "hf")
     assert not (tmp_path / "hf" / "companions.pt").exists()
     model, (source,) = Exported(tmp_path / "hf"), find_sources([demo / "heldout"])
-    projection, texts = model.heads["ppa"].weights, [texts for _, _, texts in read_all(source, 200)]
+    projection, texts = model.heads["ppa"].weights, read_texts(source, 200)
 
     def z_of(side: int) -> Tensor:
         base, w1, w2 = model.encoder.lm.base_model, projection["w1.weight"], projection["w2.weight"]

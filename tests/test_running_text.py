@@ -99,7 +99,7 @@ def indexed(source: Source) -> Documents:
     """What the index says: the numbers of each record's words, by document."""
     found: Documents = []
     for shard, count in enumerate(source.counts):
-        for record, follows in zip(range(count), source.follows(shard, slice(None)).tolist(), strict=True):
+        for record, follows in zip(range(count), source.look(shard, slice(None))[1].tolist(), strict=True):
             numbers = [
                 int("".join(str("abcdefghij".index(c)) for c in w[1:]))
                 for w in source.read(shard, record).texts[0].split()
@@ -196,7 +196,7 @@ def test_sentences_of_a_line_are_a_document(tmp_path: Path) -> None:
     (tmp_path / "t").write_text("One here. Two here.\nThree.\nFour is it. Five is it. Six!\n")
     write_shards.main(Ranks(), ["mono", "--text", str(tmp_path / "t"), "--lang", "en", "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.follows(0, slice(None)).tolist() == [False, True, False, False, True, True]
+    assert source.look(0, slice(None))[1].tolist() == [False, True, False, False, True, True]
     assert [source.read(0, n).key for n in range(3)] == ["t.en-000000001.0", "t.en-000000001.1", "t.en-000000002.0"]
 
 
@@ -220,7 +220,7 @@ def test_a_file_s_end_is_a_document_s_end(tmp_path: Path) -> None:
     arguments = ["mono", "--text", str(tmp_path / "a"), str(tmp_path / "b"), "--lang", "en"]
     write_shards.main(Ranks(), [*arguments, "--out", str(tmp_path / "out")])
     source = Source(tmp_path / "out")
-    assert source.follows(0, slice(None)).tolist() == [False, True, False] * 2
+    assert source.look(0, slice(None))[1].tolist() == [False, True, False] * 2
     assert source.index["made_by"]["documents"] == {"blank": 2}
 
 
@@ -451,7 +451,7 @@ def test_wikipedia(tmp_path: Path, real: Path, language: str) -> None:
         expected.append(content)
     found: list[list[str]] = []
     for shard, count in enumerate(source.counts):
-        for record, follows in zip(range(count), source.follows(shard, slice(None)).tolist(), strict=True):
+        for record, follows in zip(range(count), source.look(shard, slice(None))[1].tolist(), strict=True):
             found.append([]) if not follows else None
             found[-1].append(source.read(shard, record).texts[0])
     assert len(source.shards) > 1 and len(expected) > 5

@@ -63,7 +63,6 @@ def calibrate(
 
 
 def estimate_stream(spec: StreamSpec, dataset: StepDataset, lines: Calibration, settings: dict[str, Any]) -> Estimate:
-    """The estimate of one stream, measured on its first samples."""
     spec = replace(spec, samples=DRAWN)
     mixture = Mixture([spec], dataset.sources, lines, **settings, max_tokens=1 << 40, rank=0, world=1)
     records = mixture.next_batch().records[spec.name]

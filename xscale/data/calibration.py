@@ -55,7 +55,6 @@ class Calibration:
     """The streams' estimates in each phase of the run."""
 
     def of_phases(self) -> list["Calibration"]:
-        """The calibration of each phase of the run."""
         return [Calibration(self.lines, streams) for streams in self.phases]
 
     def estimate_for(self, stream: str) -> Estimate:

@@ -103,7 +103,6 @@ def withheld(word: str, heldout: float) -> bool:
 
 
 Word = tuple[int, ...]
-"""The token ids of a word."""
 
 
 @lru_cache(maxsize=256)

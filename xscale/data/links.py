@@ -101,11 +101,7 @@ def segments(pairs: list[Example], layout: Layout) -> list[list[tuple[Example, i
 
 
 def word_tokens(
-    pairs: list[Example],
-    layout: Layout,
-    sequences: Sequences,
-    first: np.ndarray,
-    keep: Literal["all", "first", "last"],
+    pairs: list[Example], layout: Layout, sequences: Sequences, first: np.ndarray, keep: Literal["all", "first", "last"]
 ) -> WordTokens:
     """The places of each word's tokens (keep: all, first or last); none for a cut-off word. first: WordLinks.first."""
     texts = list(chain.from_iterable(layout))

@@ -38,8 +38,6 @@ Collate = Callable[[list[list[Example]], Any, Context], StreamBatch]
 
 @dataclass(frozen=True)
 class StreamCollate:
-    """Collates samples of one stream into a stream batch."""
-
     collate: Collate
     options: Any
     words: bool = False
@@ -51,7 +49,6 @@ class StreamCollate:
     objective: str = ""
     """Name of the objective; "" if the stream is not from a recipe."""
     terms: frozenset[str] = frozenset()
-    """Names of the terms of the objective's loss."""
 
     def __call__(self, samples: list[list[Example]], stream: str, context: Context) -> StreamBatch:
         with blaming(f"streams.{stream}, objective {self.objective}: collate"):
@@ -81,7 +78,6 @@ class StepBatch:
         return self._sums("targets")
 
     def counts(self) -> dict[tuple[str, str, str], int]:
-        """Sum of PackedRow.counts over the rows."""
         return self._sums("counts")
 
     def _sums(self, name: str) -> dict[Any, int]:
@@ -153,13 +149,11 @@ class StepDataset(Dataset):
         return found
 
     def context_of(self, stream: str, share: StreamShare) -> Context:
-        """The context that a stream's collate function gets."""
         how = self.streams[stream]
         lexicons = self.context.lexicons if how.lexicons is None else how.lexicons
         return replace(self.context, stream=stream, share=share, lexicons=lexicons, names=how.names)
 
     def count_pairs(self, stream: str, examples: list[Example]) -> dict[tuple[str, str], int]:
-        """The value of StreamBatch.pairs."""
         pairs = [name for name in self.streams[stream].names if name not in self.context.language_ids]
         counts = {(what, name): 0 for name in pairs for what in ("drawn", "too_long")}
         room = self.context.max_length - self.context.tokenizer.pair.special
@@ -170,7 +164,6 @@ class StepDataset(Dataset):
         return counts
 
     def _examples(self, stream: str, rows: list[SampledRecords]) -> Iterator[Example]:
-        """The tokenised records of all rows."""
         sampled = SampledRecords(
             *(np.concatenate([getattr(row, n) for row in rows]) for n in SampledRecords.__dataclass_fields__)
         )
@@ -243,8 +236,6 @@ class StepDataset(Dataset):
 
 
 class PhasedDataset(Dataset):
-    """The datasets of a run's phases."""
-
     def __init__(self, ends: list[int], datasets: list[StepDataset]):
         """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
         self.ends, self.datasets = ends, datasets
@@ -277,7 +268,7 @@ def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: in
     """The batches of these plans. The call starts the workers and waits for the first plans."""
     loader: DataLoader = DataLoader(
         dataset,
-        sampler=_PlanSampler(plans),
+        sampler=plans,
         batch_size=None,
         num_workers=workers,
         prefetch_factor=2 if workers else None,
@@ -296,16 +287,6 @@ def _raise_failure(batch: StepBatch | Failure) -> StepBatch:
     if isinstance(batch, Failure):
         raise batch.error()
     return batch
-
-
-class _PlanSampler:
-    """Gives the plans to a DataLoader as its sampler."""
-
-    def __init__(self, plans: Plans):
-        self.plans = plans
-
-    def __iter__(self) -> Plans:
-        return self.plans
 
 
 def _unchanged(batch: Any) -> Any:

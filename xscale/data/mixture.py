@@ -74,7 +74,6 @@ class StepPlan:
     rows: list[dict[str, SampledRecords]]
     """Each row's records by stream. Every rank has the same number of rows; some may be empty."""
     state: dict[str, Any]
-    """State of the mixture after this step."""
     rank: int
     world: int
 
@@ -92,13 +91,10 @@ class GlobalBatch:
     bins: dict[str, np.ndarray]
     """Bin of each sample; bin row * world + rank is one row of one rank [samples]."""
     rows: int
-    """Number of rows of each rank."""
     world: int
     state: dict[str, Any]
-    """State of the mixture after this step."""
 
     def plans(self, ranks: list[int]) -> list[StepPlan]:
-        """The plan of each of these ranks."""
         rows: dict[int, list[dict[str, SampledRecords]]] = {rank: [{} for _ in range(self.rows)] for rank in ranks}
         bins = self.rows * self.world
         for name, records in self.records.items():
@@ -154,7 +150,6 @@ class Mixture:
             yield self.next_step()
 
     def next_step(self) -> StepPlan:
-        """This rank's plan of the next step."""
         return self.next_batch().plans([self.rank])[0]
 
     def next_batch(self) -> GlobalBatch:
@@ -250,23 +245,25 @@ class PhasedMixture:
         for mixture in mixtures:
             mixture._orders = mixtures[0]._orders  # most orders are the same in all phases
 
-    def next_batch(self) -> GlobalBatch:
-        """The next step's global batch; advances the state."""
+    @property
+    def mixture(self) -> Mixture:
+        """The mixture of the next step's phase."""
         mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
         mixture.state = self.state
+        return mixture
+
+    def next_batch(self) -> GlobalBatch:
+        """The next step's global batch; advances the state."""
+        mixture = self.mixture
         batch = mixture.next_batch()
         self.state = mixture.state
         return batch
 
     def next_step(self) -> StepPlan:
-        """This rank's plan of the next step."""
         return self.next_batch().plans([self.rank])[0]
 
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        """`Mixture.remote_shards` of the next step's phase."""
-        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
-        mixture.state = self.state
-        return mixture.remote_shards()
+        return self.mixture.remote_shards()
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:

@@ -98,7 +98,6 @@ class EpochOrder:
         return window, self.first_of_window(window), int(self.ends[self.window_ends[window] - 1])
 
     def first_of_window(self, window: int) -> int:
-        """The position of the window's first record."""
         return int(self.ends[self.window_ends[window - 1] - 1]) if window else 0
 
     def parts(self, position: int) -> int:

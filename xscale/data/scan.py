@@ -11,14 +11,7 @@ import numpy as np
 
 from xscale.data.link_projection import project_links
 from xscale.data.parse import parse_line, parse_sample, sample_key
-from xscale.data.shards import (
-    BLOCK,
-    FOLLOWS,
-    IDX_DTYPE,
-    PART_BYTES,
-    Shard,
-    check_languages,
-)
+from xscale.data.shards import BLOCK, FOLLOWS, IDX_DTYPE, PART_BYTES, Shard, check_languages
 from xscale.data.survey import Survey
 from xscale.errors import UserError
 from xscale.files import sha256_file
@@ -27,8 +20,6 @@ from xscale.record import Record
 
 @dataclass(frozen=True)
 class ScannedShard:
-    """The results of the scan of a tar."""
-
     shard: Shard
     layout: str
     langs: tuple[str, ...]

@@ -166,7 +166,6 @@ def fit_pairs(examples: list[Example], max_length: int, overlong: str, special: 
 
 
 def truncated(example: Example, keep: tuple[int, int]) -> Example:
-    """The example with the first `keep` tokens of each text."""
     ids = tuple(side[:n] for side, n in zip(example.ids, keep, strict=True))
     words = example.words and tuple(side.cut(n) for side, n in zip(example.words, keep, strict=True))
     return replace(example, ids=ids, words=words)

@@ -43,7 +43,6 @@ from xscale.record import Record
 FORMAT_VERSION = 2
 IDX_DTYPE = np.dtype([("offset", "<u8"), ("length", "<u4"), ("crc32", "<u4")])
 ENTRY = struct.Struct("<QII")
-"""The struct format of one entry of IDX_DTYPE."""
 ENTRIES = "entries"
 """Name of the file with the entries of all shards of a source."""
 LAYOUTS = ("lines", "samples")
@@ -65,7 +64,6 @@ class Shard(NamedTuple):
     bytes: int
     sha256: str
     idx_crc32: int
-    """CRC-32 of the shard's .idx."""
 
 
 class Source:
@@ -111,7 +109,6 @@ class Source:
         return pair_name(self.langs)
 
     def keep_first(self, records: int) -> None:
-        """Shorten the source to its first `records` records."""
         ends = np.cumsum(self.counts)
         shards = int(np.searchsorted(ends, records)) + 1
         self.counts = np.clip(records - (ends - self.counts), 0, self.counts)[:shards]
@@ -185,7 +182,6 @@ class Source:
         parallel_map(self.check_size, self.shards)
 
     def check_size(self, shard: Shard) -> None:
-        """Check the sizes of a shard's two files. Raises UserError."""
         if self.remote:  # its files are checked when they are fetched
             return
         path = f"{self.directory}/{shard.name}"  # a Path would take longer than the check
@@ -202,15 +198,11 @@ class Source:
                 )
 
     def lengths(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """Bytes of records of one shard, from the shard's entries alone."""
         return self.look(shard, records)[0]
 
-    def follows(self, shard: int, records: np.ndarray | slice) -> np.ndarray:
-        """True for each record that continues the document of the record before, from the shard's entries alone."""
-        return self.look(shard, records)[1]
-
     def look(self, shard: int, records: np.ndarray | slice) -> tuple[np.ndarray, np.ndarray]:
-        """The values of `lengths` and `follows` for records of one shard."""
+        """Bytes of records of one shard, and True for each that continues the document of the record before it, from
+        the shard's entries alone."""
         idx = self.entries(shard)
         lengths = (idx["length"][records] & (FOLLOWS - 1)).astype(np.int64)
         if self.kind == "mono" and (lengths > PART_BYTES).any():
@@ -287,7 +279,6 @@ class Source:
         self.remote.fetch(about.name, about.bytes, about.sha256)
 
     def _bytes(self, shard: int, length: int, offset: int, again: bool) -> bytes:
-        """Bytes of a shard's tar."""
         about = self.shards[shard]
         if self.remote:
             return self.remote.read((about.name, about.bytes, about.sha256), length, offset, again)
@@ -343,7 +334,6 @@ class Source:
         return file
 
     def close(self) -> None:
-        """Close the source's files; a later read opens them again."""
         for key in [key for key in _open if key[0] == id(self)]:
             _open.pop(key).close()
 
@@ -353,8 +343,6 @@ class Source:
 
 
 class OpenFile:
-    """A file that is open for reading."""
-
     def __init__(self, path: str):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe
@@ -479,7 +467,6 @@ def prefix_fingerprints(langs: tuple[str, ...], shards: list[Shard]) -> Iterator
 
 
 def directories_below(directory: Path) -> list[Path]:
-    """The shard directories one level below a directory."""
     return sorted(path.parent for path in directory.glob("*/index.json")) if directory.is_dir() else []
 
 

@@ -151,14 +151,15 @@ def masked_lm(
     neutral: float = 0.0,
     samples: int | None = None,
     too_long: int = 0,
+    term: str = "mlm",
 ) -> StreamBatch:
-    """The stream batch of MLM and TLM, with the term "mlm" and the states "masked" [M].
+    """The stream batch of MLM and TLM, with one term and the states "masked" [M].
 
     neutral: share of sequences with language number 0; samples: number of samples, by default that of sequences.
     """
     whole_word = whole_word and len(sequences.ids) > 0  # without sequences there are no word numbers
     ids, targets = mask_tokens(sequences, context.tokenizer, mask_prob, whole_word)
-    names = {"mlm": context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
+    names = {term: context.name_numbers(sequences)[sequences.numbers[targets]]} if context.names else {}
     languages = sequences.languages
     if types == "languages":
         hidden = rng.uniform(sequences.identities ^ _NEUTRAL, np.zeros(len(sequences.lengths))) < neutral
@@ -166,9 +167,9 @@ def masked_lm(
     return StreamBatch(
         sequences=replace(sequences, ids=ids, languages=languages),
         reads={"masked": StateIndices(targets)},
-        targets={"mlm": len(targets)},
+        targets={term: len(targets)},
         samples=len(sequences.lengths) if samples is None else samples,
-        labels={"mlm": sequences.ids[targets]},
+        labels={term: sequences.ids[targets]},
         names=names,
         types=types,
         too_long=too_long,

@@ -18,7 +18,6 @@ from xscale.data.scripts import scripts_of
 HASHES = 1 << 16
 """The maximum number of distinct texts whose hashes are kept, for each side of a pair."""
 BATCH = 256
-"""The number of records that are counted together."""
 ONE_IN = 16
 """After a survey's first BATCH, letters are counted in one of this many texts."""
 OCTAVE = 8
@@ -70,7 +69,6 @@ class Survey:
             self.seen[side] = _below(self.limits[side], self.seen[side])
 
     def join(self, other: "Survey") -> None:
-        """Add the counts of another survey."""
         self.flush()
         other.flush()
         self.records, self.same = self.records + other.records, self.same + other.same

@@ -1,6 +1,5 @@
 """Reads text files line by line: plain, .gz, .xz or .zst. A cut-off file is an error. Errors name file and line."""
 
-import gzip
 import lzma
 import os
 import unicodedata
@@ -9,35 +8,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 from xscale.errors import UserError, can_be_encoded
 
-_BLOCK = 1 << 15
+_BLOCK = 1 << 10
+"""The number of bytes that are decompressed at once; the text in them may be 32,768 times as large."""
 _LONGEST_LINE = 1 << 26
 """The maximum number of bytes of a line; a file with a longer line is refused, so that memory is bounded."""
-_ZSTD_BLOCK = 1 << 10
-"""The number of bytes of a .zst file that are decompressed at once; the text in them may be 32,768 times as large."""
+_TABLE = "is a table; let `python -m data_tools.prepare` read it (`parquet:` or `datasets:` in corpus.yaml)"
 _FORMS = {
     b"\x1f\x8b": "is compressed by gzip; name it .gz",
     b"\xfd7zXZ": "is compressed by xz; name it .xz",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd; name it .zst",
-    b"BZh": "is compressed by bzip2; decompress it first: `bunzip2`",
-    b"PK\x03\x04": "is a zip archive; extract it first",
-    b"7z\xbc\xaf": "is a 7z archive; extract it first",
-    b"\x04\x22\x4d\x18": "is compressed by lz4; decompress it first: `lz4 -d`",
-    b"PAR1": 'is a Parquet table; make JSON lines of it: `python -c "import datasets; '
-    "datasets.Dataset.from_parquet('{path}').to_json('{path}.jsonl')\"`",
-    b"ARROW1": 'is an Arrow table; make JSON lines of it: `python -c "import datasets, pyarrow.ipc as i; '
-    "datasets.Dataset(i.open_file('{path}').read_all()).to_json('{path}.jsonl')\"`",
-    b"\xff\xff\xff\xff": 'is an Arrow table; make JSON lines of it: `python -c "import datasets; '
-    "datasets.Dataset.from_file('{path}').to_json('{path}.jsonl')\"`",
-    b"\xff\xfe": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
-    b"\xfe\xff": "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`",
+    **dict.fromkeys((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"), _TABLE),
+    **dict.fromkeys((b"\xff\xfe", b"\xfe\xff"), "is UTF-16; convert it first: `iconv -f UTF-16 -t UTF-8`"),
 }
 """First bytes of a file that is not plain text -> what its error message says."""
-_OLD_MAC = 8
-"""A file is refused if its first line has at least this many carriage returns, the line ends of old Macs."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -58,10 +45,10 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         raise UserError(f"{path} is a folder; give a file of text") from None
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Convert the "
-            f"file, e.g. with `iconv -t UTF-8`"
+            f"{path}: line {number} is not UTF-8 ({error.reason} at byte {error.start} of the line). Extract or "
+            f"convert the file, e.g. with `iconv -t UTF-8`"
         ) from None
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(
             f"{path}: cannot be decompressed after line {number} ({error}); the file is damaged, copy it again"
         ) from None
@@ -73,65 +60,42 @@ def _check_form(path: Path, line: bytes) -> None:
     form = next((form for start, form in _FORMS.items() if line.startswith(start)), None)
     if form is None and len(line) >= 8 and 3 * line.count(0) > len(line):
         form = _FORMS[b"\xff\xfe"]
-    if form is None and line.rstrip(b"\r\n").count(b"\r") >= _OLD_MAC:
-        form = "has the line ends of old Macs, \\r alone; convert it first: `tr '\\r' '\\n'`"
     if form:
-        raise UserError(f"{path} {form.format(path=path)}")
+        raise UserError(f"{path} {form}")
 
 
 def _check_folder(path: Path) -> None:
     """Raises UserError for a folder that the `datasets` library saved."""
-    for name, part in (("dataset_dict.json", "['train']"), ("state.json", "")):
-        if (path / name).exists() and ((path / "dataset_info.json").exists() or part):
-            raise UserError(
-                f'{path} is a folder that `save_to_disk` wrote; make JSON lines of it: `python -c "import datasets; '
-                f"datasets.load_from_disk('{path}'){part}.to_json('{path.name}.jsonl')\"`"
-            )
+    if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
+        raise UserError(f"{path} {_TABLE}")
 
 
 def _plain(file: BinaryIO) -> Iterator[bytes]:
     return iter(partial(file.readline, _LONGEST_LINE + 1), b"")
 
 
-def _gunzip(file: BinaryIO) -> Iterator[bytes]:
-    with gzip.GzipFile(fileobj=file) as lines:
-        yield from _plain(cast(BinaryIO, lines))
-    if not file.tell():
-        raise EOFError("it is empty")
-
-
-def _unxz(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the text of all streams of an .xz file. Unlike lzma.open, refuse trailing bytes that are no stream."""
-    decoder, form, data = None, lzma.FORMAT_AUTO, b""
-    while data := data or file.read(_BLOCK):
-        if decoder is None:
-            data = data.lstrip(b"\0") if form == lzma.FORMAT_XZ else data  # padding between streams
-            decoder, form = lzma.LZMADecompressor(form) if data else None, lzma.FORMAT_XZ
-            continue
-        yield decoder.decompress(data, _LONGEST_LINE)
-        while not (decoder.eof or decoder.needs_input):
-            yield decoder.decompress(b"", _LONGEST_LINE)
-        data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
-    if decoder or not file.tell():
-        raise EOFError("it ends inside a stream" if decoder else "it is empty")
-
-
 def _unzstd(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the text of all frames of a .zst file. Unlike zstandard's own reader, refuse a cut-off frame."""
     try:
         import zstandard
     except ImportError:
         raise UserError(".zst files need zstandard: `pip install 'xscale[prepare]'`, or `zstd -d` them") from None
-    decoder, data = None, b""
     try:
-        while data := data or file.read(_ZSTD_BLOCK):
-            decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-            yield decoder.decompress(data)
-            data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+        yield from _decompressed(file, lambda: zstandard.ZstdDecompressor().decompressobj())
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from None
+
+
+def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield the text of all compressed streams of a file. Unlike the libraries' own readers, refuse a cut-off stream
+    and trailing bytes that are no stream."""
+    decoder, data = None, b""
+    while data := data or file.read(_BLOCK):
+        if decoder or (data := data.lstrip(b"\0")):  # zeros may be between streams
+            decoder = decoder or make_decoder()
+            yield decoder.decompress(data)
+            data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
     if decoder or not file.tell():
-        raise EOFError("it ends inside a frame" if decoder else "it is empty")
+        raise EOFError("it ends inside a stream" if decoder else "it is empty")
 
 
 def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -150,8 +114,8 @@ def _lines_of(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 _OPENERS: dict[str, Callable[[BinaryIO], Iterable[bytes]]] = {
-    ".gz": _gunzip,
-    ".xz": lambda file: _lines_of(_unxz(file)),
+    ".gz": lambda file: _lines_of(_decompressed(file, lambda: zlib.decompressobj(16 + zlib.MAX_WBITS))),
+    ".xz": lambda file: _lines_of(_decompressed(file, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ))),
     ".zst": lambda file: _lines_of(_unzstd(file)),
 }
 

@@ -25,7 +25,6 @@ class PairTemplate(NamedTuple):
 
     @property
     def special(self) -> int:
-        """Number of special tokens."""
         return len(self.first) + len(self.between) + len(self.last)
 
 
@@ -167,7 +166,6 @@ class Tokenizer:
         return ids, token_words(texts, counts, spans)
 
     def unknown(self, texts: list[list[int]]) -> float:
-        """The share of the texts' tokens that are the unknown token."""
         tokens = np.array([token for ids in texts for token in ids])
         return float((tokens == self.hf.unk_token_id).mean()) if len(tokens) else 0.0
 
@@ -181,8 +179,3 @@ class Tokenizer:
         (a, b), ids = sides, found.ids
         first, between, last = ids[: a[0]], ids[a[-1] + 1 : b[0]], ids[b[-1] + 1 :]
         return PairTemplate(first, between, last, bool(types[b[0]] == 1 and types[a[0]] == 0))
-
-    def tokens_per_byte(self, texts: list[str], bytes_read: int) -> float:
-        """Tokens per stored byte, with one separator for each text. texts: texts stored in `bytes_read` bytes."""
-        tokens = sum(len(ids) + 1 for ids in self.encode(texts))
-        return round(tokens / max(bytes_read, 1), 4)

@@ -26,8 +26,6 @@ TABLE = Path(__file__).with_name("words.txt")
 
 
 class Class(IntEnum):
-    """The class of a code point."""
-
     BREAK = 0
     """White space, controls, and U+200B."""
     LETTER = 1
@@ -139,7 +137,6 @@ class TokenWords(NamedTuple):
 
 
 def join_words(parts: list[TokenWords]) -> TokenWords:
-    """The words of several texts as words of one joined text."""
     tokens = np.cumsum([0, *(len(part.of_token) for part in parts)])
     words = np.cumsum([0, *(len(part.is_word) for part in parts)])
     columns = zip(parts, tokens.tolist(), words.tolist(), strict=False)

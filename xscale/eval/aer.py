@@ -26,14 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xscale.data.packed_row import pack_row
 from xscale.data.text import read_lines
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
 from xscale.eval.model import Exported, Scores
-from xscale.eval.retrieval import ALL, layer_numbers, stream_batch_of
-from xscale.ops.alignment_gather import alignment_gather
-from xscale.step.step import to_device
+from xscale.eval.retrieval import ALL, layer_numbers, layer_states, stream_batch_of
 
 BATCH = 32
 THRESHOLD = 1e-3
@@ -106,7 +103,6 @@ def evaluate(model: Exported, gold: HandLinks, layers: Sequence[str | int] = (AL
     }
 
 
-@torch.inference_mode()
 def word_states(
     model: Exported, sentences: list[list[str]], language: int, layers: Sequence[int]
 ) -> list[EncodedSentence]:
@@ -117,9 +113,7 @@ def word_states(
     stream_batch = stream_batch_of(
         model, [[token for _, token in of_sentence] for of_sentence in kept], language, ["tokens"]
     )
-    inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
-    hidden = model.encoder.hidden_states(inputs.tokens)
-    states_LNH = torch.stack([alignment_gather(hidden[layer], *inputs.gather) for layer in layers]).cpu()
+    states_LNH = torch.stack(layer_states(model, stream_batch, layers)).cpu()
     parts = states_LNH.split([len(of_sentence) for of_sentence in kept], 1)
     return [
         EncodedSentence(states, [number for number, _ in of_sentence], len(of_sentence) < len(whole))

@@ -37,7 +37,7 @@ TEXT = """\
 
 ## Data
 
-{data}
+{data_used}
 
 ## Training
 
@@ -79,60 +79,48 @@ def describe_checkpoint(
     languages, init = config.xscale["languages"][1:], recipe["model"]["init"]
     is_hub_name = bool(init) and not Path(init).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", init)
     objectives = sorted({stream["objective"] for stream in recipe["streams"].values()})
-    scores = [] if layers else eval_results(*measured_at(folder, checkpoint.step))
     sources = [f"- `{of['source']}`, fingerprint `{of['fingerprint'][:12]}`" for of in checkpoint.identity["data"]]
     tokens = sum(
         entry.get("tokens", 0) for entry in lines(folder / "metrics.jsonl") if entry["step"] <= checkpoint.step
     )
     counted = f" and {tokens:,} tokens" if tokens else ""
-    text = TEXT.format(
-        name=name,
+    header = {
+        "language": languages,
+        "pipeline_tag": "feature-extraction" if layers else "fill-mask",
+        "base_model": init if is_hub_name else None,
+        "tags": ["xscale", "sentence-transformers", "feature-extraction", *objectives],
+    }
+    return make_card(
+        name,
+        header,
+        [] if layers else eval_results(*measured_at(folder, checkpoint.step)),
+        positions(config),
         summary=f"A text encoder of {', '.join(languages)}, trained by xscale. Objectives: {', '.join(objectives)}."
         + (f" These are its first {layers} layers, without the masked-LM head." if layers else ""),
         use=USE.format(name=name, pooling=pooling, head="" if layers else "ForMaskedLM"),
-        data="\n".join(["The shards that it was trained on, by their languages:", "", *sources]),
+        data_used="\n".join(["The shards that it was trained on, by their languages:", "", *sources]),
         training=f"{checkpoint.step:,} optimizer steps{counted}, from {init or 'random weights'}, on "
         f"{checkpoint.world_size} ranks. The recipe:\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False)}```",
-        scores=score_table(scores) if scores else "No score was measured at this step.",
         purpose="Sentence vectors for retrieval and mining across languages, word alignment, "
         "fine-tuning of classifiers, taggers and question answering" + ("." if layers else ", masked prediction."),
-        limits=LIMITS.format(longest=positions(config)),
     )
-    data = ModelCardData(
-        language=languages,
-        license="unknown",
-        library_name="transformers",
-        pipeline_tag="feature-extraction" if layers else "fill-mask",
-        base_model=init if is_hub_name else None,
-        tags=["xscale", "sentence-transformers", "feature-extraction", *objectives],
-        model_name=name,
-        eval_results=scores or None,
-    )
-    return make_card(data, text)
 
 
 def describe_merged(models: list[str], how: str, config: Any, name: str, pooling: str) -> ModelCard:
     """The card of a model that was merged from `models`. config: the merged model's config."""
     languages = (getattr(config, "xscale", None) or {}).get("languages", [])[1:]
-    text = TEXT.format(
-        name=name,
+    tags = ["xscale", "sentence-transformers", "feature-extraction", "merge"]
+    return make_card(
+        name,
+        {"language": languages or None, "pipeline_tag": "fill-mask", "tags": tags},
+        [],
+        positions(config),
         summary=" ".join(["A text encoder", *(["of", ", ".join(languages)] if languages else []), "merged by xscale."]),
         use=USE.format(name=name, pooling=pooling, head="ForMaskedLM"),
-        data="The data of the models that were merged.",
+        data_used="The data of the models that were merged.",
         training="The merged models ({}):\n\n{}".format(how, "\n".join(f"- `{model}`" for model in models)),
-        scores="No score was measured.",
         purpose="That of the models that were merged.",
-        limits=LIMITS.format(longest=positions(config)),
     )
-    data = ModelCardData(
-        language=languages or None,
-        license="unknown",
-        library_name="transformers",
-        pipeline_tag="fill-mask",
-        tags=["xscale", "sentence-transformers", "feature-extraction", "merge"],
-        model_name=name,
-    )
-    return make_card(data, text)
 
 
 def describe_finetuned(
@@ -143,30 +131,30 @@ def describe_finetuned(
     encoder, pipeline = model.resolve().name, HEADS[head]
     name, results = f"{encoder}-{task}", eval_results({task: scores}, intervals({task: scores}))
     before = ModelCard.load(model / CARD).data if (model / CARD).is_file() else ModelCardData()
-    text = TEXT.format(
-        name=name,
+    header = {"language": before.language, "base_model": before.base_model}
+    return make_card(
+        name,
+        header | {"pipeline_tag": pipeline, "tags": ["xscale", task]},
+        results,
+        settings["max_length"],
         summary=f"{encoder}, fine-tuned for {task} by xscale.",
         use=f'`transformers.pipeline("{pipeline}", "{name}")`',
-        data=f"The training text of {training}.",
+        data_used=f"The training text of {training}.",
         training=f"By transformers' Trainer:\n\n```yaml\n{yaml.safe_dump(dict(settings), sort_keys=False)}```",
-        scores=score_table(results),
         purpose=f"The task {task}, in the language of its training text and, by transfer, in others.",
-        limits=LIMITS.format(longest=settings["max_length"]),
     )
+
+
+def make_card(name: str, header: dict[str, Any], results: list[EvalResult], longest: int, **sections: str) -> ModelCard:
+    """The card with these fields of the header, and these sections of TEXT. longest: the most tokens of a text."""
     data = ModelCardData(
-        language=before.language,
-        license="unknown",
-        library_name="transformers",
-        pipeline_tag=pipeline,
-        base_model=before.base_model,
-        tags=["xscale", task],
-        model_name=name,
-        eval_results=results or None,
+        **header, license="unknown", library_name="transformers", model_name=name, eval_results=results or None
     )
-    return make_card(data, text)
+    scores = score_table(results) if results else "No score was measured."
+    return join_card(data, TEXT.format(name=name, scores=scores, limits=LIMITS.format(longest=longest), **sections))
 
 
-def make_card(data: ModelCardData, text: str) -> ModelCard:
+def join_card(data: ModelCardData, text: str) -> ModelCard:
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
@@ -180,7 +168,7 @@ def add_scores(folder: Path, results: Results, intervals: Results) -> None:
     before, _, rest = card.text.partition("## Scores\n")
     _, mark, after = rest.partition("\n## ")
     text = f"{before.strip()}\n\n## Scores\n\n{score_table(card.data.eval_results)}\n{mark}{after}"
-    make_card(card.data, text).save(folder / CARD)
+    join_card(card.data, text).save(folder / CARD)
 
 
 def eval_results(results: Results, intervals: Results) -> list[EvalResult]:

@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Compare the models. Returns the exit code. Raises UserError."""
     names = [path.resolve().name for path in args.models]
     if len(set(names)) < len(names):
         names = [str(path).strip("/").replace("/", "_") for path in args.models]
@@ -56,7 +55,7 @@ def compare(args: argparse.Namespace) -> int:
         print(f"\n{name}", flush=True)
         publish = partial(write_results, args.out / f"{name}.json", path)
         model = Exported(path)
-        found[name], _, failed = evaluate_rows(model, rows, publish)
+        found[name], failed = evaluate_rows(model, rows, publish)
         code = code or failed
         trained |= {tuple(sorted(model.languages[1:]))} - {()}
         text = markdown(table(found, min(trained) if len(trained) == 1 else ()))

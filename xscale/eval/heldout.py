@@ -17,19 +17,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from xscale import rng
 from xscale.data.loader import StepDataset, StreamCollate
 from xscale.data.mixture import SampledRecords, StepPlan
 from xscale.data.packed_row import pack_row
-from xscale.data.ragged import offsets
 from xscale.data.sequences import Example
 from xscale.data.shards import Source
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, read_all
-from xscale.objectives import OBJECTIVES, Parts, alignlm, mlm, tlm
+from xscale.eval.model import Exported, read_texts
+from xscale.models.build import positions
+from xscale.objectives import OBJECTIVES, Parts, Prediction, alignlm, mlm, tlm
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
 
@@ -40,13 +41,12 @@ def evaluate(model: Exported, source: Source, limit: int) -> dict[str, float]:
     """The loss (nats per masked token) and accuracy of TLM and of AlignLM, and the number of pairs that were dropped
     because they are longer than the model's positions."""
     check_head(model, "heldout")
-    records = read_all(source, limit)
-    ids = model.tokenizer.encode([text for _, _, texts in records for text in texts])
-    pairs = [(langs, tuple(ids[2 * i : 2 * i + 2])) for i, (_, langs, _) in enumerate(records)]
+    ids = model.tokenizer.encode([text for texts in read_texts(source, limit) for text in texts])
+    pairs = batches_of([(source.langs, sides) for sides in zip(ids[::2], ids[1::2], strict=True)], "heldout")
     options = tlm.TlmOptions(
         language_embeddings=model.language_embeddings, language_dropout=0.0, reset_positions=model.reset_positions
     )
-    batches = [tlm.collate(some, options, context_of(model, source)) for some in batches_of(pairs, "heldout")]
+    batches = [tlm.collate(some, options, context_of(model, source)) for some in pairs]
     sums = masked_sums(model, "tlm", batches, options)
     if "mlm" not in sums:
         raise UserError(
@@ -60,7 +60,7 @@ def evaluate_perplexity(model: Exported, source: Source, language: str, limit: i
     """Perplexity of the source's texts in a language, each as `[CLS] text [SEP]` with 15 % of its tokens masked. Texts
     longer than the model's positions are split."""
     check_head(model, "perplexity")
-    texts_of_language = [texts[source.langs.index(language)] for _, _, texts in read_all(source, limit)]
+    texts_of_language = [texts[source.langs.index(language)] for texts in read_texts(source, limit)]
     ids = model.tokenizer.encode(texts_of_language)
     options = mlm.MaskedOptions(language_embeddings=model.language_embeddings, language_dropout=0.0)
     context = context_of(model, source)
@@ -102,13 +102,9 @@ def masked_sums(
     tokens [S, 3]. Terms without masked tokens are left out."""
     parts, found = Parts(model.encoder, heads), dict[str, list[np.ndarray]]()
     for stream_batch in stream_batches:
-        row = pack_row({objective: stream_batch}, model.longest, model.tokenizer.sep_id)
-        inputs, reads = to_device(row.inputs, model.device), row.states[objective]
-        gathered = alignment_gather(model.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
-        states = dict(zip(reads, gathered, strict=True))
-        predictions = OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions
+        predictions, labels_M = predict(parts, objective, stream_batch, options, model.tokenizer.sep_id)
         features = torch.cat([prediction.features_MH for prediction in predictions])
-        _, losses_M, right_M = model.encoder.vocabulary_loss(features, inputs.labels)
+        _, losses_M, right_M = model.encoder.vocabulary_loss(features, labels_M)
         numbers_3M = torch.stack([losses_M.double(), right_M.double(), torch.ones_like(losses_M).double()]).cpu()
         sizes = [len(prediction.features_MH) for prediction in predictions]
         sequences, alone = stream_batch.sequences, len(predictions) == 1
@@ -118,6 +114,17 @@ def masked_sums(
             found.setdefault(prediction.term, []).append(np.stack(sums, 1))
     joined = {term: np.concatenate(of_batches) for term, of_batches in found.items()}
     return {term: sums for term, sums in joined.items() if sums[:, 2].any()}
+
+
+def predict(
+    parts: Parts, objective: str, stream_batch: StreamBatch, options: Any, filler: int
+) -> tuple[list[Prediction], Tensor]:
+    """The features of all predictions of a stream batch, and the labels of the predictions [M]. filler: a token id."""
+    row = pack_row({objective: stream_batch}, positions(parts.encoder.lm.config), filler)
+    inputs, reads = to_device(row.inputs, parts.encoder.embeddings.device), row.states[objective]
+    gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
+    states = dict(zip(reads, gathered, strict=True))
+    return OBJECTIVES[objective].loss(parts, states, inputs.arrays[objective], options).predictions, inputs.labels
 
 
 def scores(sums_S3: np.ndarray, loss_name: str, ids: list[list[int]], characters: int = 0) -> dict[str, float]:
@@ -165,8 +172,7 @@ def alignlm_batches(
         linked = [replace(pair, links="") if pair.links is None else pair for (pair,) in samples]
         return objective.collate([[pair] for pair in linked], options, context)
 
-    counts = np.minimum(source.counts, limit)
-    shard, record = np.repeat(np.arange(len(counts)), counts)[:limit], offsets(counts)[:limit]
+    shard, record = np.array(source.places(np.arange(min(limit, source.records)))).T
     zeros = np.zeros(len(shard), dtype=np.int64)
     draw = SampledRecords(np.arange(len(shard)), zeros, zeros, shard, record, zeros.astype(float))
     how = StreamCollate(collate, options, objective.words(options))

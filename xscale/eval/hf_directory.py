@@ -133,7 +133,6 @@ def _sequence(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 
 
 def _logits(encoder: Encoder, ids: Tensor, types: Tensor | None) -> Tensor:
-    """The logits [N, V] of xscale's forward pass."""
     out = encoder.lm.get_output_embeddings()
     return F.linear(encoder.features(encoder(_row(ids, types))), out.weight, out.bias)
 

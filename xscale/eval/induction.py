@@ -22,12 +22,11 @@ from torch import Tensor
 from xscale.data.lexicon import Lexicon
 from xscale.eval.alignment_score import FEWEST
 from xscale.eval.model import Exported, Scores
-from xscale.eval.neighbours import nearest
+from xscale.eval.neighbours import nearest_both
 from xscale.eval.retrieval import MARGINS, embed_ids, hubness, layer_numbers, name_choice
 
 Word = tuple[int, ...]
 RANKS = (1, 5)
-"""The values of k in P@k."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TestDictionary:
     entries: list[tuple[Word, Word]]
     words: list[list[Word]]
     """The words of either language, each once [N], [M]."""
-    numbers: list[Tensor]
+    numbers: tuple[Tensor, Tensor]
     """The number of each word; a word of both languages has the same number in both [N], [M]."""
     identical: int
     """The number of entries with the same tokens on both sides, which are left out."""
@@ -61,14 +60,13 @@ def evaluate(
     heldout: the share of words that training withheld. limit: the most withheld, and the most trained, query words of
     a language.
     """
-    test, seen = merge_lexicons(lexicons), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
+    test, seen = merge_lexicons(lexicons, model.device), seen_words(dict.fromkeys([*read, *lexicons]), heldout)
     asked = {"withheld": [[word for word in side if word not in seen][:limit] for side in test.words]}
     asked["trained"] = [[word for word in side if word in seen][:limit] for side in test.words]
     found: dict[str, Scores] = {}
     for layer, vectors in word_vectors(model, test, layer_numbers(layers, model.num_layers)):
-        numbers = [side.to(vectors[0].device) for side in test.numbers]
         for margin in margins:
-            penalties = hubness(vectors[0], vectors[1], numbers=(numbers[0], numbers[1])) if margin == "csls" else None
+            penalties = hubness(vectors[0], vectors[1], numbers=test.numbers) if margin == "csls" else None
             for kind, words in asked.items():
                 name = [kind, *name_choice(margin, margins, MARGINS[0])]
                 name += [f"layer {model.num_layers + 1 + layer}"] if layer is not None else []
@@ -81,7 +79,7 @@ def evaluate(
     return found
 
 
-def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
+def merge_lexicons(lexicons: Sequence[Lexicon], device: torch.device) -> TestDictionary:
     """The test dictionary that joins all lexicons of the same two languages."""
     first, second = sorted(lexicons[0].langs)
     pairs = dict.fromkeys(
@@ -93,8 +91,8 @@ def merge_lexicons(lexicons: Sequence[Lexicon]) -> TestDictionary:
     entries = [(a, b) for a, b in pairs if a != b]
     words = [list(dict.fromkeys(entry[side] for entry in entries)) for side in (0, 1)]
     number = {word: n for n, word in enumerate(dict.fromkeys(words[0] + words[1]))}
-    numbers = [torch.tensor([number[word] for word in side], dtype=torch.int64) for side in words]
-    return TestDictionary((first, second), entries, words, numbers, len(pairs) - len(entries))
+    numbers = [torch.tensor([number[word] for word in side], dtype=torch.int64, device=device) for side in words]
+    return TestDictionary((first, second), entries, words, (numbers[0], numbers[1]), len(pairs) - len(entries))
 
 
 def seen_words(lexicons: Iterable[Lexicon], heldout: float) -> set[Word]:
@@ -127,14 +125,13 @@ def precisions(
     vectors: list[Tensor], penalties: tuple[Tensor, Tensor] | None, test: TestDictionary, asked: list[list[Word]]
 ) -> Scores:
     """P@k of the query words `asked`, in both directions, and the means of both. penalties: hubness, if by csls."""
-    device = vectors[0].device
-    numbers = [side.to(device) for side in test.numbers]
     found: Scores = {}
     for a, b in ((0, 1), (1, 0)):
         place = {word: row for row, word in enumerate(test.words[a])}
-        rows_Q = torch.tensor([place[word] for word in asked[a]], device=device)
+        rows_Q = torch.tensor([place[word] for word in asked[a]], device=vectors[a].device)
         hubs = (penalties[a][rows_Q], penalties[b]) if penalties else None
-        _, nearest_QK = nearest(vectors[a][rows_Q], vectors[b], max(RANKS), hubs, (numbers[a][rows_Q], numbers[b]))
+        numbers = test.numbers[a][rows_Q], test.numbers[b]
+        (_, nearest_QK), _ = nearest_both(vectors[a][rows_Q], vectors[b], max(RANKS), hubs, numbers)
         entries = {(entry[a], entry[b]) for entry in test.entries}
         hits = [
             [(word, test.words[b][row]) in entries for row in rows]

@@ -21,7 +21,7 @@ from xscale.errors import UserError
 from xscale.eval.bootstrap import entity_scores
 from xscale.eval.model import Exported, Scores
 from xscale.eval.neighbours import ratio_margins
-from xscale.eval.retrieval import POOLINGS, embed, layer_numbers, variants
+from xscale.eval.retrieval import POOLINGS, embed_sides, layer_numbers, variants
 
 NEIGHBOURS = 4
 OWN = "own threshold"
@@ -56,8 +56,8 @@ def evaluate(
     """Precision, recall and F1 of the mined pairs, for each combination of pooling and layer. dev: the development set
     for the threshold."""
     numbers = layer_numbers(layers, model.num_layers)
-    sides = embed_both(model, bitext, poolings, numbers)
-    dev_sides = embed_both(model, dev, poolings, numbers) if dev else sides
+    sides = embed_sides(model, bitext.texts, bitext, poolings, numbers)
+    dev_sides = embed_sides(model, dev.texts, dev, poolings, numbers) if dev else sides
     found = {}
     for name, pooling, layer, _ in variants(model, poolings, numbers):
         candidates = mine(sides[0][pooling, layer], sides[1][pooling, layer])
@@ -67,16 +67,6 @@ def evaluate(
     return found
 
 
-def embed_both(
-    model: Exported, bitext: Bitext, poolings: Sequence[str], layers: Sequence[int]
-) -> list[dict[tuple[str, int], Tensor]]:
-    languages = model.language_ids(bitext)
-    return [
-        embed(model, texts, languages[lang], poolings, layers)
-        for lang, texts in zip(bitext.langs, bitext.texts, strict=True)
-    ]
-
-
 def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     """The candidate pairs of unit vectors x_i and y_j, one-to-one: each sentence is in at most one pair."""
     both = ratio_margins(x_NH, y_MH, k)
@@ -84,10 +74,7 @@ def mine(x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS) -> Candidates:
     first, second = np.arange(len(forward)), np.arange(len(backward))
     best_there, best_back = forward.argmax(1), backward.argmax(1)
     pairs = np.concatenate(
-        [
-            np.stack([first, there_rows[first, best_there]], 1),
-            np.stack([back_rows[second, best_back], second], 1),
-        ]
+        [np.stack([first, there_rows[first, best_there]], 1), np.stack([back_rows[second, best_back], second], 1)]
     )
     scores = np.concatenate([forward[first, best_there], backward[second, best_back]])
     taken: tuple[set[int], set[int]] = (set(), set())
@@ -154,7 +141,6 @@ def load_bitext(prefix: Path) -> Bitext:
 
 
 def read_ids(path: Path) -> dict[str, str]:
-    """The sentence of each ID. Raises UserError."""
     found: dict[str, str] = {}
     for number, line in read_lines(path):
         name, tab, text = line.partition("\t")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from xscale import files
@@ -47,7 +48,6 @@ class Exported:
         self.headless = not has_head
         """True if the directory has no masked-LM head, so that the head is random."""
         self.heads = load_heads(path)
-        """The heads of the run's objectives, by stream."""
         trained = run_fields(lm.config, f"--model {path}")
         self.languages: list[str] = trained.get("languages", [])
         """The language of each number; number 0 is no language, but the neutral language embedding."""
@@ -90,14 +90,9 @@ def tokenizer_of(path: Path, rows: int) -> Tokenizer:
     return tokenizer
 
 
-def read_all(source: Source, limit: int) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """(key, langs, texts) of the first `limit` records."""
-    records: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
-    for shard, count in enumerate(source.counts):
-        for record in range(min(int(count), limit - len(records))):
-            found = source.read(shard, record)
-            records.append((found.key, found.langs, found.texts))
-    return records
+def read_texts(source: Source, limit: int) -> list[tuple[str, ...]]:
+    """The texts of the first `limit` records."""
+    return [source.read(*place).texts for place in source.places(np.arange(min(limit, source.records)))]
 
 
 def check_out(path: Path) -> None:

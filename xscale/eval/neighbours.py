@@ -13,21 +13,6 @@ TILE = 1024
 """The number of rows, and of columns, of a tile, whose 4 MB fit into a CPU's cache."""
 
 
-def nearest(
-    x_NH: Tensor,
-    y_MH: Tensor,
-    k: int,
-    penalties: tuple[Tensor, Tensor] | None = None,
-    numbers: tuple[Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)].
-
-    penalties: what is subtracted for each row of x [N] and of y [M]. numbers: the numbers of the words or sentences in
-    the rows of x [N] and of y [M]; rows with the same number are never neighbours.
-    """
-    return search_tiles(x_NH, y_MH, k, penalties, numbers, both=False)[0].found
-
-
 def nearest_both(
     x_NH: Tensor,
     y_MH: Tensor,
@@ -35,9 +20,25 @@ def nearest_both(
     penalties: tuple[Tensor, Tensor] | None = None,
     numbers: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The results of `nearest` for x among y, and for y among x, from the same products x @ y.T."""
-    there, back = search_tiles(x_NH, y_MH, k, penalties, numbers, both=True)
-    return there.found, back.found
+    """`(x @ y.T - penalties).topk(k, 1)`: scores and rows of y, best first [N, min(k, M)]. Then the same for y among x.
+
+    penalties: what is subtracted for each row of x [N] and of y [M]. numbers: the numbers of the words or sentences in
+    the rows of x [N] and of y [M]; rows with the same number are never neighbours.
+    """
+    N, M = len(x_NH), len(y_MH)
+    there, back = NearestSoFar(x_NH, N, min(k, M)), NearestSoFar(x_NH, M, min(k, N))
+    for i in range(0, N if k and M else 0, TILE):
+        for j in range(0, M, TILE):
+            rows, columns = slice(i, i + TILE), slice(j, j + TILE)
+            cells = x_NH[rows] @ y_MH[columns].T
+            if penalties is not None:
+                cells -= penalties[0][rows, None]
+                cells -= penalties[1][columns]
+            if numbers is not None:
+                cells.masked_fill_(numbers[0][rows, None] == numbers[1][columns], -torch.inf)
+            there.add_tile(cells, i, j)
+            back.add_tile(cells.T.contiguous(), j, i)
+    return (there.scores, there.rows), (back.scores, back.rows)
 
 
 def ratio_margins(x_NH: Tensor, y_MH: Tensor, k: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -59,10 +60,6 @@ class NearestSoFar:
         self.scores = like.new_full((n, k), -torch.inf)
         self.rows = torch.zeros(n, k, dtype=torch.int64, device=like.device)
 
-    @property
-    def found(self) -> tuple[Tensor, Tensor]:
-        return self.scores, self.rows
-
     def add_tile(self, cells_RC: Tensor, at: int, first: int) -> None:
         """Add a tile with rows from `at` on and columns from `first` on. Columns come in ascending order."""
         k = self.scores.shape[1]
@@ -74,28 +71,3 @@ class NearestSoFar:
         rows = torch.cat([self.rows[at_U], first + new.indices], 1)
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         self.scores[at_U], self.rows[at_U] = scores[:, :k], rows.gather(1, order[:, :k])
-
-
-def search_tiles(
-    x_NH: Tensor,
-    y_MH: Tensor,
-    k: int,
-    penalties: tuple[Tensor, Tensor] | None,
-    numbers: tuple[Tensor, Tensor] | None,
-    both: bool,
-) -> tuple[NearestSoFar, NearestSoFar]:
-    N, M = len(x_NH), len(y_MH)
-    there, back = NearestSoFar(x_NH, N, min(k, M)), NearestSoFar(x_NH, M, min(k, N))
-    for i in range(0, N if k and M else 0, TILE):
-        for j in range(0, M, TILE):
-            rows, columns = slice(i, i + TILE), slice(j, j + TILE)
-            cells = x_NH[rows] @ y_MH[columns].T
-            if penalties is not None:
-                cells -= penalties[0][rows, None]
-                cells -= penalties[1][columns]
-            if numbers is not None:
-                cells.masked_fill_(numbers[0][rows, None] == numbers[1][columns], -torch.inf)
-            there.add_tile(cells, i, j)
-            if both:
-                back.add_tile(cells.T.contiguous(), j, i)
-    return there, back

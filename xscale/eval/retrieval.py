@@ -28,7 +28,7 @@ from xscale.data.shards import Source
 from xscale.data.stream_batch import StateIndices, StreamBatch, Types
 from xscale.errors import UserError
 from xscale.eval.bootstrap import bootstrap
-from xscale.eval.model import Exported, Scores, read_all
+from xscale.eval.model import Exported, HasLanguages, Scores, read_texts
 from xscale.eval.neighbours import nearest_both, ratio_margins
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.step.step import to_device
@@ -57,12 +57,8 @@ def evaluate(
     """Name of each combination of pooling, layer and margin -> its accuracies, or for xSIM its error rates. wrong:
     the wrong translations of xSIM++."""
     numbers = layer_numbers(layers, model.num_layers)
-    records, languages = read_all(source, limit), model.language_ids(source)
-    texts = [[texts[side] for _, _, texts in records] for side in (0, 1)]
-    sides = [
-        embed(model, of_side, languages[language], poolings, numbers)
-        for of_side, language in zip(texts, source.langs, strict=True)
-    ]
+    texts = [list(side) for side in zip(*read_texts(source, limit), strict=True)]
+    sides = embed_sides(model, texts, source, poolings, numbers)
     return evaluate_vectors(model, sides, texts, source.langs, poolings, numbers, margins, wrong or {})
 
 
@@ -208,7 +204,7 @@ def accuracies(first_NH: Tensor, second_NH: Tensor, margin: str, langs: tuple[st
 def hubness(
     x_NH: Tensor, y_MH: Tensor, k: int = NEIGHBOURS, numbers: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest."""
+    """Half of r(x) [N] and of r(y) [M]: a cosine minus both is half of csls. numbers: see neighbours.nearest_both."""
     (there, _), (back, _) = nearest_both(x_NH, y_MH, k, numbers=numbers)
     return there.mean(1) / 2, back.mean(1) / 2
 
@@ -221,6 +217,14 @@ def embed(
     return embed_ids(model, model.tokenizer.encode(texts), language, poolings, layers)
 
 
+def embed_sides(
+    model: Exported, texts: Sequence[list[str]], of: HasLanguages, poolings: Sequence[str], layers: Sequence[int]
+) -> list[Vectors]:
+    """The vectors of the texts in each of two languages, as `embed` returns them. of: has the languages of both."""
+    languages = model.language_ids(of)
+    return [embed(model, side, languages[lang], poolings, layers) for lang, side in zip(of.langs, texts, strict=True)]
+
+
 def embed_ids(
     model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str], layers: Sequence[int]
 ) -> dict[tuple[str, int], Tensor]:
@@ -231,17 +235,21 @@ def embed_ids(
     for start in range(0, len(order), BATCH):
         chosen = [ids[i] for i in order[start : start + BATCH]]
         stream_batch = stream_batch_of(model, chosen, language, poolings)
-        inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
-        with torch.no_grad():  # masks are kept for later passes, of training too
-            hidden = model.encoder.hidden_states(inputs.tokens)
-            for layer in layers:
-                pooled = alignment_gather(hidden[layer], *inputs.gather).split(len(chosen))
-                for pooling, vectors in zip(poolings, pooled, strict=True):
-                    found[pooling, layer].append(F.normalize(vectors, dim=-1))
+        for layer, states in zip(layers, layer_states(model, stream_batch, layers), strict=True):
+            for pooling, vectors in zip(poolings, states.split(len(chosen)), strict=True):
+                found[pooling, layer].append(F.normalize(vectors, dim=-1))
     if not ids:
         return {key: torch.empty(0, model.encoder.width, device=model.device) for key in found}
     back = torch.tensor(order).argsort().to(model.device)
     return {key: torch.cat(vectors)[back] for key, vectors in found.items()}
+
+
+@torch.no_grad()  # not inference_mode: masks are kept for later passes, of training too
+def layer_states(model: Exported, stream_batch: StreamBatch, layers: Sequence[int]) -> list[Tensor]:
+    """The states [S, H] that a stream batch reads, at each of the layers."""
+    inputs = to_device(pack_row({"": stream_batch}, model.longest, model.tokenizer.sep_id).inputs, model.device)
+    hidden = model.encoder.hidden_states(inputs.tokens)
+    return [alignment_gather(hidden[layer], *inputs.gather) for layer in layers]
 
 
 def stream_batch_of(model: Exported, sentences: list[list[int]], language: int, poolings: Sequence[str]) -> StreamBatch:

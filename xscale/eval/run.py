@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         out = None if args.part else args.out
-        results, _, code = evaluate_rows(model, rows, partial(write_results, out, args.model))
+        results, code = evaluate_rows(model, rows, partial(write_results, out, args.model))
         if args.card and not args.part:
             add_scores(args.model, results, intervals(results))
         if args.suite and not args.part:

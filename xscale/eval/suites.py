@@ -153,9 +153,9 @@ def transfer(task: str, parts: dict[str, dict[str, Path]], flags: str, model: Ex
 
 def evaluate_rows(
     model: Exported, rows: dict[str, dict[str, TaskRow]], publish: Callable[[Results, dict[str, dict[str, str]]], None]
-) -> tuple[Results, dict[str, dict[str, str]], int]:
+) -> tuple[Results, int]:
     """Evaluate every row, print it, and publish the results so far; a row that fails does not stop the others. Returns
-    the results, the failures, and the exit code: 2 after a user's error, 1 after a fault of xscale."""
+    the results, and the exit code: 2 after a user's error, 1 after a fault of xscale."""
     results: Results = {}
     failed: dict[str, dict[str, str]] = {}
     code = 0
@@ -176,7 +176,7 @@ def evaluate_rows(
                 traceback.print_exc()
             code = 1 if ours else code or 2
         publish(results, failed)
-    return results, failed, code
+    return results, code
 
 
 def table(of_models: Mapping[str, Results], trained: Collection[str]) -> list[list[str]]:

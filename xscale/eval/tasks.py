@@ -61,7 +61,6 @@ def parse_layer(text: str) -> str | int:
 def rows_of_pairs(
     args: Namespace, sources: list[Source], evaluate: Callable[[Source, Exported], Mapping[str, Scores]]
 ) -> list[TaskRow]:
-    """One row for each source of sentence pairs."""
     pairs = [source for source in sources if source.kind == "pair"]
     if not pairs:
         where = f"no sentence pairs in {', '.join(map(str, args.data))}" if args.data else "--data is missing"

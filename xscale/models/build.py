@@ -253,7 +253,6 @@ def fill_neutral_row(lm: PreTrainedModel) -> None:
 
 
 def _type_table(lm: PreTrainedModel) -> torch.Tensor:
-    """Return the token-type embeddings, one row for each token type."""
     embeddings: Any = lm.base_model.embeddings
     return embeddings.token_type_embeddings.weight.detach()
 

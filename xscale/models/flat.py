@@ -69,13 +69,7 @@ def modernbert_states(model: Any, row: Tokens, seed: Tensor, run: Run) -> Tensor
 
 
 def _modernbert_layer(
-    layer: Any,
-    x: Tensor,
-    row: Tokens,
-    seed: Tensor,
-    number: int,
-    rotation: tuple[Tensor, Tensor],
-    window: int | None,
+    layer: Any, x: Tensor, row: Tokens, seed: Tensor, number: int, rotation: tuple[Tensor, Tensor], window: int | None
 ) -> Tensor:
     own, mlp = layer.attn, layer.mlp
     heads, p = own.config.num_attention_heads, own.attention_dropout if own.training else 0.0

@@ -97,8 +97,6 @@ class HasQueue(AuxiliaryState, Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """The modules that a stream's loss uses."""
-
     encoder: Encoder
     heads: Any = None
     """The objective's own trainable module, if it has one."""
@@ -117,8 +115,6 @@ def step_loss_share(losses_V: Tensor, own_S: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Objective:
-    """The functions and constants that define an objective."""
-
     reads: Literal["mono", "pair"]
     """Kind of the records; samples of "mono" are packed to max_length."""
     options: type

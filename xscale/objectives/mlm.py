@@ -67,10 +67,5 @@ def loss(parts: Parts, states: dict[str, Tensor], arrays: dict[str, Tensor], opt
 
 
 OBJECTIVE = Objective(
-    reads="mono",
-    options=MaskedOptions,
-    collate=collate,
-    loss=loss,
-    terms=lambda options: {"mlm": 1.0},
-    words=words,
+    reads="mono", options=MaskedOptions, collate=collate, loss=loss, terms=lambda options: {"mlm": 1.0}, words=words
 )

@@ -177,17 +177,7 @@ def word_level(sides: list[tuple[Example, int]], options: PpaOptions, context: C
         sequences = [[(pair, side), (pair, 1 - side)] for pair, side in sides]
     joined = join_segments(context.tokenizer, sequences, context.language_ids)
     types = None if options.replace_tlm_with_mlm else context.types(False)
-    stream_batch = masked_lm(joined, context, mask_prob=options.mask_prob, types=types)
-
-    def renamed(of_term: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip([options.word_term], of_term.values(), strict=False))
-
-    return replace(
-        stream_batch,
-        labels=renamed(stream_batch.labels),
-        targets=renamed(stream_batch.targets),
-        names=renamed(stream_batch.names),
-    )
+    return masked_lm(joined, context, mask_prob=options.mask_prob, types=types, term=options.word_term)
 
 
 _SIDE = rng.key("ppa", "side 0"), rng.key("ppa", "side 1")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+@torch.library.custom_op("xscale::alignment_gather", mutates_args=())
 def alignment_gather(
     hidden_NH: Tensor, offsets_R1: Tensor, columns_K: Tensor, t_offsets_N1: Tensor, t_rows_K: Tensor
 ) -> Tensor:
@@ -23,22 +24,17 @@ def alignment_gather(
     computed in fp32 (fp64 for fp64) and in an order that depends on the index alone, without atomics, so the result
     has the same bits every time. The index is int32, on the device of `hidden`.
     """
-    return _gather_sum(hidden_NH, offsets_R1, columns_K, t_offsets_N1, t_rows_K)
+    return F.embedding_bag(columns_K, hidden_NH.detach(), offsets_R1, mode="sum", include_last_offset=True)
 
 
-@torch.library.custom_op("xscale::alignment_gather", mutates_args=())
-def _gather_sum(values: Tensor, offsets: Tensor, columns: Tensor, t_offsets: Tensor, t_columns: Tensor) -> Tensor:
-    return F.embedding_bag(columns, values.detach(), offsets, mode="sum", include_last_offset=True)
-
-
-@_gather_sum.register_kernel("cuda")
+@alignment_gather.register_kernel("cuda")
 def _gather_sum_cuda(values: Tensor, offsets: Tensor, columns: Tensor, t_offsets: Tensor, t_columns: Tensor) -> Tensor:
     from xscale.ops import alignment_gather_triton  # Triton comes with CUDA builds of torch
 
     return alignment_gather_triton.gather_sum(values, offsets, columns)
 
 
-@_gather_sum.register_fake
+@alignment_gather.register_fake
 def _gather_sum_fake(values: Tensor, offsets: Tensor, columns: Tensor, t_offsets: Tensor, t_columns: Tensor) -> Tensor:
     return values.new_empty(len(offsets) - 1, values.shape[1])
 
@@ -49,7 +45,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     offsets, columns, t_offsets, t_columns = ctx.saved_tensors
-    return _gather_sum(gradient, t_offsets, t_columns, offsets, columns), *(None,) * 4
+    return alignment_gather(gradient, t_offsets, t_columns, offsets, columns), *(None,) * 4
 
 
-_gather_sum.register_autograd(_backward, setup_context=_save)
+alignment_gather.register_autograd(_backward, setup_context=_save)

@@ -23,9 +23,7 @@ from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
 
 WATCH_S = 5
-"""Seconds from one report of --watch to the next."""
 CLEAR = "\x1b[2J\x1b[H"
-"""The codes that clear a terminal's screen."""
 SIDE_BY_SIDE = 3
 """A table in the console has at most this many runs side by side."""
 

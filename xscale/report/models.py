@@ -17,17 +17,16 @@ from xscale import rng
 from xscale.data import links
 from xscale.data import words as words_of
 from xscale.data.link_projection import parse
-from xscale.data.packed_row import pack_row
+from xscale.data.ragged import evenly_spaced
 from xscale.data.sequences import Example
 from xscale.data.shards import Source, find_sources
 from xscale.data.stream_batch import Context, StreamBatch
 from xscale.errors import UserError
+from xscale.eval import heldout
 from xscale.eval.model import Exported
 from xscale.models.build import positions
 from xscale.objectives import OBJECTIVES, Parts, alignlm
-from xscale.ops.alignment_gather import alignment_gather
 from xscale.report.read import short_names
-from xscale.step.step import to_device
 
 FEWEST_WORDS, MOST_WORDS = 3, 20
 """The fewest and the most pairs of words in a picture."""
@@ -124,7 +123,7 @@ def examples(model: Exported, source: Source) -> list[tuple[list[str], list[Mask
 
 
 def pairs_of(model: Exported, source: Source) -> Iterator[Example]:
-    numbers = np.unique(np.linspace(0, source.records - 1, min(source.records, SEARCHED)).astype(np.int64))
+    numbers = evenly_spaced(source.records, SEARCHED)
     records = [source.with_words(source.read(*place)) for place in source.places(numbers)]
     ids, words = model.tokenizer.encode_words([text for record in records for text in record.texts])
     identities = rng.hash64(rng.key("examples"), numbers)
@@ -172,12 +171,7 @@ def masked_tokens(
 
 def guesses(parts: Parts, batch: StreamBatch, options: alignlm.AlignLMOptions, context: Context) -> list[Tensor]:
     """Return the probabilities that the monolingual and the bilingual head predict [M predictions, V tokens]."""
-    row = pack_row({"alignlm": batch}, context.max_length, context.tokenizer.sep_id)
-    device = parts.encoder.embeddings.device
-    inputs, reads = to_device(row.inputs, device), row.states["alignlm"]
-    gathered = alignment_gather(parts.encoder(inputs.tokens), *inputs.gather).split(list(reads.values()))
-    states = dict(zip(reads, gathered, strict=True))
-    predictions = OBJECTIVE.loss(parts, states, inputs.arrays["alignlm"], options).predictions
+    predictions, _ = heldout.predict(parts, "alignlm", batch, options, context.tokenizer.sep_id)
     out = parts.encoder.lm.get_output_embeddings()
     return [F.linear(p.features_MH, out.weight, out.bias).float().softmax(-1).cpu() for p in predictions]
 

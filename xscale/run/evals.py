@@ -30,7 +30,7 @@ from xscale.errors import UserError
 from xscale.eval import retrieval
 from xscale.eval.alignment_score import FEWEST, AlignmentProbe, find_probe, tokens_of
 from xscale.eval.bootstrap import Score, mean
-from xscale.eval.model import Exported, read_all
+from xscale.eval.model import Exported, read_texts
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
@@ -301,7 +301,7 @@ class Retrieval:
     def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
         self.note = partial(note, f"measuring {task.name}")
         self.sources = row_sources(task, find_task_sources(task, run_spec))
-        self.texts = [[texts for _, _, texts in read_all(source, task.limit)] for source in self.sources.values()]
+        self.texts = [read_texts(source, task.limit) for source in self.sources.values()]
         self.model, self.process = ModelInTraining(run_spec, engine), process
         self.encoder = engine.module.encoder
 

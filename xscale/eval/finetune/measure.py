@@ -71,7 +71,6 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Check the values of the flags. Raises UserError."""
     for name in ("limit", "test_limit", "epochs", "batch", "lr", "warmup", "max_length"):
         value = getattr(args, name)
         if value is not None and not (0 < value < float("inf") or (name == "warmup" and value == 0)):

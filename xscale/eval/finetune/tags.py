@@ -149,10 +149,6 @@ def _without_prefix(given: Iterable[TaggedWords]) -> list[TaggedWords]:
     return [(key, [word.removeprefix(prefix) or word for word in words], tags) for key, words, tags in sentences]
 
 
-def upos_labels(examples: list[LabelledExample]) -> list[str]:
-    return UPOS
-
-
 def bio_labels(examples: list[LabelledExample]) -> list[str]:
     """The tag O, and the tags B- and I- of every type of entity."""
     types = sorted({tag[2:] for example in examples for tag in example.gold or () if tag != "O"})
@@ -253,5 +249,5 @@ _task = partial(
     predict=predict,
     write=write,
 )
-POS = _task(read=read_pos, labels=upos_labels, score=score_pos, xtreme="udpos")
+POS = _task(read=read_pos, labels=lambda examples: UPOS, score=score_pos, xtreme="udpos")
 NER = _task(read=read_ner, labels=bio_labels, score=score_ner, xtreme="panx")

@@ -80,11 +80,9 @@ class Task:
     """A table of the functions that make up a task."""
 
     read: Callable[[Path, str], list[LabelledExample]]
-    """Reads the examples of a file in a language. Raises UserError."""
     labels: Callable[[list[LabelledExample]], list[str]]
     """Lists the labels of the head's outputs for a training text."""
     encode: Callable[[list[LabelledExample], Encoding], list[Feature]]
-    """Makes features, in the order of the examples."""
     head: str
     """The transformers class with the task's head, such as AutoModelForTokenClassification."""
     head_labels: Callable[[list[Feature], int], dict[str, Tensor]]

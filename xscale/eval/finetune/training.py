@@ -29,8 +29,6 @@ PREDICTED_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class FineTuneSettings:
-    """The hyperparameters of fine-tuning."""
-
     epochs: int
     lr: float
     batch: int

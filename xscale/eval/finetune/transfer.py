@@ -178,12 +178,7 @@ class TransferTable:
 
 
 def write_predictions(
-    folder: Path,
-    task: Task,
-    training: TrainingText,
-    tests: dict[str, TaskData],
-    found: Predictions,
-    seeds: list[int],
+    folder: Path, task: Task, training: TrainingText, tests: dict[str, TaskData], found: Predictions, seeds: list[int]
 ) -> None:
     """Write FOLDER/SETTING.seed_N/TASK/test-LANGUAGE.tsv (or .json) as XTREME's evaluate.py reads it. Predictions for
     the source language are in the zero-shot folder too."""
