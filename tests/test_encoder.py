@@ -127,15 +127,15 @@ def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list
 @pytest.mark.parametrize("before", [0.0, 0.1])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_dropout_can_be_changed(kind: str, before: float) -> None:
-    """The states are those of a model that is built with the probability."""
+    """The states are those of a model that is built with the probability, and the momentum encoder follows."""
     other, built = make(kind, torch.float32, before).train(), make(kind, torch.float32, 0.4)
     other.load_state_dict(built.state_dict())
+    momentum, states = MomentumEncoder(other, torch.nn.Identity(), 0.9), []
     other.set_dropout(0.4)
-    states = []
-    for encoder in (other, built):
+    for encoder in (built, other, momentum.forward_modules(train=True)[0]):
         torch.manual_seed(1)
         states.append(encoder(row_of([9, 7, 4])))
-    assert torch.equal(*states)
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
     other.set_dropout(0.0)
     torch.testing.assert_close(other(row_of([9, 7, 4])), built.eval()(row_of([9, 7, 4])))
 

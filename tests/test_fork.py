@@ -117,9 +117,9 @@ def test_a_fork_with_a_plan_is_the_run_that_had_it(demo: Path, tmp_path: Path) -
         return arguments(demo, out, "--steps", "10", "--trace", *more, "--set", *often)
 
     run, planned, forked = (tmp_path / name for name in ("run", "planned", "forked"))
-    launch.run(2, start(run))
-    launch.run(2, start(planned, phases))
-    launch.run(2, start(forked, phases, more=("--fork", f"{run}@6")))
+    runs = [start(run), start(planned, phases), start(forked, phases, more=("--fork", f"{run}@6"))]
+    (tmp_path / "list.json").write_text(json.dumps(runs))
+    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
     assert launch.without_times(forked) == [entry for entry in launch.without_times(planned) if entry["step"] > 6]
     assert launch.trace(forked) == {key: of for key, of in launch.trace(planned).items() if key[0] > 6}
     same_checkpoint(planned / "checkpoints/step_00000010", forked / "checkpoints/step_00000010")

@@ -144,6 +144,7 @@ class Encoder(nn.Module):
         if p is None or p == self.dropout:
             return
         self.dropout = p
+        module: Any
         for module in self.lm.base_model.modules():
             for name, child in module.named_children():
                 if isinstance(child, nn.Identity) and "drop" in name:  # transformers' dropout of probability 0

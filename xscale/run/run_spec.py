@@ -2,7 +2,7 @@
 
 import importlib.util
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -311,11 +311,12 @@ class RunSpec:
             data = part.recipe.data
             sizes = source_sizes(self.sources, self.calibration, data.alpha_by)
             for spec in (spec for spec in part.specs if spec.samples):
-                shares = Counter[str]()
+                shares = defaultdict[str, float](float)
                 weights = stream_weights(spec, self.sources, data.alpha, sizes)
                 for source, weight in zip(spec.sources, weights.tolist(), strict=True):
                     shares[self.sources[source].pair] += weight
-                found = ", ".join(f"{pair} {share:.2%}" for pair, share in shares.most_common() if share)
+                in_order = sorted(shares.items(), key=lambda item: -item[1])
+                found = ", ".join(f"{pair} {share:.2%}" for pair, share in in_order if share)
                 yield f"{title}: {spec.samples:,} samples a step of stream {spec.name}: {found}"
 
     def any_stream(self, option: str) -> bool:
