@@ -390,9 +390,10 @@ def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_pat
 @pytest.mark.slow
 def test_phases_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
     script, found = str(launch.ROOT / "tests" / "many_runs.py"), []
+    sets, phases = ("model.dropout=0.0", "train.max_tokens=400"), [phase | {"model.dropout": 0.0} for phase in PHASES]
     for world in (1, 2):
         folder = tmp_path / str(world)
-        launch.run(world, listed(demo, folder, ["out"], "model.dropout=0.0", "train.max_tokens=400"), script=script)
+        launch.run(world, listed(demo, folder, ["out"], *sets, phases=phases), script=script)
         found.append(launch.metrics(folder / "out"))
     for ours, theirs in zip(*found, strict=True):
         for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
