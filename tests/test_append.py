@@ -135,13 +135,18 @@ def test_old_sources_go_on_and_new_ones_begin(corpus: Path, monkeypatch: pytest.
     assert [s.langs for s in third.sources] == [("en",), ("en",), ("xx",), ("en", "xx")]
 
 
-def test_what_a_run_cannot_take_in(corpus: Path) -> None:
+def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
     """Without the flag, anything; fewer sources; more languages where the model has embeddings of them."""
     first = resolved(corpus / "before").calibrated()
     checkpoint = checkpoint_of(first, begun(first))
     after = resolved(corpus / "after", known=frozenset(append.fingerprints(checkpoint.identity)))
     assert folder.changed(checkpoint.identity, after.identity())
     assert folder.changed(after.identity(), first.identity(), append=True)
+    (tmp_path / folder.IDENTITY).write_text(json.dumps(after.identity()))
+    with pytest.raises(UserError, match=r"name all data that the run had"):
+        folder.claim_out(tmp_path, first.identity(), "auto", append=True)
+    with pytest.raises(UserError, match=r"add --data_change append"):
+        folder.claim_out(tmp_path, first.identity(), "auto")
     assert folder.changed(checkpoint.identity, resolved(corpus / "after").identity(), append=True), (
         "shards were not cut"
     )

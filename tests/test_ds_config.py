@@ -371,6 +371,19 @@ def test_what_deepspeed_would_say_when_the_engine_is_built(config: dict[str, Any
         resolve(config)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["Lamb", "Adafactor", "Muon"])
+def test_an_optimizer_that_needs_whole_weights_is_for_stage_0(tmp_path: Path, kind: str, stage: int) -> None:
+    """ZeRO's partitions would change its result, without an error. Muon is for no stage."""
+    path, config = tmp_path / "mine.json", {"optimizer": {"type": kind}, "zero_optimization": {"stage": stage}}
+    path.write_text(json.dumps(config))
+    if stage == 0 and kind != "Muon":
+        assert read_ds_config(path) == config
+        return
+    with pytest.raises(UserError, match=rf"mine.json:\n  optimizer.type: {kind} .*write AdamW"):
+        read_ds_config(path)
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adagrad", "lion", "RMSprop"])
 def test_an_optimizer_gets_no_parameter_that_it_does_not_take(kind: str) -> None:
     resolved, *_ = resolve({"optimizer": {"type": kind}})

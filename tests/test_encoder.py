@@ -124,6 +124,22 @@ def test_states_and_gradients_are_those_of_transformers(kind: str, lengths: list
     same_states_and_gradients(make(kind), row_of(lengths))
 
 
+@pytest.mark.parametrize("before", [0.0, 0.1])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_dropout_can_be_changed(kind: str, before: float) -> None:
+    """The states are those of a model that is built with the probability, and the momentum encoder follows."""
+    other, built = make(kind, torch.float32, before).train(), make(kind, torch.float32, 0.4)
+    other.load_state_dict(built.state_dict())
+    momentum, states = MomentumEncoder(other, torch.nn.Identity(), 0.9), []
+    other.set_dropout(0.4)
+    for encoder in (built, other, momentum.forward_modules(train=True)[0]):
+        torch.manual_seed(1)
+        states.append(encoder(row_of([9, 7, 4])))
+    assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
+    other.set_dropout(0.0)
+    torch.testing.assert_close(other(row_of([9, 7, 4])), built.eval()(row_of([9, 7, 4])))
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_states_of_all_layers_are_those_of_transformers(kind: str) -> None:
     """In their order: first what the embeddings give, last the last hidden states. Each sequence alone, unpadded."""

@@ -91,6 +91,41 @@ def test_what_the_order_or_the_saved_state_depends_on_may_not(
         begin(demo, tmp_path, parent, changed)
 
 
+def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path, tmp_path: Path) -> None:
+    """A plan may come or go, but not one with longer texts, or with languages that have no position."""
+    mixture = "phases=[{until: 10}, {until: 1.0, data.alpha: 0.2, data.languages: [en, xx], model.dropout: 0.1}]"
+    assert begin(demo, tmp_path, parent, mixture).step == 9
+    with pytest.raises(UserError, match=r"recipe.phases: was None, is now .*'data.max_length': 256"):
+        begin(demo, tmp_path, parent, "phases=[{until: 0.5, data.max_length: 256}]")
+    recipe = run_spec_of(demo, "mixed", *SETS).identity()["recipe"]
+    some = recipe | {"data": recipe["data"] | {"languages": ["en", "xx"]}}
+    for languages, same in (([], True), ([["en", "xx", "yy"]], False)):
+        phases = [{"until": 5, "data.alpha": 0.3}, *({"until": 1.0, "data.languages": of} for of in languages)]
+        assert (fork.fixed_by_phases(some) == fork.fixed_by_phases(some | {"phases": phases})) == same
+
+
+@pytest.mark.slow
+def test_a_fork_with_a_plan_is_the_run_that_had_it(demo: Path, tmp_path: Path) -> None:
+    """From a run without phases, at the end of the first phase, which changes nothing: to the last bit."""
+    phases = (
+        "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
+        "{until: 1.0, data.languages: [en, xx], streams.mlm.tokens: 900, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"
+    )
+
+    def start(out: Path, *sets: str, more: tuple[str, ...] = ()) -> list[str]:
+        often = ["checkpoint.every=3", "checkpoint.keep=9", *sets]
+        return arguments(demo, out, "--steps", "10", "--trace", *more, "--set", *often)
+
+    run, planned, forked = (tmp_path / name for name in ("run", "planned", "forked"))
+    runs = [start(run), start(planned, phases), start(forked, phases, more=("--fork", f"{run}@6"))]
+    (tmp_path / "list.json").write_text(json.dumps(runs))
+    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+    assert launch.without_times(forked) == [entry for entry in launch.without_times(planned) if entry["step"] > 6]
+    assert launch.trace(forked) == {key: of for key, of in launch.trace(planned).items() if key[0] > 6}
+    same_checkpoint(planned / "checkpoints/step_00000010", forked / "checkpoints/step_00000010")
+    assert launch.without_times(forked)[-1]["loss"] != launch.without_times(run)[-1]["loss"]
+
+
 def test_streams_may_not_end(demo: Path, parent: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"streams\.mlm: was .*, is now None"):
         begin(demo, tmp_path, parent, "streams.ppa.samples=8", recipe="ppa")

@@ -31,6 +31,7 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.start import calibration
+from xscale.step.ds_config import Hardware, resolve_ds_config
 
 BASE: dict[str, Any] = {
     "model": {"preset": "tiny", "dropout": 0.1},
@@ -51,8 +52,16 @@ PHASES = [
         "data.languages_add": ["yy"],
         "data.alpha": 0.5,
         "streams.mlm.mask_prob": 0.15,
+        "train.lr": 0.001,
     },
-    {"until": 1.0, "data.max_length": 96, "data.languages": None, "data.alpha": 0.3, "streams.mlm.tokens": 1500},
+    {
+        "until": 1.0,
+        "data.max_length": 96,
+        "data.languages": None,
+        "data.alpha": 0.3,
+        "streams.mlm.tokens": 1500,
+        "model.dropout": 0.2,
+    },
 ]
 ENDS = [4, 7, 14, 20]
 ALONE = Process(0, 1, 0, 1)
@@ -265,10 +274,10 @@ def test_a_longer_room_begins_at_once() -> None:
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        ({"until": 0.5, "model.dropout": 0.2}, r"phases\[0\].model.dropout: .*data.alpha.*streams.mlm.mask_prob"),
+        ({"until": 0.5, "model.preset": "mini"}, r"phases\[0\].model.preset: .*data.alpha.*streams.mlm.mask_prob"),
         ({"until": 0.5, "streams.mlm.whole_word": True}, r"streams.mlm.whole_word: .*streams.mlm.mask_prob"),
         ({"until": 0.5, "streams.mlmm.samples": 3}, r"streams.mlmm.samples: .*streams.mlm.samples"),
-        ({"until": 0.5, "train.lr": 0.1}, r"train.lr: a phase cannot"),
+        ({"until": 0.5, "train.warmup": 3}, r"train.warmup: a phase cannot"),
         ({"until": 0.5, "streams.mlm.mask_prob": 1.5}, r"phases\[0\].streams.mlm.mask_prob: 1.5"),
         ({"until": 0.5, "streams.mlm.samples": 0, "streams.tlm.samples": 0}, r"samples: 0 .*1 or more"),
         ({"until": 0.5, "model.rope_theta": 1e4}, r"model.rope_theta: set it for the recipe"),
@@ -303,6 +312,32 @@ def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
     found = [line.partition(", changes")[0] for line in notes if line.startswith("phase ")]
     none = "no step of this run"
     assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
+
+
+def test_a_step_has_the_rate_and_the_dropout_of_its_phase(tmp_path: Path) -> None:
+    options = {name: objective.options for name, objective in OBJECTIVES.items()}
+    recipe, plain = load_recipe(write(tmp_path), [], options), load_recipe(write(tmp_path, []), [], options)
+    for step in range(20):
+        half = 7 <= step < 14
+        assert recipe.at(step).train.learning_rate(step) == plain.train.learning_rate(step) / (2 if half else 1)
+        assert recipe.at(step).model.dropout == (0.2 if step >= 14 else 0.1)
+    scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
+    plain_train = replace(recipe.train, schedule=None, decay=None)
+    with pytest.raises(UserError, match=r"scheduler = WarmupLR contradicts the train.lr of a phase"):
+        resolve_ds_config(
+            scheduler, Path("X.json"), replace(recipe, train=plain_train), 1, Hardware("cpu", False, True)
+        )
+
+
+def test_the_shares_are_told(plan: RunSpec) -> None:
+    """For each phase and stream, with the shares by which it draws."""
+    lines = [line for line in plan.share_lines() if "stream tlm" in line]
+    assert [line.split(": ")[0] for line in lines] == ["steps 5 to 7", "steps 8 to 14", "steps 15 to 20"]
+    pairs = {source.pair: source.records for source in plan.sources if len(source.langs) == 2}
+    for line, alpha, read in zip(lines, (0.7, 0.5, 0.3), (["en-xx"], pairs, pairs), strict=True):
+        total = sum(pairs[pair] ** alpha for pair in read)
+        assert "8 samples a step" in line and all(f"{pairs[p] ** alpha / total:.2%}" in line for p in read)
+        assert ("yy" in line) == (len(read) > 1)
 
 
 def listed(demo: Path, folder: Path, outs: list[str], *sets: str, phases: list[dict[str, Any]] = PHASES) -> list[str]:
@@ -355,9 +390,10 @@ def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_pat
 @pytest.mark.slow
 def test_phases_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
     script, found = str(launch.ROOT / "tests" / "many_runs.py"), []
+    sets, phases = ("model.dropout=0.0", "train.max_tokens=400"), [phase | {"model.dropout": 0.0} for phase in PHASES]
     for world in (1, 2):
         folder = tmp_path / str(world)
-        launch.run(world, listed(demo, folder, ["out"], "model.dropout=0.0", "train.max_tokens=400"), script=script)
+        launch.run(world, listed(demo, folder, ["out"], *sets, phases=phases), script=script)
         found.append(launch.metrics(folder / "out"))
     for ours, theirs in zip(*found, strict=True):
         for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
@@ -382,5 +418,6 @@ def test_steps_that_are_left_out(demo: Path, tmp_path: Path) -> None:
     weights = [full_weights(whole / "checkpoints" / f"step_{step:08d}") for step in (5, 8, 9)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
-    train = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()}).train
-    assert all(e["lr"] == train.learning_rate(e["step"] - 1) for e in launch.metrics(whole) if "lr" in e)
+    recipe = load_recipe(write(tmp_path), [], {name: o.options for name, o in OBJECTIVES.items()})
+    rates = {step + 1: recipe.at(step).train.learning_rate(step) for step in range(20)}
+    assert all(e["lr"] == rates[e["step"]] for e in launch.metrics(whole) if "lr" in e)

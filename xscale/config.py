@@ -326,8 +326,9 @@ class EvalConfig:
 
 
 IN_PHASES = {
-    "model": frozenset({"rope_theta"}),
+    "model": frozenset({"rope_theta", "dropout"}),
     "data": frozenset({"max_length", "overlong", "languages", "languages_add", "alpha", "alpha_by"}),
+    "train": frozenset({"lr"}),
     "streams": frozenset({"samples", "tokens", "weight", "languages"}),
 }
 """The fields that a phase may change. Objectives name further ones in the class variable in_phases of their options."""
@@ -566,7 +567,7 @@ def _build_phase(
     changes: dict[str, Any], tree: dict[str, Any], recipe: Recipe, objectives: dict[str, type], problems: list[str]
 ) -> Recipe | None:
     """Return the recipe of a phase. tree: the recipe's fields, which this function changes to those of the phase."""
-    allowed = {f"{section}.{name}" for section in ("model", "data") for name in IN_PHASES[section]}
+    allowed = {f"{section}.{name}" for section in ("model", "data", "train") for name in IN_PHASES[section]}
     for name, stream in recipe.streams.items():
         own = getattr(objectives[stream.objective], "in_phases", frozenset[str]())
         allowed |= {f"streams.{name}.{field}" for field in IN_PHASES["streams"] | own}

@@ -89,6 +89,8 @@ class Encoder(nn.Module):
         """Options of vocabulary_loss; a training run sets them from its recipe."""
         self.compiled_shape: tuple[int, int] | None = None
         """(N, B) of the packed rows that the compiled program accepts; the run sets it."""
+        self.dropout: float | None = None
+        """The dropout probability of all layers; None: that of the config."""
         self._states = states_of(lm.config)
         self._compiled = self._states
         self._checkpointing = False
@@ -136,6 +138,21 @@ class Encoder(nn.Module):
                 f"{self.lm.config.model_type} model"
             )
         set_rope_theta(self.lm.config, theta)
+
+    def set_dropout(self, p: float | None) -> None:
+        """Set the dropout probability of hidden states and attention in all layers. The config keeps its own."""
+        if p is None or p == self.dropout:
+            return
+        self.dropout = p
+        module: Any
+        for module in self.lm.base_model.modules():
+            for name, child in module.named_children():
+                if isinstance(child, nn.Identity) and "drop" in name:  # transformers' dropout of probability 0
+                    setattr(module, name, nn.Dropout(p))
+            if isinstance(module, nn.Dropout):
+                module.p = p
+            elif isinstance(getattr(module, "attention_dropout", None), float):
+                module.attention_dropout = p
 
     def checkpoint_activations(self) -> None:
         """Make forward passes keep only the layers' inputs; backward passes recompute the rest."""

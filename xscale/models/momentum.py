@@ -25,6 +25,7 @@ class MomentumEncoder:
     def __init__(self, encoder: Encoder, projection: nn.Module, momentum: float):
         self.query = nn.ModuleList([encoder.lm.base_model, projection])
         """The trained modules. DeepSpeed may change their data type and device, not the order of parameters."""
+        self.encoder = encoder
         self.momentum = momentum
         config = encoder.lm.config  # one config for both encoders, since a phase may change its rope_theta
         base: Any = copy.deepcopy(encoder.lm.base_model, {id(config): config})
@@ -45,6 +46,7 @@ class MomentumEncoder:
             modules = self._cast = self._cast or copy.deepcopy(self.masters).to(query.dtype)
         encoder, projection = modules.train(train)
         assert isinstance(encoder, Encoder)
+        encoder.set_dropout(self.encoder.dropout)  # a phase may change it
         return encoder, projection
 
     @torch.no_grad()

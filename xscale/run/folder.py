@@ -49,7 +49,8 @@ def claim_out(out: Path, identity: dict[str, Any], resume: str, append: bool = F
     if resume == "never" and (saved or path.exists()):
         raise UserError(f"{out} already holds a run; --resume auto goes on with it, or choose another --out")
     if saved and (differences := changed(saved, identity, append)):
-        more = "add --data_change append for further data, " * any(line.startswith("data:") for line in differences)
+        remedy = "name all data that the run had, " if append else "add --data_change append for further data, "
+        more = remedy * any(line.startswith("data:") for line in differences)
         raise UserError(
             f"{out} belongs to another run. Start with that run's settings (its version of xscale, "
             f"which {STARTS} names, may lack a field that was None), {more}or choose another --out: there, --set "

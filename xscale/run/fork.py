@@ -80,12 +80,24 @@ def find_parent(fork: str) -> Checkpoint:
 def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
     """Return the saved identity with the new values of the fields that a fork may change."""
     saved, new = copy.deepcopy(saved), identity["recipe"]
+    if fixed_by_phases(saved["recipe"]) == fixed_by_phases(new):
+        saved["recipe"] |= {"phases": new.get("phases")}
     for section, names in MAY_CHANGE.items():
         saved["recipe"][section] |= {name: value for name, value in new[section].items() if name in names}
     for name, stream in saved["recipe"]["streams"].items():
         ours = new["streams"].get(name, {})
         stream |= {k: v for k, v in ours.items() if k in OF_STREAMS or (_is_factor(stream.get(k)) and _is_factor(v))}
     return saved
+
+
+def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
+    """Return the values in a recipe's phases on which a saved state depends: the languages of the streams, which decide
+    the sources that have a position, and the largest data.max_length, which decides the model's positions."""
+    phases = [{}, *(recipe.get("phases") or [])]
+    some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
+    languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]
+    length = max(phase.get("data.max_length", recipe["data"]["max_length"]) for phase in phases)
+    return {json.dumps(of, sort_keys=True) for of in languages} if some else None, length
 
 
 def _is_factor(value: Any) -> bool:

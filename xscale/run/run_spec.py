@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -102,9 +103,7 @@ class RunSpec:
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
         if found is None:
-            found = self.measured_calibration(host_group)
-            of_phases = [phase.measured_calibration(host_group, found.lines).streams for phase in self.phases]
-            found = replace(found, phases=of_phases)
+            found = self.measured_calibrations(host_group)
         phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
@@ -120,6 +119,15 @@ class RunSpec:
             if problem:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
+
+    def measured_calibrations(self, host_group: HostGroup | None) -> Calibration:
+        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together."""
+        return self.measured_phases(self.measured_calibration(host_group), host_group)
+
+    def measured_phases(self, found: Calibration, host_group: HostGroup | None) -> Calibration:
+        """Return a calibration with its phases measured anew."""
+        of_phases = [phase.measured_calibration(host_group, found.lines).streams for phase in self.phases]
+        return replace(found, phases=of_phases)
 
     def measured_calibration(
         self, host_group: HostGroup | None, lines: list[tuple[float, float]] | None = None
@@ -281,6 +289,7 @@ class RunSpec:
             load=load,
         )
         encoder.lm.config.xscale["lexicon_heldout"] = self.unseen  # for eval/alignment_score.py
+        encoder.dropout = model.dropout
         if theta := self.recipe.at(0).model.rope_theta:
             encoder.set_rope_theta(theta)
         return encoder
@@ -294,6 +303,21 @@ class RunSpec:
         ends, steps = [min(end, self.recipe.train.steps) for end in self.phase_ends()], self.recipe.train.steps
         spans = zip([0, *ends], [*ends, steps], (*self.phases, self), strict=True)
         return [(f"steps {first + 1:,} to {end:,}", end - first, spec) for first, end, spec in spans if end > first]
+
+    def share_lines(self) -> Iterator[str]:
+        """Yield lines with the languages' shares of each stream's samples in each part of the run."""
+        assert self.calibration is not None
+        for title, _, part in self.parts():
+            data = part.recipe.data
+            sizes = source_sizes(self.sources, self.calibration, data.alpha_by)
+            for spec in (spec for spec in part.specs if spec.samples):
+                shares = defaultdict[str, float](float)
+                weights = stream_weights(spec, self.sources, data.alpha, sizes)
+                for source, weight in zip(spec.sources, weights.tolist(), strict=True):
+                    shares[self.sources[source].pair] += weight
+                in_order = sorted(shares.items(), key=lambda item: -item[1])
+                found = ", ".join(f"{pair} {share:.2%}" for pair, share in in_order if share)
+                yield f"{title}: {spec.samples:,} samples a step of stream {spec.name}: {found}"
 
     def any_stream(self, option: str) -> bool:
         return any_stream(self.recipe, option)

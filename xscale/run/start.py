@@ -99,6 +99,8 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
 
 def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
     train = run_spec.recipe.train
+    for line in run_spec.share_lines():
+        LOG.info(line)
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "
         f"{process.world} rank(s) of {engine.device.type}, ZeRO stage {config.stage}, steps {first} to {train.steps}"
@@ -210,7 +212,8 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 
 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
+    """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
+    new sources, and the phases of a fork that has other ones."""
     saved = None
     if checkpoint and checkpoint.calibration:
         try:
@@ -221,11 +224,14 @@ def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: Ho
                 f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
                 f"from the one before"
             ) from None
-    if saved and checkpoint and checkpoint.identity["data"] == run_spec.identity()["data"]:
-        return saved
-    found = run_spec.calibrated(host_group=host_group).calibration
-    assert found is not None
-    return append.merged_calibration(checkpoint, saved, found, run_spec) if saved and checkpoint else found
+    if saved is None or checkpoint is None:
+        return run_spec.measured_calibrations(host_group)
+    before, now = checkpoint.identity, run_spec.identity()
+    if before["data"] != now["data"]:
+        saved = append.merged_calibration(checkpoint, saved, run_spec.measured_calibrations(host_group), run_spec)
+    if before["recipe"].get("phases") != now["recipe"].get("phases"):
+        saved = run_spec.measured_phases(saved, host_group)
+    return saved
 
 
 def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:

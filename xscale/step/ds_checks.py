@@ -45,6 +45,8 @@ KIND = {
     (str, _NULL): "a text or null",
 }
 ADAM = ("adam", "adamw")
+WHOLE_WEIGHTS = ("lamb", "adafactor")
+"""Optimizers whose update of a number depends on other numbers of the same weight."""
 DEEPSPEED_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
 """Parameters of Adam that only DeepSpeed's own classes have."""
 
@@ -134,6 +136,13 @@ def _check_types(config: dict[str, Any]) -> list[str]:
     own = private.optimizers()
     if kind.lower() not in own and not _is_class(torch.optim, kind, torch.optim.Optimizer):
         return [f"optimizer.type: {kind} is none of {', '.join(own)}, or of torch.optim"]
+    if kind.lower() == "muon":
+        return [f"optimizer.type: {kind} needs two learning rates, and a run has one, train.lr; write AdamW"]
+    if kind.lower() in WHOLE_WEIGHTS and config.get("zero_optimization", {}).get("stage", 0):
+        return [
+            f"optimizer.type: {kind} needs whole weights, and ZeRO divides weights among ranks; write AdamW, or "
+            f"zero_optimization.stage 0"
+        ]
     schedule = config.get("scheduler", {}).get("type", "WarmupLR")
     if scheduler_class(schedule) is None:
         there = ", ".join(private.schedulers())

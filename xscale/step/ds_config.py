@@ -201,6 +201,8 @@ def _fill_scheduler(resolved: dict[str, Any], recipe: Recipe, problems: list[str
     for field in ("schedule", "decay"):
         if (value := getattr(train, field)) is not None:
             problems.append(f"scheduler = {scheduler['type']} contradicts the recipe's train.{field} = {value}")
+    if any("train.lr" in phase.fields for phase in recipe.phases):
+        problems.append(f"scheduler = {scheduler['type']} contradicts the train.lr of a phase")
     params = scheduler.setdefault("params", {"warmup_type": "linear"} if takes else {})
     if params.get("warmup_min_lr", AUTO) == AUTO and "warmup_min_lr" in takes:
         params["warmup_min_lr"] = 0.0  # the decay ends at 0, too

@@ -120,6 +120,7 @@ def optimizer_step(
     """
     recipe = recipe.at(step)
     engine.module.follow(recipe)
+    engine.module.encoder.set_dropout(recipe.model.dropout)
     if recipe.model.rope_theta:
         engine.module.encoder.set_rope_theta(recipe.model.rope_theta)
     weights, lr = step_weights(recipe, totals, step), set_learning_rate(engine, recipe, step)
