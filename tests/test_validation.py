@@ -377,7 +377,7 @@ def test_a_steps_own_loss_stands_before_held_out_ones(tmp_path: Path, demo: Path
     """Progress lines come every so many seconds, and at every step that is measured."""
     sets = ["train.steps=9", "eval.every=3", "eval.tasks=[{name: retrieval, data: [x]}]"]
     reporter, shown = Reporter(tmp_path, 0, resolve_run("tlm", sets, [demo]).recipe), []
-    reporter.bar, reporter.line = None, lambda entry: shown.append(entry["step"]) or ""  # type: ignore
+    reporter.line = lambda entry: shown.append(entry["step"]) or ""  # type: ignore
     for step in range(1, 10):
         numbers = dict.fromkeys(("loss", "loss/tlm", "lr", "tokens_per_s", "step_s"), 1.0)
         reporter.report({"step": step} | numbers)

@@ -24,7 +24,6 @@ from statistics import median, median_low
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from xscale import files
 from xscale.config import Recipe
@@ -36,8 +35,6 @@ LINE_SECONDS = 5.0
 """The least number of seconds between progress lines. The first and last step and each evaluation always have one."""
 BUFFER = 1 << 16
 """Lines wait in memory until they have more than this number of bytes, or until the next flush."""
-MOST_WAITING = 1 << 26
-"""The most bytes that wait in memory while a file cannot be written."""
 SLOW, SLOW_FLUSHES = 1.5, 10
 """A rank is slow if it takes at least SLOW times the ranks' median time at SLOW_FLUSHES consecutive readings of the
 metrics."""
@@ -61,7 +58,7 @@ def start_logging(out: Path, rank: int) -> Path:
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
-    console: logging.Handler = _TqdmHandler() if sys.stderr.isatty() else logging.StreamHandler(sys.stdout)
+    console = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
@@ -78,7 +75,7 @@ def start_logging(out: Path, rank: int) -> Path:
 
 
 def log_to_files(line: str) -> None:
-    """Log a line to the files only, since the console shows its content in the progress bar."""
+    """Log a line to the files only."""
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
@@ -99,21 +96,13 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
 
 
-class _TqdmHandler(logging.Handler):
-    """A handler that writes lines above the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
-
-
 # Files of lines
 
 
 class JsonLines:
     """An append-only file of JSON objects with a "step" field, or no file if `path` is None.
 
-    Training goes on while lines cannot be written, as on a full disk. They wait in memory and are written once that is
-    possible again.
+    Training goes on while lines cannot be written, as on a full disk. These lines are lost, and the log says how many.
     """
 
     def __init__(self, path: Path | None, after_step: int):
@@ -130,8 +119,8 @@ class JsonLines:
         """The size of the file up to its last complete line, in bytes."""
         self.lines, self.size = list[bytes](), 0
         """The waiting lines, and their size in bytes."""
-        self.failing = False
-        """True while lines cannot be written."""
+        self.lost = 0
+        """The number of lines lost since a write last succeeded."""
 
     def write(self, entry: dict[str, Any]) -> None:
         """Add a line, which waits for `flush` or until more than BUFFER bytes wait. Numbers that are not finite become
@@ -139,21 +128,18 @@ class JsonLines:
         if self.file:
             self.lines.append(_encoded(entry))
             self.size += len(self.lines[-1])
-            if self.size > BUFFER and not self.failing:
+            if self.size > BUFFER:
                 self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
         if self.file and self.lines:
             problem = self._append(b"".join(self.lines))
-            if problem and not self.failing:
-                LOG.error(f"{self.path}: {problem}; training goes on, and new lines wait in memory until this is fixed")
-            elif self.failing and not problem:
-                LOG.warning(f"{self.path}: works again; the lines that waited are written")
-            self.failing = bool(problem)
-            if problem and self.size > MOST_WAITING:
-                LOG.error(f"{self.path}: {len(self.lines):,} lines are lost, since they take too much memory")
-            if not problem or self.size > MOST_WAITING:
-                self.lines, self.size = [], 0
+            if problem and not self.lost:
+                LOG.error(f"{self.path}: {problem}; training goes on, and new lines are lost until this is fixed")
+            elif self.lost and not problem:
+                LOG.warning(f"{self.path}: works again; {self.lost:,} lines are missing")
+            self.lost = self.lost + len(self.lines) if problem else 0
+            self.lines, self.size = [], 0
         if self.file and to_disk:
             try:
                 os.fsync(self.file.fileno())
@@ -178,8 +164,6 @@ class JsonLines:
 
     def close(self) -> None:
         self.flush(to_disk=True)
-        if self.file and self.lines:
-            LOG.error(f"{self.path}: its last {len(self.lines):,} lines are lost")
 
 
 def _encoded(entry: dict[str, Any]) -> bytes:
@@ -264,16 +248,11 @@ class MetricSink:
 class Board(MetricSink):
     """A sink that writes the metrics for TensorBoard."""
 
-    def __init__(self, folder: Path, first_step: int, fields: dict[str, Any]):
-        """Open the folder. fields: the recipe's fields for TensorBoard's table of runs."""
+    def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         super().__init__(str(folder))
         self.writer = self.attempt(SummaryWriter, str(folder), purge_step=first_step + 1)
-        plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in fields.items()}
-        for summary in hparams(plain, {"loss": 0}) if self.writer else ():
-            self.attempt(self.writer.file_writer.add_summary, summary)
 
     def add(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():
@@ -323,30 +302,23 @@ class Reporter:
     """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
-        self.metrics, fields = JsonLines(out / "metrics.jsonl", first_step), flat(recipe.to_dict())
-        self.board = Board(out / "tb", first_step, fields)
-        self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
+        self.metrics, self.board = JsonLines(out / "metrics.jsonl", first_step), Board(out / "tb", first_step)
+        tracker = recipe.train.tracker
+        self.tracker = Tracker(tracker, out, flat(recipe.to_dict())) if tracker else None
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0
-        self.bar = tqdm(total=self.steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
 
     def report(self, entry: dict[str, Any]) -> None:
         self.metrics.write(entry)
         self.add(entry)
         step = entry["step"]
-        if self.bar is not None:
-            self.bar.update()
-            self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
         # A line with the training loss precedes that of an evaluation.
         measured = self.measured_every and step % self.measured_every == 0
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
-            if self.bar is None:
-                LOG.info(self.line(entry))
-            else:
-                log_to_files(self.line(entry))
+            LOG.info(self.line(entry))
 
     def add(self, entry: dict[str, Any]) -> None:
         """Send numbers of a step to TensorBoard and the tracker."""
@@ -376,8 +348,6 @@ class Reporter:
         self.board.close()
         if self.tracker:
             self.tracker.close()
-        if self.bar is not None:
-            self.bar.close()
 
 
 # Warnings over many steps
