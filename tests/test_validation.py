@@ -159,8 +159,6 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
     assert "eval.tasks[0].name: 'xnli' is none of heldout, retrieval, alignment" in refused(task(name="xnli"))
     assert "data: needs shard directories" in refused(task(name="heldout"))
-    run_spec = refused(task(name="pos", mode="job", command="sbatch pos.sbatch {model} {out}"))
-    assert "eval.tasks[0].mode: " in run_spec and "eval.tasks[0].command: checkpoint.hook took its place" in run_spec
     assert "hook: {chekpoint} is unknown; there are {checkpoint}, {step}, {out}" in refused(
         "checkpoint.hook=eval.sh {chekpoint}"
     )

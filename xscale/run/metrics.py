@@ -290,21 +290,13 @@ class Tracker(MetricSink):
         self._call("finish")
 
 
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of a nested dictionary by dotted names, such as data.alpha."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
-
-
 class Reporter:
     """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
         self.metrics, self.board = JsonLines(out / "metrics.jsonl", first_step), Board(out / "tb", first_step)
         tracker = recipe.train.tracker
-        self.tracker = Tracker(tracker, out, flat(recipe.to_dict())) if tracker else None
+        self.tracker = Tracker(tracker, out, recipe.to_dict()) if tracker else None
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0

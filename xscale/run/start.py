@@ -76,9 +76,9 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             write_config(args.out, run_spec, config)
             if checkpoint and not fork.is_own(checkpoint, args.out):
                 fork.write_ancestry(args.out, checkpoint, run_spec.identity())
-            for line in [of for phase in run_spec.phases for of in phase.dropped().values()]:
+            for line in [of for phase in run_spec.phases for of in phase.dropped()]:
                 LOG.warning(f"in a phase of the run: {line}")
-            for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
+            for line in [*run_spec.dropped(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         fitted: Fitted = None
@@ -213,16 +213,10 @@ def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: Ho
     """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
     saved = None
     if checkpoint and checkpoint.calibration:
-        try:
-            sources = len(checkpoint.identity["data"])
-            saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
-                f"from the one before"
-            ) from None
-    if saved and checkpoint and checkpoint.identity["data"] == run_spec.identity()["data"]:
-        return saved
+        sources = len(checkpoint.identity["data"])
+        saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
+        if checkpoint.identity["data"] == run_spec.identity()["data"]:
+            return saved
     found = run_spec.calibrated(host_group=host_group).calibration
     assert found is not None
     return append.merged_calibration(checkpoint, saved, found, run_spec) if saved and checkpoint else found
