@@ -180,17 +180,16 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
-    saved = checkpoint and checkpoint.engine
-    if checkpoint is None or not saved:
+    if checkpoint is None:
         return
+    saved, now = checkpoint.engine, config.saved()
     if saved["precision"] != config.precision:
         raise UserError(
             f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
             f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
             f"model.init={checkpoint.path} and another --out"
         )
-    kept = {key: saved[key] for key in ("optimizer", "fp16", "scheduler") if key in saved}
-    if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
+    if changed := folder.compare(saved | {"stage": config.stage}, now):
         raise UserError(
             f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
             f"Give the ds_config of the run's first start:\n" + indented(changed)
@@ -212,7 +211,7 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
     saved = None
-    if checkpoint and checkpoint.calibration:
+    if checkpoint:
         sources = len(checkpoint.identity["data"])
         saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
         if checkpoint.identity["data"] == run_spec.identity()["data"]:
