@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_low
@@ -231,18 +232,23 @@ class StepRecord:
 class MetricSink:
     """A place for metrics besides metrics.jsonl. The run stops using it after its first error."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, open_library: Callable[[], Any]):
         self.name, self.failed = name, False
+        self.library = self._attempt(open_library)
 
-    def attempt(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    def _attempt(self, function: Callable[[], Any]) -> Any:
         if self.failed:
             return None
         try:
-            return function(*arguments, **named)
+            return function()
         except Exception as error:  # these libraries may raise any type
             self.failed = True
             LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has all metrics")
             return None
+
+    def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
+        """Call a function of the library."""
+        self._attempt(lambda: getattr(self.library, function)(*arguments, **named))
 
 
 class Board(MetricSink):
@@ -251,43 +257,36 @@ class Board(MetricSink):
     def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        super().__init__(str(folder))
-        self.writer = self.attempt(SummaryWriter, str(folder), purge_step=first_step + 1)
+        super().__init__(str(folder), partial(SummaryWriter, str(folder), purge_step=first_step + 1))
 
     def add(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():
-            if self.writer and name != "step" and isinstance(value, int | float):
-                self.attempt(self.writer.add_scalar, name, value, entry["step"])
+            if name != "step" and isinstance(value, int | float):
+                self.call("add_scalar", name, value, entry["step"])
 
     def flush(self) -> None:
-        if self.writer:
-            self.attempt(self.writer.flush)
+        self.call("flush")
 
     def close(self) -> None:
-        if self.writer:
-            self.attempt(self.writer.close)
+        self.call("close")
 
 
 class Tracker(MetricSink):
     """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        super().__init__(name)
         # The run's id comes from its directory, so that it is the same after a resume.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
-        self.library = self.attempt(importlib.import_module, name)
-        self._call("init", project=project, name=out.name, config=fields, resume="allow")
-
-    def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
+        super().__init__(name, partial(importlib.import_module, name))
+        self.call("init", project=project, name=out.name, config=fields, resume="allow")
 
     def add(self, entry: dict[str, Any]) -> None:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
-        self._call("log", numbers, step=entry["step"])
+        self.call("log", numbers, step=entry["step"])
 
     def close(self) -> None:
-        self._call("finish")
+        self.call("finish")
 
 
 class Reporter:
