@@ -64,17 +64,17 @@ class Checkpoint:
     @property
     def excluded_steps(self) -> list[int]:
         """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
-        return self.manifest["excluded_steps"]
+        return self.manifest.get("excluded_steps", [])
 
     @property
-    def calibration(self) -> dict[str, Any]:
-        """The run's estimated lengths in tokens (data/calibration.py)."""
-        return self.manifest["calibration"]
+    def calibration(self) -> dict[str, Any] | None:
+        """The run's estimated lengths in tokens (data/calibration.py). None in checkpoints of earlier versions."""
+        return self.manifest.get("calibration")
 
     @property
-    def engine(self) -> dict[str, Any]:
-        """The DeepSpeed engine's ZeRO stage, precision and optimizer."""
-        return self.manifest["engine"]
+    def engine(self) -> dict[str, Any] | None:
+        """The DeepSpeed engine's ZeRO stage, precision and optimizer. None in checkpoints of earlier versions."""
+        return self.manifest.get("engine")
 
 
 # Finding

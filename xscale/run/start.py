@@ -180,7 +180,7 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
-    if checkpoint is None:
+    if checkpoint is None or checkpoint.engine is None:
         return
     saved, now = checkpoint.engine, config.saved()
     if saved["precision"] != config.precision:
@@ -211,7 +211,7 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
 def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
     """Return the checkpoint's calibration. Without one, or with new sources, all ranks measure the data together."""
     saved = None
-    if checkpoint:
+    if checkpoint and checkpoint.calibration:
         sources = len(checkpoint.identity["data"])
         saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
         if checkpoint.identity["data"] == run_spec.identity()["data"]:
