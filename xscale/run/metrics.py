@@ -59,7 +59,7 @@ def start_logging(out: Path, rank: int) -> Path:
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
-    console = logging.StreamHandler(sys.stdout)
+    console: logging.Handler = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
