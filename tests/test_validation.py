@@ -197,7 +197,7 @@ def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder
 
 
-RETRIEVAL = "retrieval, data: [{heldout}/pairs]"
+HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"
 WRONG = {
     "links": (
         "alignlm",
@@ -211,17 +211,24 @@ WRONG = {
     "absent": ("tlm", ["retrieval, data: [/nope]"], [], r"^eval\.retrieval: /nope: no index\.json"),
     "torn": ("tlm", ["retrieval, data: [{odd}/torn]"], [], r"eval\.retrieval: .*torn.*bytes"),
     "no dictionary": ("tlm", ["alignment"], ["alone"], r"eval\.alignment: the run has no dictionary"),
+    "stream": ("xlm", [HELDOUT], ["best=heldout/tlm en-yy/loss"], r"best: .*en-yy/loss is not .* heldout/tlm en-xx"),
+    "number": ("xlm", [HELDOUT], ["best=heldout/tlm en-xx/losss"], r"losss is not .* heldout/tlm en-xx/loss,?"),
+    "term": ("xlm", [HELDOUT], ["best=heldout/mlm/loss.mlm"], r"loss\.mlm is not .* heldout/mlm/loss"),
+    "too long": ("tlm", ["heldout, data: [{odd}/long]"], ["best=heldout/tlm/loss"], r"tlm/loss is not .* are none"),
+    "direction": ("tlm", [RETRIEVAL], ["best=retrieval/xx-en/accuracy"], r"xx-en/accuracy is not .* retrieval/en-xx"),
+    "accuracy": ("tlm", [RETRIEVAL], ["best=retrieval/en-xx/acc"], r"en-xx/acc is not .* retrieval/en-xx/accuracy"),
+    "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
+    "withheld": ("tlm", ["alignment"], ["best=alignment/en-xx/seen"], r"seen is not .* alignment/en-xx/withheld"),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*checkpoint\.hook"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_dry_run_refuses_data_that_cannot_be_measured(
-    case: str, demo: Path, heldout: Path, odd: Path, tmp_path: Path
-) -> None:
+def test_a_dry_run_refuses_what_step_0_would(case: str, demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
     recipe, tasks, more, told = WRONG[case]
     names = {"demo": demo, "heldout": heldout, "odd": odd}
     sets = [f"eval.tasks=[{', '.join(f'{{name: {task.format(**names)}}}' for task in tasks)}]", "data.workers=0"]
+    sets += [f"checkpoint.{field}" for field in more if field.startswith("best=")]
     config = "zero3_bf16" if "stage 3" in more else "zero2_cpu"
     data = demo
     if "alone" in more:
@@ -236,7 +243,13 @@ def test_a_dry_run_refuses_data_that_cannot_be_measured(
 
 
 def test_a_dry_run_passes_what_can_be_measured(demo: Path, heldout: Path, tmp_path: Path) -> None:
-    for recipe, best in (("mixed", "heldout/alignlm en-xx/loss.bi"), ("xlm", "retrieval/en-xx/en->xx")):
+    for recipe, best in (
+        ("mixed", "heldout/alignlm en-xx/loss.bi"),
+        ("mixed", "heldout/ppa/contrastive_accuracy"),
+        ("xlm", "heldout/mlm xx/loss"),
+        ("xlm", "retrieval/en-xx/en->xx"),
+        ("xlm", "alignment/en-xx/withheld"),
+    ):
         tasks = f"[{{name: heldout, data: [{heldout}]}}, {{name: retrieval, data: [{heldout}]}}, {{name: alignment}}]"
         sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
         sets += ["streams.ppa.queue_size=64"] if recipe == "mixed" else []

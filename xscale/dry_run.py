@@ -21,7 +21,7 @@ from xscale.errors import UserError
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
 from xscale.run import append, folder, fork
-from xscale.run.evals import check_tasks
+from xscale.run.evals import check_tasks, validate_best
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.start import calibration, check_engine
 from xscale.step import cost
@@ -53,6 +53,7 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, HostGroup()))
     module = run_spec.module()
     check_module(module, config.stage)
+    validate_best(run_spec, module)
     print(yaml.safe_dump(run_spec.recipe.to_dict(), sort_keys=False, allow_unicode=True))
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")

@@ -4,12 +4,14 @@ An evaluation has its own random numbers, the same every time, so a run with eva
 without.
 """
 
+import math
 import zipfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,10 +35,13 @@ from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
 from xscale.run.run_spec import RunSpec, check_file_sizes, check_links
+from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
 Results = dict[str, dict[str, float]]
 """A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
+TRIED = 8
+"""The number of records that a dry run measures to find out which numbers a task gives."""
 TOKENS = "tokens.npz"
 """The file in a run's directory that holds the distinct tokens of each language's text."""
 
@@ -62,8 +67,9 @@ def find_measures(
 
 
 def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
-    """Check that the tasks can be measured at this ZeRO stage, with the task's data and the run's dictionaries. Raises
-    UserError."""
+    """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number that
+    checkpoint.best names. Raises UserError."""
+    best = run_spec.recipe.checkpoint.best
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
@@ -71,23 +77,62 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
                 f"checkpoint.hook, or use a ds_config of stage 2 or lower"
             )
         try:
-            check_data(task, run_spec, host_group)
+            rows = row_names(task, run_spec, host_group)
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
+        if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
+            there = ", ".join(f"{task.name}/{row}" for row in rows)
+            raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {there}")
 
 
-def check_data(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> None:
-    """Check that the task has data to measure. Raises UserError."""
+def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
+    """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        if not run_spec.lexicons + run_spec.measured:
-            raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
-        return
+        return list(alignment_rows(run_spec))
     sources = find_task_sources(task, run_spec)
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
-        row_sources(task, sources)
+        return list(row_sources(task, sources))
+    specs = heldout_stream_specs(run_spec, sources)
+    check_links(run_spec.recipe, specs, sources)
+    names = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
+    return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
+
+
+def alignment_rows(run_spec: RunSpec) -> Results:
+    """Return a results row for each dictionary, with NaN in place of each score for which the dictionary has enough
+    words. Raises UserError if the run has no dictionary."""
+    lexicons = run_spec.lexicons + run_spec.measured
+    if not lexicons:
+        raise UserError("the run has no dictionary; set data.lexicons=[PATH/en-de.txt], or put it into lexicon/")
+    nothing = {language: np.empty(0, dtype=np.int64) for lexicon in lexicons for language in lexicon.langs}
+    rows: Results = {}
+    for name, probe in find_probe(lexicons, run_spec.lexicons, run_spec.unseen, nothing).items():
+        words = {"withheld": probe.withheld, "trained": probe.trained}
+        rows[name] = {kind: math.nan for kind, pairs in words.items() if len(pairs.queries) >= FEWEST}
+    return rows
+
+
+def validate_best(run_spec: RunSpec, module: StepModule) -> None:
+    """Check, by measuring a few records, that evaluations give the number of checkpoint.best. Raises UserError."""
+    best = run_spec.recipe.checkpoint.best
+    task = next((task for task in run_spec.recipe.eval.tasks if best and best.partition("/")[0] == task.name), None)
+    if best is None or task is None:
+        return
+    row = best.split("/", 2)[1]
+    if task.kind == "alignment":
+        results = alignment_rows(run_spec)
+    elif task.kind == "retrieval":
+        ((_, source),) = [of for of in row_sources(task, find_task_sources(task, run_spec)).items() if of[0] == row]
+        results = {row: retrieval.accuracies(torch.eye(2), torch.eye(2), "cosine", source.langs)}
     else:
-        check_links(run_spec.recipe, heldout_stream_specs(run_spec, sources), sources)
+        stream, _, language = row.partition(" ")
+        few = replace(task, limit=min(task.limit, TRIED))
+        sources = [s for s in find_task_sources(few, run_spec) if not language or language in (s.pair, *s.langs)]
+        alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
+        engine = SimpleNamespace(module=module, device=torch.device("cpu"))
+        results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
+    check_number({task.name: results}, best)
 
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
@@ -129,10 +174,18 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[Strea
 class Heldout:
     """A task that measures the run's losses on held-out records, for each stream and each of the stream's languages."""
 
-    def __init__(self, task: EvalTask, run_spec: RunSpec, engine: Any, process: Process, note: Callable[[str], None]):
-        """Prepare one step that reads all held-out records."""
+    def __init__(
+        self,
+        task: EvalTask,
+        run_spec: RunSpec,
+        engine: Any,
+        process: Process,
+        note: Callable[[str], None],
+        sources: list[Source] | None = None,
+    ):
+        """Prepare one step that reads all held-out records. sources: the data to measure; None: the task's data."""
         self.note = partial(note, f"measuring {task.name}")
-        recipe, sources = run_spec.recipe, find_task_sources(task, run_spec)
+        recipe, sources = run_spec.recipe, sources or find_task_sources(task, run_spec)
         tokens = Calibration([(tokens_per_byte(source, run_spec.tokenizer), 0.0) for source in sources], {})
         specs = heldout_stream_specs(run_spec, sources)
         for i, spec in enumerate(specs):
@@ -153,7 +206,7 @@ class Heldout:
         sums = measure_rows(self.engine, self.run_spec.recipe, self.batch.rows, rank=self.process.rank, note=self.note)
         numbers = torch.tensor([*targets.values(), *counts.values()], dtype=torch.float64)
         table = torch.cat([sums.values_K, numbers.to(sums.values_K.device)])
-        if dist.is_initialized():
+        if dist.is_initialized():  # not in a dry run
             dist.all_reduce(table)
         totals, *whole = (part.tolist() for part in table.split([len(sums.values_K), len(targets), len(counts)]))
         of_all = [map(int, part) for part in whole]
