@@ -1,6 +1,5 @@
 """What samples will have in tokens, known before they are read; and the shape of rows that are filled up by it."""
 
-import copy
 import json
 from functools import cache
 from pathlib import Path
@@ -147,11 +146,6 @@ def test_it_is_kept_as_json(run_spec) -> None:
     # At a resume it is not measured again: other dropped pairs in the same data would cut other rows.
     nobody: Any = None
     assert calibration(made, Checkpoint(Path(), {"calibration": kept, "identity": made.identity()}), nobody) == found
-    for field, value in (("ratio", -5.0), ("ratio", float("nan")), ("ratio", "x"), ("shape", 1)):
-        damaged = copy.deepcopy(kept)
-        damaged["streams"]["mlm"][field] = value
-        with pytest.raises(UserError, match="calibration is damaged"):
-            calibration(made, Checkpoint(Path(), {"calibration": damaged, "identity": made.identity()}), nobody)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -125,7 +125,7 @@ def test_a_board_that_fails_is_left_alone(tmp_path: Path, monkeypatch: Any, capl
         write(self, data)
 
     monkeypatch.setattr(RecordWriter, "write", sometimes)
-    board = metrics.Board(tmp_path, 0, {"train.lr": 0.1})
+    board = metrics.Board(tmp_path, 0)
     for step in range(1, 13):
         full = 4 <= step <= 9
         board.add({"step": step, "loss": float(step)})

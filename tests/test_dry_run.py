@@ -61,7 +61,7 @@ def test_work_of_a_step(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, total, *_, on_each = numbers(step)
     assert tokens == batch.work().tokens
     assert (total, on_each) == pytest.approx((sum(flops.values()), sum(flops.values()) / 8), rel=6e-3)
-    assert numbers(before)[3] == pytest.approx(4 * flops["auxiliary"], rel=6e-3) and "the text of 4 steps" in before
+    assert "the text of 4 steps" in before
     monkeypatch.setattr(planning, "READ", 16)
     (spec,) = run_spec.specs
     assert planning.work_of(run_spec, spec).tokens == pytest.approx(batch.work().tokens, rel=0.2)

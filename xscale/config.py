@@ -436,12 +436,6 @@ NOT_IDENTITY = {
 
 EITHER = {"train.steps": "epochs", "train.epochs": "steps"}
 """Fields that exclude each other: `--set` of one removes the other."""
-RENAMED = {
-    "micro_batch": "rows took its place; write train.max_tokens, tokens of one pass on a rank, or leave it out",
-    "mode": "tasks are measured within the run; leave it out, and write a job's command as checkpoint.hook",
-    "command": "checkpoint.hook took its place, a command that is started for every checkpoint; leave it out",
-}
-"""Fields of earlier versions -> what to write instead."""
 
 
 class UniqueKeys(yaml.SafeLoader):
@@ -698,8 +692,7 @@ def _problem(details: Any, where: str, there: str) -> str:
     kind, value, context = details["type"], details["input"], details.get("ctx", {})
     name = where + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in details["loc"])
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
-        last = name.rpartition(".")[2]
-        return f"{name}: " + RENAMED.get(last, f"unknown key; the keys are {there}")
+        return f"{name}: unknown key; the keys are {there}"
     if kind in ("missing", "missing_argument"):
         return f"{name}: is required"
     if kind == "value_error":

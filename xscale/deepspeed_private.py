@@ -266,8 +266,12 @@ Fragment = tuple[nn.Parameter, int, int, int]
 
 
 def partitions(engine: Any) -> Iterator[tuple[Tensor, list[Fragment]]]:
-    """Yield this rank's flat tensors, which the optimizer updates at stages 1 to 3, and the fragments in each."""
+    """Yield the tensors that this rank's optimizer updates, and the fragments in each. At stage 0 they are the weights,
+    at stages 1 to 3 flat tensors."""
     optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 0:
+        yield from ((weight, [(weight, 0, weight.numel(), 0)]) for weight in engine.module.parameters())
+        return
     if engine.zero_optimization_stage() == 3:
         rank = optimizer.dp_process_group.rank()
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):

@@ -35,8 +35,6 @@ UNKNOWN_SAMPLE = 1024
 """The number of records of each language that are searched for unknown tokens."""
 READ = 512
 """The maximum number of samples of each stream that are read to estimate the work of a step."""
-PROBE_BYTES = 16 << 20
-"""The size of the file that measures the speed of a file system."""
 
 
 def dry_run(args: argparse.Namespace, process: Process) -> None:
@@ -60,11 +58,11 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     print("ds_config:", yaml.safe_dump(config.resolved, sort_keys=False))
     print(*data_lines(run_spec), *unknown_tokens(run_spec), *sampling_lines(run_spec), sep="\n")
     for phase in run_spec.phases:
-        print(*(f"in a phase: {line}" for line in phase.dropped().values()), sep="\n")
-    for line in [*run_spec.dropped().values(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
+        print(*(f"in a phase: {line}" for line in phase.dropped()), sep="\n")
+    for line in [*run_spec.dropped(), *run_spec.shortfalls(), *(f"heads: {note}" for note in module.notes)]:
         print(line)
     print(*cost_lines(run_spec, module, config, process, hardware.device), sep="\n")
-    print(checkpoint_line(module, config.resolved, config.precision, process.world, args.out))
+    print(checkpoint_line(module, config.resolved, config.precision, process.world))
     if not args.ranks:
         size, _ = cost.checkpoint_bytes(module, config.resolved, config.precision, process.world)
         if warning := check_room(size, run_spec.recipe.checkpoint.keep, args.out):
@@ -165,11 +163,9 @@ def work_lines(run_spec: RunSpec, module: StepModule, world: int) -> Iterator[st
         state = module.auxiliary_states.get(spec.name)
         if not isinstance(state, HasQueue) or not state.prefill_samples:
             continue
-        steps = -(-state.prefill_samples // spec.samples)
-        spent = steps * flops.flops(works[spec.name]._replace(tokens=0, squares=0, predictions=0))["auxiliary"]
         yield (
             f"queue warm-up before step 1: streams.{spec.name} reads {state.prefill_samples:,} samples, the text of "
-            f"{steps:,} steps, and takes {spent:.3g} FLOPs, those of {spent / total:.1f} steps"
+            f"{-(-state.prefill_samples // spec.samples):,} steps"
         )
 
 
@@ -181,16 +177,9 @@ def work_of(run_spec: RunSpec, spec: StreamSpec) -> RowCost:
     return RowCost(*(round(number * spec.samples / few.samples) for number in batch.work()))
 
 
-def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int, out: Path) -> str:
-    """Return a line about the size of a checkpoint, and the time that rank 0 takes here to write its own part."""
+def checkpoint_line(module: StepModule, ds_config: dict[str, Any], precision: str, world: int) -> str:
     whole, first = cost.checkpoint_bytes(module, ds_config, precision, world)
-    try:
-        place = files.nearest_existing(out)
-        speed = files.write_speed(place, PROBE_BYTES)
-        told = f"about {first / speed:,.1f} s, at the {speed / 1e6:,.0f} MB/s that one process writes to {place} here"
-    except OSError as error:
-        told = f"{out} cannot be written ({error.strerror})"
-    return f"checkpoint: {whole / 1e9:,.2f} GB, of which rank 0 writes {first / 1e9:,.2f}: {told}"
+    return f"checkpoint: {whole / 1e9:,.2f} GB, of which rank 0 writes {first / 1e9:,.2f}"
 
 
 def check_room(size: float, keep: int, out: Path) -> str:

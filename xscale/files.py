@@ -203,7 +203,7 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_speed(folder: Path, size: int = 64 << 20) -> float:
+def write_speed(folder: Path, size: int) -> float:
     """Return the bytes per second that one process writes to disk in a folder."""
     data = os.urandom(1 << 20)  # a file system may compress
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:

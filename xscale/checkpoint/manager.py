@@ -57,8 +57,8 @@ class CheckpointManager:
         """The step of the newest checkpoint that a rollback may load: it was begun while fp16 skipped no step."""
         self.good_under_way = True
         """True if a rollback may load the checkpoint under way, once it is written."""
-        self.blocked, self.times = 0.0, dict[str, float]()
-        """The seconds that training has waited for the checkpoint under way, and metrics that the next step reports."""
+        self.times: dict[str, float] = {}
+        """The metrics that the next step reports."""
 
     @property
     def under_way(self) -> int | None:
@@ -110,13 +110,10 @@ class CheckpointManager:
         self._add_wait(started)
         self.times["save_write_s"] = seconds
         if not problem:
-            LOG.info(f"saved {path} in {seconds:.2f} s, for which training waited {self.blocked:.2f} s")
-        self.blocked = 0.0
+            LOG.info(f"saved {path} in {seconds:.2f} s")
 
     def _add_wait(self, started: float) -> None:
-        seconds = time.monotonic() - started
-        self.blocked += seconds
-        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + seconds
+        self.times["save_blocked_s"] = self.times.get("save_blocked_s", 0.0) + time.monotonic() - started
 
     def take_times(self) -> dict[str, float]:
         """Return the seconds that saving has taken since the last call, by metric."""

@@ -5,7 +5,6 @@ saved them. DeepSpeed's universal checkpoints are no substitute: another program
 do not support stage 0, and at stage 3 the training differs from the third step on.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,45 +115,25 @@ def _load(path: Path) -> Any:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)
 
 
-@dataclass(frozen=True)
-class PartitionSlice:
-    """A rank's slice of a parameter: elements [first, last), which begin at `at` in the rank's flat tensor."""
-
-    name: str
-    first: int
-    last: int
-    at: int
-
-
-def partition_slices(engine: Any) -> Iterator[tuple[Tensor, list[PartitionSlice]]]:
-    """Yield each flat tensor that this rank's optimizer updates, with the slices of parameters that it holds."""
-    names = {parameter: name for name, parameter in engine.module.named_parameters()}
-    if engine.zero_optimization_stage() == 0:
-        for parameter, name in names.items():
-            yield parameter, [PartitionSlice(name, 0, parameter.numel(), 0)]
-        return
-    for flat, fragments in private.partitions(engine):
-        yield flat, [PartitionSlice(names[parameter], first, last, at) for parameter, first, last, at in fragments]
-
-
 @torch.no_grad()
 def load_rescaled(engine: Any, path: Path) -> None:
     """Load weights, optimizer, loss scale, schedule and counters into the engine. All ranks call it together."""
-    names = [name for name, _ in engine.module.named_parameters()]
-    saved, base = SavedPartitions(path, names, dist.get_rank() / dist.get_world_size()), private.torch_optimizer(engine)
+    names, base = {weight: name for name, weight in engine.module.named_parameters()}, private.torch_optimizer(engine)
+    saved = SavedPartitions(path, [*names.values()], dist.get_rank() / dist.get_world_size())
     fused = any(group.get("fused") for group in base.param_groups)
     private.before_flats_change(engine)
-    for flat, of_flat in partition_slices(engine):
-        if not of_flat:
+    for flat, fragments in private.partitions(engine):
+        if not fragments:
             continue
-        group = saved.places[of_flat[0].name].group
+        group = saved.places[names[fragments[0][0]]].group
         state: dict[str, Any] = {}
         for key in saved.like[group].flats:
             numbers = torch.zeros_like(flat)
-            for share in (share for share in of_flat if share.first < share.last):
-                part = saved.take(share.name, key, share.first, share.last)
-                assert len(part) == share.last - share.first, (share, len(part))
-                numbers.view(-1)[share.at : share.at + len(part)].copy_(part)
+            for weight, first, last, at in fragments:
+                if first < last:
+                    part = saved.take(names[weight], key, first, last)
+                    assert len(part) == last - first, (names[weight], first, last, len(part))
+                    numbers.view(-1)[at : at + len(part)].copy_(part)
             if key == WEIGHT:
                 flat.data.copy_(numbers)
             else:

@@ -54,8 +54,6 @@ NOT_FINITE, SPIKES = "not_finite.jsonl", "spikes.jsonl"
 MOST_SKIPPED = 100
 """The number of consecutive steps skipped by fp16 at which a run fails. Fewer are normal while fp16 looks for a loss
 scale: 32 halvings lead from 2^32 to 1."""
-FEW_SAMPLES = 1000
-"""The share of dropped pairs is taken over at least this many samples, since a share of fewer says little."""
 
 
 class TrainerContext(NamedTuple):
@@ -106,7 +104,6 @@ class Trainer:
         self.first, self.too_long, self.skips = self.step, Counter[str](), Skips()
         """The step at which this trainer began; since then, the number of pairs longer than data.max_length, by stream;
         and the counter of skipped steps."""
-        self.warned = set(run_spec.dropped())
         self.unreported: list[UnreportedStep] = []
         self.pace, self.collapse = Pace(context.watch.names), CollapseDetector()
         auxiliary_states = self.engine.module.auxiliary_states.items()
@@ -188,7 +185,7 @@ class Trainer:
         self.step, self.state = self.step + 1, batch.state
         self.stop.note_step()
         self.status.note_step(self.step)
-        self.count_dropped(counts.too_long)
+        self.too_long.update(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
         """After a step, read the metrics, evaluate and save a checkpoint, each only if it is due."""
@@ -219,19 +216,6 @@ class Trainer:
         if replaced:
             raise Replaced(text)
         raise {USER_ERROR: UserError, MACHINE: MachineError}.get(code, RuntimeError)(f"rank {rank}: {text}")
-
-    def count_dropped(self, too_long: Counter[str]) -> None:
-        """Warn once about each stream that drops more than a few per cent of its pairs. too_long: the number of pairs
-        of the last step that are longer than data.max_length, by stream."""
-        self.too_long.update(too_long)
-        steps = self.step - self.first
-        shares = {
-            spec.name: self.too_long[spec.name] / max(steps * spec.samples, FEW_SAMPLES) for spec in self.run_spec.specs
-        }
-        for stream, line in self.run_spec.dropped(shares).items():
-            if stream not in self.warned and self.process.is_main:
-                LOG.warning(line)
-            self.warned.add(stream)
 
     def train_step(self, batch: StepBatch, counts: GlobalCounts, started: float) -> StepRecord:
         engine, train = self.engine, self.recipe.train

@@ -18,13 +18,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from xscale import files
 from xscale.config import Recipe
@@ -61,7 +61,7 @@ def start_logging(out: Path, rank: int) -> Path:
     LOG.setLevel(logging.INFO)
     LOG.propagate = False
     LOG.handlers.clear()
-    console: logging.Handler = _TqdmHandler() if sys.stderr.isatty() else logging.StreamHandler(sys.stdout)
+    console: logging.Handler = logging.StreamHandler(sys.stdout)
     console.setLevel(logging.WARNING if rank else logging.INFO)
     (out / "logs").mkdir(exist_ok=True)
     path = out / "logs" / f"rank{rank}.log"
@@ -78,7 +78,7 @@ def start_logging(out: Path, rank: int) -> Path:
 
 
 def log_to_files(line: str) -> None:
-    """Log a line to the files only, since the console shows its content in the progress bar."""
+    """Log a line to the files only."""
     for handler in LOG.handlers:
         if isinstance(handler, logging.FileHandler):
             handler.emit(LOG.makeRecord("xscale", logging.INFO, "", 0, line, (), None))
@@ -97,13 +97,6 @@ class _FileHandler(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
-
-
-class _TqdmHandler(logging.Handler):
-    """A handler that writes lines above the progress bar."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(self.format(record), file=sys.stderr)
 
 
 # Files of lines
@@ -247,106 +240,84 @@ class StepRecord:
 class MetricSink:
     """A place for metrics besides metrics.jsonl. The run stops using it after its first error."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, open_library: Callable[[], Any]):
         self.name, self.failed = name, False
+        self.library = self._attempt(open_library)
 
-    def attempt(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    def _attempt(self, function: Callable[[], Any]) -> Any:
         if self.failed:
             return None
         try:
-            return function(*arguments, **named)
+            return function()
         except Exception as error:  # these libraries may raise any type
             self.failed = True
             LOG.error(f"{self.name}: {error}; training goes on without it, and metrics.jsonl has all metrics")
             return None
 
+    def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
+        """Call a function of the library."""
+        self._attempt(lambda: getattr(self.library, function)(*arguments, **named))
+
 
 class Board(MetricSink):
     """A sink that writes the metrics for TensorBoard."""
 
-    def __init__(self, folder: Path, first_step: int, fields: dict[str, Any]):
-        """Open the folder. fields: the recipe's fields for TensorBoard's table of runs."""
+    def __init__(self, folder: Path, first_step: int):
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
-        super().__init__(str(folder))
-        self.writer = self.attempt(SummaryWriter, str(folder), purge_step=first_step + 1)
-        plain = {name: value if isinstance(value, int | float | str) else str(value) for name, value in fields.items()}
-        for summary in hparams(plain, {"loss": 0}) if self.writer else ():
-            self.attempt(self.writer.file_writer.add_summary, summary)
+        super().__init__(str(folder), partial(SummaryWriter, str(folder), purge_step=first_step + 1))
 
     def add(self, entry: dict[str, Any]) -> None:
         for name, value in entry.items():
-            if self.writer and name != "step" and isinstance(value, int | float):
-                self.attempt(self.writer.add_scalar, name, value, entry["step"])
+            if name != "step" and isinstance(value, int | float):
+                self.call("add_scalar", name, value, entry["step"])
 
     def flush(self) -> None:
-        if self.writer:
-            self.attempt(self.writer.flush)
+        self.call("flush")
 
     def close(self) -> None:
-        if self.writer:
-            self.attempt(self.writer.close)
+        self.call("close")
 
 
 class Tracker(MetricSink):
     """A sink that sends the metrics to wandb, or to a library with the same functions, such as trackio."""
 
     def __init__(self, name: str, out: Path, fields: dict[str, Any]):
-        super().__init__(name)
         # The run's id comes from its directory, so that it is the same after a resume.
         os.environ.setdefault("WANDB_RUN_ID", hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:16])
         project = os.environ.get("XSCALE_PROJECT", "xscale")
-        self.library = self.attempt(importlib.import_module, name)
-        self._call("init", project=project, name=out.name, config=fields, resume="allow")
-
-    def _call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        self.attempt(lambda: getattr(self.library, function)(*arguments, **named))
+        super().__init__(name, partial(importlib.import_module, name))
+        self.call("init", project=project, name=out.name, config=fields, resume="allow")
 
     def add(self, entry: dict[str, Any]) -> None:
         numbers = {name: value for name, value in entry.items() if name != "step" and value is not None}
-        self._call("log", numbers, step=entry["step"])
+        self.call("log", numbers, step=entry["step"])
 
     def close(self) -> None:
-        self._call("finish")
-
-
-def flat(tree: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of a nested dictionary by dotted names, such as data.alpha."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return found
+        self.call("finish")
 
 
 class Reporter:
     """The reporter of rank 0 writes and shows the metrics. `report` is called once for each step, in order."""
 
     def __init__(self, out: Path, first_step: int, recipe: Recipe):
-        self.metrics, fields = JsonLines(out / "metrics.jsonl", first_step), flat(recipe.to_dict())
-        self.board = Board(out / "tb", first_step, fields)
-        self.tracker = Tracker(recipe.train.tracker, out, fields) if recipe.train.tracker else None
+        self.metrics, self.board = JsonLines(out / "metrics.jsonl", first_step), Board(out / "tb", first_step)
+        tracker = recipe.train.tracker
+        self.tracker = Tracker(tracker, out, recipe.to_dict()) if tracker else None
         self.steps, self.streams = recipe.train.steps, list(recipe.streams)
         self.measured_every = recipe.eval.every if recipe.eval.tasks else 0
         self.started, self.first_step, self.last_line = time.monotonic(), first_step, 0.0
-        self.bar = tqdm(total=self.steps, initial=first_step, unit="step") if sys.stderr.isatty() else None
 
     def report(self, entry: dict[str, Any]) -> None:
         self.metrics.write(entry)
         self.add(entry)
         step = entry["step"]
-        if self.bar is not None:
-            self.bar.update()
-            self.bar.set_postfix_str(f"loss {entry['loss']:.3f}, {entry['tokens_per_s']:,.0f} tokens/s")
         now = time.monotonic()
         # A line with the training loss precedes that of an evaluation.
         measured = self.measured_every and step % self.measured_every == 0
         if now - self.last_line >= LINE_SECONDS or measured or step in (self.first_step + 1, self.steps):
             self.last_line = now
-            if self.bar is None:
-                LOG.info(self.line(entry))
-            else:
-                log_to_files(self.line(entry))
+            LOG.info(self.line(entry))
 
     def add(self, entry: dict[str, Any]) -> None:
         """Send numbers of a step to TensorBoard and the tracker."""
@@ -376,8 +347,6 @@ class Reporter:
         self.board.close()
         if self.tracker:
             self.tracker.close()
-        if self.bar is not None:
-            self.bar.close()
 
 
 # Warnings over many steps

@@ -226,23 +226,18 @@ class RunSpec:
     def records(self, spec: StreamSpec) -> int:
         return records_of(spec, self.sources)
 
-    def dropped(self, too_long: dict[str, float] | None = None) -> dict[str, str]:
-        """Return warnings about streams that drop more than a few per cent of their pairs, by stream. too_long: the
-        share of each stream's pairs that is longer than data.max_length; None: the share that the calibration found."""
-        data = self.recipe.data
-        if too_long is None:
-            assert self.calibration is not None
-            too_long = {spec.name: self.calibration.estimate_for(spec.name).too_long for spec in self.specs}
-        if data.overlong == "truncate":
-            return {}
-        share = {spec.name: too_long[spec.name] for spec in self.specs if not spec.packed}
-        return {
-            stream: f"warning: streams.{stream} drops {dropped:.1%} of its pairs, those longer than data.max_length: "
+    def dropped(self) -> list[str]:
+        """Return a warning for each stream that drops more than a few per cent of its pairs."""
+        assert self.calibration is not None
+        data, pairs = self.recipe.data, [spec.name for spec in self.specs if not spec.packed]
+        share = {name: self.calibration.estimate_for(name).too_long for name in pairs if data.overlong == "drop"}
+        return [
+            f"warning: streams.{stream} drops {dropped:.1%} of its pairs, those longer than data.max_length: "
             f"{data.max_length}; take a larger one, or data.overlong=truncate, or leave them out when shards are "
             f"written: --max_tokens {data.max_length}"
             for stream, dropped in share.items()
             if dropped > DROPPED
-        }
+        ]
 
     def shortfalls(self) -> list[str]:
         """Return warnings about streams whose objective finds too little in the data that the calibration has read."""

@@ -76,9 +76,9 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             write_config(args.out, run_spec, config)
             if checkpoint and not fork.is_own(checkpoint, args.out):
                 fork.write_ancestry(args.out, checkpoint, run_spec.identity())
-            for line in [of for phase in run_spec.phases for of in phase.dropped().values()]:
+            for line in [of for phase in run_spec.phases for of in phase.dropped()]:
                 LOG.warning(f"in a phase of the run: {line}")
-            for line in [*run_spec.dropped().values(), *run_spec.shortfalls()]:
+            for line in [*run_spec.dropped(), *run_spec.shortfalls()]:
                 LOG.warning(line)
             folder.note_start(args.out, first, process.world)
         fitted: Fitted = None
@@ -182,17 +182,16 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
 
 def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
     """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
-    saved = checkpoint and checkpoint.engine
-    if checkpoint is None or not saved:
+    if checkpoint is None or checkpoint.engine is None:
         return
+    saved, now = checkpoint.engine, config.saved()
     if saved["precision"] != config.precision:
         raise UserError(
             f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
             f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
             f"model.init={checkpoint.path} and another --out"
         )
-    kept = {key: saved[key] for key in ("optimizer", "fp16", "scheduler") if key in saved}
-    if changed := folder.compare(kept, {key: config.saved()[key] for key in kept}):
+    if changed := folder.compare(saved | {"stage": config.stage}, now):
         raise UserError(
             f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
             f"Give the ds_config of the run's first start:\n" + indented(changed)
@@ -216,14 +215,8 @@ def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: Ho
     new sources, and the phases of a fork that has other ones."""
     saved = None
     if checkpoint and checkpoint.calibration:
-        try:
-            sources = len(checkpoint.identity["data"])
-            saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{checkpoint.path}: the manifest's calibration is damaged ({error}); remove this checkpoint to go on "
-                f"from the one before"
-            ) from None
+        sources = len(checkpoint.identity["data"])
+        saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
     if saved is None or checkpoint is None:
         return run_spec.measured_calibrations(host_group)
     before, now = checkpoint.identity, run_spec.identity()

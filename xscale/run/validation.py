@@ -59,22 +59,22 @@ class Validation:
         """The step and the number of a better evaluation whose checkpoint is not published yet."""
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
         """The best step, and its main number, by task and results row."""
-        for line in (out / EVALS).read_text(encoding="utf-8").splitlines() if has else ():
-            entry = json.loads(line)
-            self.lines_of(entry["step"], entry.get("results") or {})
+        lines = (out / EVALS).read_text(encoding="utf-8").splitlines() if has else []
+        earlier = [(entry["step"], entry.get("results") or {}) for entry in map(json.loads, lines)]
+        for line in earlier:
+            self.lines_of(*line)
         if self.best_of:
-            host_group.from_main(self.read_best)
+            host_group.from_main(lambda: self.find_best(earlier))
 
-    def read_best(self) -> None:
-        """Find the best of the existing checkpoints, by the evaluations of earlier starts. Rank 0 only. Raises
-        UserError if an evaluation lacks the number of checkpoint.best."""
+    def find_best(self, earlier: list[tuple[int, dict[str, Results]]]) -> None:
+        """Find the best of the existing checkpoints. earlier: the step and the results of each evaluation of earlier
+        starts. Rank 0 only. Raises UserError if an evaluation lacks the number of checkpoint.best."""
         assert self.best_of
         folder = self.out / "checkpoints"
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
-        for line in (self.out / EVALS).read_text(encoding="utf-8").splitlines():
-            entry = json.loads(line)
-            number = check_number(entry.get("results") or {}, self.best_of)
-            if entry["step"] in there and self.compare(entry["step"], number):
+        for step, results in earlier:
+            number = check_number(results, self.best_of)
+            if step in there and self.compare(step, number):
                 self.best = self.candidate
         with suppress(OSError):
             if self.best is None:

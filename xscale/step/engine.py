@@ -9,7 +9,7 @@ from xscale.errors import UserError
 from xscale.models.build import decay_groups
 from xscale.step.adam import load_adam
 from xscale.step.module import StepModule
-from xscale.step.zero import check_auxiliary_states, gather_for_every_pass, stage_of
+from xscale.step.zero import gather_for_every_pass, stage_of
 
 
 def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
@@ -37,7 +37,13 @@ def build_engine(module: nn.Module, ds_config: dict[str, Any]) -> Any:
 
 
 def check_module(module: nn.Module, stage: int) -> None:
-    """Check that the ZeRO stage can train the module. Raises UserError."""
-    if isinstance(module, StepModule):
-        comparing = [stream for stream, (objective, _) in module.streams.items() if objective.vectors]
-        check_auxiliary_states(stage, [*module.auxiliary_states, *comparing])
+    """Check that no stream reads whole weights outside of the engine's forward pass, which stage 3 partitions. Raises
+    UserError."""
+    if stage < 3 or not isinstance(module, StepModule):
+        return
+    for name, (objective, _) in module.streams.items():
+        if name in module.auxiliary_states or objective.vectors:
+            raise UserError(
+                f"streams.{name} has a momentum encoder or compares samples of the whole step, which needs whole "
+                f"weights; ZeRO stage 3 partitions them. Use a ds_config of stage 2 or lower"
+            )

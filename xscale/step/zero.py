@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xscale import deepspeed_private as private
-from xscale.errors import NotFinite, UserError
+from xscale.errors import NotFinite
 
 # Settings that a stage refuses
 
@@ -40,16 +40,6 @@ def check_stage(stage: int, precision: str, compiles: bool) -> str | None:
             "ZeRO stage 3 gathers weights layer by layer, and cannot be compiled; use stage 2, or train.compile=false"
         )
     return None
-
-
-def check_auxiliary_states(stage: int, auxiliary_states: Iterable[str]) -> None:
-    """Check that the stage is not 3 if streams read whole weights outside of the engine's forward pass. Raises
-    UserError."""
-    for stream in auxiliary_states if stage >= 3 else ():
-        raise UserError(
-            f"streams.{stream} has a momentum encoder or compares samples of the whole step, which needs whole "
-            f"weights; ZeRO stage 3 partitions them. Use a ds_config of stage 2 or lower"
-        )
 
 
 # Whole weights
