@@ -1,6 +1,7 @@
 """`python -m tests.forked`: a process that has imported torch, transformers and DeepSpeed, which costs 10 s of a core,
-and forks the ranks of each run from itself. Its input has a run in each line: [ranks, environment, output, words]. It
-answers with the run's exit code, that of the first rank that fails. Unlike a launcher's, ranks have one hash seed."""
+and forks the ranks of each run from itself. Its input has a run in each line: [ranks, environment, folder, output,
+words]; 0 ranks: one process without a launcher. It answers with the run's exit code, that of the first rank that fails.
+Unlike a launcher's, ranks have one hash seed."""
 
 import json
 import os
@@ -22,19 +23,23 @@ KILL_SECONDS = 30
 """As torchrun waits for ranks which it has told to end."""
 
 
-def launch(world: int, environment: dict[str, str], output: str, words: list[str]) -> int:
+def launch(world: int, environment: dict[str, str], folder: str, output: str, words: list[str]) -> int:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     log = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1), os.dup2(log, 2)
     os.environ.clear()
-    os.environ.update(environment, WORLD_SIZE=f"{world}", LOCAL_WORLD_SIZE=f"{world}", MASTER_ADDR="127.0.0.1")
-    sys.path[:1] = [os.path.dirname(words[0]), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ.update(environment)
+    if world:
+        os.environ.update(WORLD_SIZE=f"{world}", LOCAL_WORLD_SIZE=f"{world}", MASTER_ADDR="127.0.0.1")
+    os.chdir(folder)
+    modules = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [folder if words[0] == "-m" else os.path.dirname(words[0]), *modules]
     sys.argv = words
-    pids = [start(rank) for rank in range(world)]
+    pids = [start(rank, world) for rank in range(max(world, 1))]
     signal.signal(signal.SIGALRM, lambda *_: end(pids, signal.SIGKILL))
     code = 0
-    for _ in range(world):
+    for _ in pids:
         status = os.wait()[1]
         if status and not code:
             code = os.waitstatus_to_exitcode(status) % 256
@@ -43,11 +48,16 @@ def launch(world: int, environment: dict[str, str], output: str, words: list[str
     return code
 
 
-def start(rank: int) -> int:
+def start(rank: int, world: int) -> int:
     if pid := os.fork():
         return pid
-    os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    if world:
+        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}")
+    if sys.argv[0] == "-m":
+        del sys.argv[0]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
     sys.exit()
 
 

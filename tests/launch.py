@@ -64,7 +64,7 @@ def start(world: int, arguments: list[str], launcher: str = "torchrun", script: 
 
 
 def run(world: int, arguments: list[str], launcher: str = "forked", script: str = TRAIN, timeout: int = 300) -> str:
-    """Output of a run that must succeed."""
+    """Output of a run that must succeed. It has no launcher (world 0: and one process), unless it names one."""
     code, output = try_run(world, arguments, launcher, script, timeout)
     assert code == 0, f"exit code {code}\n{output[-6000:]}"
     return output
@@ -74,7 +74,7 @@ def try_run(
     world: int, arguments: list[str], launcher: str = "forked", script: str = TRAIN, timeout: int = 300
 ) -> tuple[int, str]:
     if launcher == "forked":
-        return _fork(world, [script, *arguments], timeout)
+        return fork(world, [script, *arguments], environment(), timeout=timeout)
     process = start(world, arguments, launcher, script)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -88,7 +88,10 @@ _forking: list[subprocess.Popen] = []
 """tests/forked.py, which ends with this process."""
 
 
-def _fork(world: int, words: list[str], timeout: int) -> tuple[int, str]:
+def fork(
+    world: int, words: list[str], variables: dict[str, str], folder: Path = ROOT, timeout: int = 300
+) -> tuple[int, str]:
+    """Exit code and output of ranks that tests/forked.py forks. words: of a script, or "-m" and those of a module."""
     if not _forking:
         command, pipe = [sys.executable, "-m", "tests.forked"], subprocess.PIPE
         options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
@@ -96,7 +99,7 @@ def _fork(world: int, words: list[str], timeout: int) -> tuple[int, str]:
     process = _forking[0]
     assert process.stdin and process.stdout
     with tempfile.NamedTemporaryFile("r", errors="replace") as output:
-        print(json.dumps([world, environment(), output.name, words]), file=process.stdin, flush=True)
+        print(json.dumps([world, variables, str(folder), output.name, words]), file=process.stdin, flush=True)
         if select.select([process.stdout], [], [], timeout)[0]:
             return int(process.stdout.readline()), output.read()
         kill(_forking.pop())
