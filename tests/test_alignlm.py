@@ -240,6 +240,17 @@ def test_links_that_do_not_fit_name_the_record(tokenizer: Tokenizer, links: str 
     assert all(word in str(caught.value) for word in ("'r1'", *words)), caught.value
 
 
+@pytest.mark.parametrize("expand", ["all", "first"])
+def test_sub_words_that_a_link_expands_to(tokenizer: Tokenizer, expand: Any) -> None:
+    (sample,) = examples_of(tokenizer, [("gkeikgdafo", "bidjcakhia", "0-0")])
+    (first, second), options = sample[0].ids, alignlm.AlignLMOptions(mask_prob=0.99, expand=expand)
+    assert len(first) > 1 and len(second) > 1
+    stream_batch = alignlm.collate([sample], options, context(tokenizer))
+    expected = [*first, *second] if expand == "all" else [first[0], second[0]]
+    states = 2 * len(first) * len(second) if expand == "all" else 2
+    assert stream_batch.labels["bi"].tolist() == expected and stream_batch.targets["links"] == states
+
+
 def test_links_between_words_that_were_cut_are_no_error(tokenizer: Tokenizer) -> None:
     long = " ".join(ROOT_WORDS[:12])
     (sample,) = examples_of(tokenizer, [(long, long, "11-11 0-0")])

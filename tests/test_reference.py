@@ -292,26 +292,6 @@ def test_an_optimizer_step_applies_the_references_gradient(case: Case) -> None:
     assert_same_gradients(moved, case.gradients, rtol=1e-6, floor=1e-9)
 
 
-def test_losses_do_not_depend_on_the_cut(demo: Path) -> None:
-    """Three steps in fp32 with any train.max_tokens and number of ranks: losses to 1e-5."""
-    run_spec = resolve_run(demo, "mixed")
-    found = []
-    for world, max_tokens in ((1, 4096), (1, 64), (2, 100), (4, 64)):
-        engine = PlainEngine(make_module(run_spec, torch.float32), lr=0.01)
-        losses = []
-        for number, ranks in enumerate(rows_of_step(run_spec, world, max_tokens, steps=3)):
-            rows = [row for of_rank in ranks for row in of_rank]  # of all ranks, in one process
-            totals = totals_of(rows)
-            sums, _ = optimizer_step(engine, run_spec.recipe, rows, totals, step=number, rank=0, world=1)
-            losses.append(sums.shares(sums.values_K.tolist(), run_spec.recipe, totals))
-        found.append(losses)
-    assert all(losses.keys() == found[0][0].keys() for steps in found for losses in steps)
-    for steps in found[1:]:
-        for one, other in zip(found[0], steps, strict=True):
-            assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
-    assert found[0][-1]["loss/mlm"] < found[0][0]["loss/mlm"]
-
-
 # 2. What a row touches
 
 

@@ -110,35 +110,6 @@ def test_same_losses_at_any_cut(demo: Path, tmp_path: Path) -> None:
                 assert ours[name] == theirs[name], (cut, ours["step"], name)
 
 
-ALONE = {
-    "alignlm": ["streams.alignlm.samples=13"],
-    "ppa": ["streams.ppa.samples=13", "streams.ppa.queue_size=50"],
-    "contextual": ["streams.contextual.samples=13", "train.lr=0.0002"],  # gradients of 400: Adam multiplies rounding
-}
-"""Objectives with state; tests/test_align_mlm.py has those of dictionaries."""
-
-
-def test_each_objective_alone_at_any_number_of_ranks(demo: Path, tmp_path: Path) -> None:
-    for world in (1, 4):
-        out = tmp_path / str(world)
-        common = ["--ds_config", "ds_configs/zero2_cpu.json", "--data", str(demo), "--steps", "8"]
-        sets = ["train.lr=0.002", "model.dropout=0.0", "train.max_tokens=150"]
-        runs = [
-            [*common, "--recipe", recipe, "--out", str(out / recipe), "--set", *sets, *own]
-            for recipe, own in ALONE.items()
-        ]
-        out.mkdir()
-        (out / "list.json").write_text(json.dumps(runs))
-        launch.run(world, [str(out / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
-    for recipe in ALONE:
-        expected = launch.metrics(tmp_path / "1" / recipe)
-        for ours, theirs in zip(launch.metrics(tmp_path / "4" / recipe), expected, strict=True):
-            # Adam's first updates enlarge what rounding changes.
-            near = (1e-5 if ours["step"] == 1 else 5e-5) * max(1, abs(theirs["loss"]))
-            for name in ("grad_norm", *(name for name in theirs if name.startswith("loss"))):
-                assert ours[name] == pytest.approx(theirs[name], rel=5e-5, abs=near), (recipe, name)
-
-
 def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
     """The same losses, gradient norms and alignment scores. Then the run is made longer: its learning rate follows the
     new schedule from the first step on. tests/test_fp16.py has exact resumes at all stages."""
@@ -159,18 +130,20 @@ def test_zero_stage_3_trains_as_stage_2(demo: Path, tmp_path: Path) -> None:
         path.write_text(json.dumps(config))
         return str(path)
 
-    def train(stage: int, steps: int = 8) -> list[dict[str, Any]]:
+    def words(stage: int, steps: int) -> list[str]:
         args = ["--ds_config", ds_config(stage), "--recipe", "alignlm", "--data", str(demo)]
-        launch.run(2, [*args, "--out", str(tmp_path / str(stage)), "--steps", str(steps), "--set", *sets])
-        return launch.metrics(tmp_path / str(stage))
+        return [*args, "--out", str(tmp_path / str(stage)), "--steps", str(steps), "--set", *sets]
 
-    expected, whole = train(2), train(3)
+    (tmp_path / "list.json").write_text(json.dumps([words(2, 8), words(3, 8), words(3, 12)]))
+    launch.run(2, [str(tmp_path / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+    expected, found = launch.metrics(tmp_path / "2"), launch.metrics(tmp_path / "3")
+    whole, longer = found[:8], found[8:]
     for ours, theirs in zip(whole, expected, strict=True):
         names = {name for name in theirs if name.startswith(("loss", "alignment", "lr")) or name == "grad_norm"}
         near = 2e-3 if Hardware.here().fp16 else 1e-5
         assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=near)
     assert {"alignment/en-xx", "alignment_trained/en-xx"} <= whole[2].keys()
-    lr = [entry["lr"] for entry in train(3, 12)[8:]]
+    lr = [entry["lr"] for entry in longer]
     assert lr[0] - lr[1] == pytest.approx(lr[1] - lr[2]) and lr[1] > lr[2] > 0
 
 
@@ -209,7 +182,7 @@ RESCALED: dict[str, tuple[Any, ...]] = {
 RESCALED_TO = ((4, 4), (2, 8), (1, 12), (3, 16), (4, 20))
 """Ranks, and the step after which they stop, two steps later."""
 OF_RESCALED = {
-    "ppa": ALONE["ppa"],
+    "ppa": ["streams.ppa.samples=13", "streams.ppa.queue_size=50"],
     "mixed": ["streams.ppa.queue_size=50", *EXACT[2:]],
     "xlm": ["streams.mlm.samples=6", "streams.tlm.samples=20"],
 }
