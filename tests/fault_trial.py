@@ -37,7 +37,7 @@ class Trial:
         self.folder, self.random, self.faults = folder, random.Random(seed), faults
         self.data, self.out, self.whole = folder / "data", folder / "struck", folder / "whole"
         shutil.copytree(demo, self.data)
-        self.steps = 4 * STEPS_OF_A_LIFE * (faults + 1)
+        self.steps = 3 * STEPS_OF_A_LIFE * (faults + 1)
         self.done: Counter[str] = Counter()
         self.lives: list[str] = []
         """How each ended."""

@@ -9,7 +9,6 @@ another exception, a wrong result, a message that names nothing, more than LIMIT
 
 import argparse
 import contextlib
-import copy
 import gzip
 import io
 import itertools
@@ -35,14 +34,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
-import yaml
 from transformers import AutoModelForMaskedLM, BertConfig
 
 from data_tools import demo_corpus, index, lexicon, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
 from xscale.checkpoint import store as checkpoints
-from xscale.config import RECIPES, load_recipe
 from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
 from xscale.data.tokenizer import Tokenizer
@@ -53,7 +50,6 @@ from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup
 from xscale.record import Record
 from xscale.run import folder as folders
-from xscale.step.ds_config import Hardware, load_ds_config
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 60
@@ -457,127 +453,6 @@ def change_leaf(case: Case, tree: Any, *hows: str) -> None:
         case.story.append(node[last])
 
 
-# Recipes and ds_configs
-
-
-def holds(given: Any, found: Any, where: str = "") -> None:
-    """Every value of one tree is in the other."""
-    if isinstance(given, dict) and isinstance(found, dict):
-        for key, value in given.items():
-            assert str(key) in found, f"{where}.{key} is gone"
-            holds(value, found[str(key)], f"{where}.{key}")
-    elif given is not None:
-        assert given == found and isinstance(given, bool) == isinstance(found, bool), (
-            f"{where}: {given!r}, not {found!r}"
-        )
-
-
-def check_recipe(recipe: Any, given: Any, folder: Path) -> None:
-    resolved = recipe.to_dict()
-    holds(given, resolved, "recipe")
-    last = recipe.train.steps - 1
-    assert all(0 < recipe.train.learning_rate(step) <= recipe.train.lr for step in (0, last // 2, last))
-    assert all(recipe.stream_weight(name, step) >= 0 for name in recipe.streams for step in (0, 1, recipe.train.steps))
-    recipe.identity()
-    (folder / "again.yaml").write_text(yaml.safe_dump(resolved, allow_unicode=True), encoding="utf-8")
-    again = load_recipe(str(folder / "again.yaml"), [], OPTIONS)
-    assert again == recipe, "config.yaml is another recipe"
-
-
-def recipe_case(case: Case) -> None:
-    rng = case.rng
-    shipped = rng.choice(sorted(RECIPES.rglob("*.yaml")))
-    text = shipped.read_text(encoding="utf-8")
-    tree = yaml.safe_load(text)
-    how = case.pick("near", "near", "field", "field", "bytes", "twice", "deep", "text")
-    if how in ("near", "field"):
-        for _ in range(rng.randrange(1, 4)):
-            change_leaf(case, tree, *(["near"] if how == "near" else []))
-        text = json.dumps(tree, allow_nan=False) if rng.random() < 0.3 and finite(tree) else yaml.safe_dump(tree)
-    elif how == "bytes":
-        path = case.file("r.yaml", damaged(case, text.encode()))
-        case.names = [str(path)]
-        load_recipe(str(path), [], OPTIONS).to_dict()
-        return
-    elif how == "twice":
-        line = rng.choice([line for line in text.splitlines() if line.startswith("  ") and ":" in line])
-        text = text.replace(line, f"{line}\n{line}", 1)
-    elif how == "deep":
-        text = case.pick("[", "{a: ", "a:\n ", "&a [*a, ", "- ") * rng.choice((1, 50, 3000))
-    else:
-        text += "\n" + case.pick(
-            "\0", "---\n{}", "train: {}", "&x", "!!python/object/apply:os.abort []", "9" * 5000, "\x07"
-        )
-    path = case.file("r.yaml", text)
-    case.names = [str(path)]
-    check_recipe(load_recipe(str(path), [], OPTIONS), tree, case.folder)
-
-
-def finite(tree: Any) -> bool:
-    try:
-        json.dumps(tree, allow_nan=False)
-    except ValueError:
-        return False
-    return True
-
-
-def ds_config_case(case: Case) -> None:
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    rng = case.rng
-    path = rng.choice(sorted((ROOT / "ds_configs").glob("*.json")))
-    text = path.read_text()
-    tree = json.loads(text)
-    how = case.pick("field", "field", "field", "field", "bytes", "twice", "type")
-    for _ in range(rng.randrange(1, 4) if how == "field" else 0):
-        change_leaf(case, tree)
-    if how == "type":
-        tree["optimizer"] = {
-            "type": case.pick("Adam", "SGD", "Lion", "Lamb", "Muon", "RMSprop", "NAdam", "LBFGS", "Rprop")
-        }
-        kinds = (
-            "WarmupLR",
-            "OneCycle",
-            "LRRangeTest",
-            "StepLR",
-            "ExponentialLR",
-            "CyclicLR",
-            "WarmupCosineLR",
-            "ChainedScheduler",
-        )
-        tree["scheduler"] = {"type": case.pick(*kinds), "params": {}}
-    text = json.dumps(tree)
-    if how == "bytes":
-        data = damaged(case, path.read_bytes())
-    elif how == "twice":
-        line = rng.choice([line for line in path.read_text().splitlines() if line.strip().startswith('"')])
-        data = path.read_bytes().replace(line.encode(), f"{line.rstrip(',{[')}: 1,\n{line}".encode(), 1)
-    else:
-        data = text.encode()
-    path = case.file("ds.json", data)
-    case.names = [str(path), "precision"]
-    recipe = load_recipe("mlm", [], OPTIONS)
-    hardware = rng.choice((Hardware("cuda", True, True), Hardware("cpu", False, True)))
-    found = load_ds_config(path, recipe, 2, hardware)
-    given = json.loads(path.read_text())
-    holds(without_autos(given), found.resolved, "ds_config")
-    alone = {key: value for key, value in copy.deepcopy(found.resolved).items() if key != "train_batch_size"}
-    ran = DeepSpeedConfig(alone)
-    runs_in = "fp16" if ran.float16_config.enabled else "bf16" if ran.bfloat16_config.enabled else "fp32"
-    assert runs_in == found.precision and not ran.torch_autocast_enabled, (runs_in, found.precision)
-    assert ran.zero_config.stage == found.stage and ran.gradient_clipping == recipe.train.max_grad_norm
-    assert ran.optimizer_params["lr"] == recipe.train.lr
-    json.dumps(found.saved())
-
-
-def without_autos(tree: Any) -> Any:
-    """What the recipe fills goes; the number of samples is nominal (step/ds_config.py)."""
-    if isinstance(tree, dict):
-        kept = {k: v for k, v in tree.items() if v != "auto" and k != "train_batch_size" and v is not False and v != {}}
-        return {key: without_autos(value) for key, value in kept.items()}
-    return tree
-
-
 # Checkpoints, dictionaries, tokenizers
 
 
@@ -755,8 +630,6 @@ KINDS: dict[str, tuple[Callable[[Case], None], int]] = {
     "pairs": (pairs_case, 12),
     "foreign": (foreign_case, 10),
     "shards": (shards_case, 16),
-    "recipe": (recipe_case, 14),
-    "ds_config": (ds_config_case, 16),
     "checkpoint": (checkpoint_case, 14),
     "lexicon": (lexicon_case, 8),
     "tokenizer": (tokenizer_case, 6),

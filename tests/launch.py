@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,16 +63,18 @@ def start(world: int, arguments: list[str], launcher: str = "torchrun", script: 
     )
 
 
-def run(world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN, timeout: int = 300) -> str:
-    """Output of a run that must succeed."""
+def run(world: int, arguments: list[str], launcher: str = "forked", script: str = TRAIN, timeout: int = 300) -> str:
+    """Output of a run that must succeed. It has no launcher (world 0: and one process), unless it names one."""
     code, output = try_run(world, arguments, launcher, script, timeout)
     assert code == 0, f"exit code {code}\n{output[-6000:]}"
     return output
 
 
 def try_run(
-    world: int, arguments: list[str], launcher: str = "torchrun", script: str = TRAIN, timeout: int = 300
+    world: int, arguments: list[str], launcher: str = "forked", script: str = TRAIN, timeout: int = 300
 ) -> tuple[int, str]:
+    if launcher == "forked":
+        return fork(world, [script, *arguments], environment(), timeout=timeout)
     process = start(world, arguments, launcher, script)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -78,6 +82,28 @@ def try_run(
         kill(process)
         raise AssertionError(f"no end after {timeout} s:\n{process.communicate()[0][-6000:]}") from None
     return process.returncode, output
+
+
+_forking: list[subprocess.Popen] = []
+"""tests/forked.py, which ends with this process."""
+
+
+def fork(
+    world: int, words: list[str], variables: dict[str, str], folder: Path = ROOT, timeout: int = 300
+) -> tuple[int, str]:
+    """Exit code and output of ranks that tests/forked.py forks. words: of a script, or "-m" and those of a module."""
+    if not _forking:
+        command, pipe = [sys.executable, "-m", "tests.forked"], subprocess.PIPE
+        options = {"cwd": ROOT, "env": environment(), "start_new_session": True}
+        _forking.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **options))  # type: ignore
+    process = _forking[0]
+    assert process.stdin and process.stdout
+    with tempfile.NamedTemporaryFile("r", errors="replace") as output:
+        print(json.dumps([world, variables, str(folder), output.name, words]), file=process.stdin, flush=True)
+        if select.select([process.stdout], [], [], timeout)[0]:
+            return int(process.stdout.readline()), output.read()
+        kill(_forking.pop())
+        raise AssertionError(f"no end after {timeout} s:\n{output.read()[-6000:]}")
 
 
 def kill(process: subprocess.Popen) -> None:

@@ -1,4 +1,4 @@
-"""ALIGN-MLM: the equation by loops against the real path, and every dictionary entry once a step."""
+"""ALIGN-MLM: every dictionary entry once a step. tests/test_reference.py has the equation."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, BertConfig
 from tests import launch
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
-from tests.test_dict_mlm import plain_loss, random_samples
+from tests.test_dict_mlm import random_samples
 from xscale.config import load_recipe
 from xscale.data import lexicon as lexicons
 from xscale.data.calibrate import tokens_per_byte
@@ -71,15 +71,13 @@ def context(entries: list[Entry], tokenizer: Tokenizer) -> Callable[..., Context
     return make
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def model(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Any:
+@pytest.fixture
+def model(tokenizer: Tokenizer) -> Any:
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     sizes = {"vocab_size": tokenizer.vocab_size, "pad_token_id": tokenizer.pad_id}
-    config = BertConfig(**shape, **sizes, tie_word_embeddings=request.param)
+    config = BertConfig(**shape, **sizes)
     lm = AutoModelForMaskedLM.from_config(config).double().eval()
-    tied = lm.get_input_embeddings().weight is lm.get_output_embeddings().weight
-    assert tied == request.param
     with torch.no_grad():
         lm.get_input_embeddings().weight.copy_(torch.randn(tokenizer.vocab_size, 16))  # cosines far from 0
     return lm
@@ -102,36 +100,6 @@ def cosines(table: Tensor, entries: list[Entry]) -> Tensor:
         a, b = (sum(table[token] for token in side) / len(side) for side in pair)
         total = total + (a * b).sum() / ((a * a).sum() ** 0.5 * (b * b).sum() ** 0.5)
     return total
-
-
-@pytest.mark.parametrize(("subwords", "parts"), [("mean", 1), ("mean", 3), ("single", 2)])
-def test_loss_and_gradients(subwords: Any, parts: int, context, entries, tokenizer: Tokenizer, model: Any) -> None:
-    """L_MLM + alpha L_ALIGN of a step in several parts, summed up as a step sums its rows."""
-    options = align_mlm.AlignMlmOptions(0.3, alpha=7.0, subwords=subwords)
-    samples = random_samples(context(), 6, 1)
-    stream_batches = [
-        align_mlm.collate(samples[part::parts], options, context(0, part, parts)) for part in range(parts)
-    ]
-
-    used = [e for e in entries if subwords == "mean" or len(e[0]) == len(e[1]) == 1]
-    cosine = cosines(model.get_input_embeddings().weight, used)
-    inputs = [sequences_of(stream_batch) for stream_batch in stream_batches]
-    targets = sum(len(labels) for _, places in inputs for labels in places)
-    predicted = sum((plain_loss(model, *one) for one in inputs), torch.zeros(()))
-    expected = predicted / targets + 7.0 * -(1 / len(used)) * cosine
-
-    factors = align_mlm.OBJECTIVE.terms(options)
-    totals = {term: sum(stream_batch.targets[term] for stream_batch in stream_batches) for term in factors}
-    assert factors == {"mlm": 1.0, "align": 7.0}
-    assert totals == {"mlm": targets, "align": len(used)} and len(used) >= 10
-    found = [sums("align_mlm", Parts(Encoder(model)), stream_batch, options) for stream_batch in stream_batches]
-    loss = sum(factors[term] * one.terms[term] / totals[term] for one in found for term in factors)
-    torch.testing.assert_close(loss, expected, rtol=1e-9, atol=0)
-    assert_same_gradients(gradients(loss, model), gradients(expected, model))
-
-    mean = sum(one.metrics["dictionary_cosine"][0] for one in found) / totals["align"]
-    assert mean == pytest.approx(cosine.item() / len(used), rel=1e-9)
-    assert all(one.metrics["dictionary_cosine"][1] == "align" for one in found) and abs(mean) > 0.005
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -234,27 +202,6 @@ def test_a_step_of_any_number_of_ranks(demo: Path, tokenizer: Tokenizer, wanted:
 
 
 # 3. Pieces of nothing and trouble
-
-
-def test_a_piece_of_nothing(context, tokenizer: Tokenizer, model: Any) -> None:
-    """Without text, even without entries, it touches the same parameters; without text it still has its entries."""
-    options, parts, touched = align_mlm.AlignMlmOptions(), Parts(Encoder(model)), []
-    busy = align_mlm.collate(random_samples(context(), 4, 6), options, context(0, 0, 60))
-    without_text = align_mlm.collate([], options, context(0, 1, 60))
-    empty = align_mlm.collate([], options, context(0, 59, 60))
-    assert [stream_batch.targets["align"] for stream_batch in (busy, without_text, empty)] == [1, 1, 0]
-    for stream_batch in (busy, without_text, empty):
-        for name in ("reads", "labels", "targets", "arrays"):
-            assert getattr(stream_batch, name).keys() == getattr(busy, name).keys()
-        terms = sums("align_mlm", parts, stream_batch, options).terms
-        touched.append(gradients(terms["mlm"] + terms["align"], model))
-        assert bool(terms["mlm"]) == (stream_batch is busy) and bool(terms["align"]) == (stream_batch is not empty)
-    spare = set() if model.config.tie_word_embeddings else {"0.cls.predictions.bias"}  # Hugging Face's, used by nothing
-    for found in touched:
-        assert found.keys() == dict(model.named_parameters(prefix="0")).keys() - spare
-    table = "0.bert.embeddings.word_embeddings.weight"
-    assert touched[1][table].any() and not any(gradient.any() for gradient in touched[2].values())
-    assert not any(gradient.any() for name, gradient in touched[1].items() if name != table)
 
 
 def test_only_longer_words(tokenizer: Tokenizer) -> None:

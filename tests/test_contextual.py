@@ -1,6 +1,5 @@
-"""Contextual alignment against the paper's sums, written out sentence by sentence, in fp64."""
+"""Contextual alignment: pairs, links and the frozen copy, in fp64. tests/test_reference.py has the paper's sums."""
 
-import copy
 import io
 from typing import Any
 
@@ -10,9 +9,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tests.rows import CPU, FILLER, LONGEST, assert_same_gradients, gradients, one_thread, sums  # noqa: F401
-from tests.test_alignlm import EMPTY, Pair, context, examples_of, noise, random_pairs, tiny
+from tests.test_alignlm import EMPTY, context, examples_of, noise, random_pairs, tiny
 from xscale.data.packed_row import Index, Tokens, pack_row
-from xscale.data.sequences import fit_pairs
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.models.build import build_encoder
@@ -32,75 +30,6 @@ def parts(tokenizer: Tokenizer) -> Parts:
     auxiliary_state = contextual.Frozen(encoder)
     noise(encoder)
     return Parts(encoder, auxiliary_state=auxiliary_state)
-
-
-@pytest.fixture(scope="module")
-def initial(parts: Parts) -> Encoder:
-    return copy.deepcopy(parts.auxiliary_state.initial).double()
-
-
-def paper(
-    f: Encoder, f0: Encoder, pairs: list[Pair], kept: list[tuple[int, int]], tokenizer: Tokenizer, english: int
-) -> dict[str, Any]:
-    """L and R, and their numbers of terms. kept: how many tokens of each text are left."""
-
-    def states(encoder: Encoder, sentence: str, length: int) -> tuple[Tensor, dict[int, int]]:
-        """States of a sentence's tokens without special ones, and the last token of each word."""
-        stream_batches = [
-            (token, w) for w, word in enumerate(sentence.split()) for token in tokenizer.encode([word])[0]
-        ][:length]
-        ids = [tokenizer.cls_id, *(token for token, _ in stream_batches), tokenizer.sep_id]
-        hidden = encoder.lm.bert(input_ids=torch.tensor([ids])).last_hidden_state[0]
-        last = {}
-        for i, (_, w) in enumerate(stream_batches):
-            last[w] = i
-        return hidden[1:-1], last
-
-    zero = torch.zeros((), dtype=torch.float64)
-    found: dict[str, Any] = {"align": zero, "anchor": zero, "links": 0, "tokens": 0}
-    for (*sentences, links), lengths in zip(pairs, kept, strict=True):
-        (s, last_s), (t, last_t) = (states(f, *side) for side in zip(sentences, lengths, strict=True))
-        every = {tuple(map(int, link.split("-"))) for link in links.split()}
-        for i, j in every:
-            alone = [(i, j)] == [link for link in every if link[0] == i or link[1] == j]
-            if alone and i in last_s and j in last_t:
-                found["align"] = found["align"] + ((s[last_s[i]] - t[last_t[j]]) ** 2).sum()
-                found["links"] += 1
-        with torch.no_grad():
-            beginning, _ = states(f0, sentences[english], lengths[english])
-        for now, then in zip((s, t)[english], beginning, strict=True):
-            found["anchor"] = found["anchor"] + ((now - then) ** 2).sum()
-            found["tokens"] += 1
-    return found
-
-
-@pytest.mark.parametrize(("anchor", "max_length"), [("en", 128), ("xx", 128), ("xx", 20), ("en", 14), (None, 14)])
-def test_loss_and_gradients_are_the_papers(
-    tokenizer: Tokenizer, parts: Parts, initial: Encoder, anchor: str | None, max_length: int
-) -> None:
-    options = contextual.ContextualOptions(anchor=anchor, anchor_weight=0.7)
-    pairs = [(s, t, " ".join(links.split()[::5])) for s, t, links in random_pairs(10, seed=max_length)]
-    samples = examples_of(tokenizer, pairs)
-    stream_batch = contextual.collate(samples, options, context(tokenizer, max_length))
-    kept = [tuple(map(len, e.ids)) for e in fit_pairs([s[0] for s in samples], max_length, "truncate")[0]]
-    expected = paper(parts.encoder, initial, pairs, kept, tokenizer, ("en", "xx").index(anchor or "en"))
-    both = sum(map(sum, kept))
-    assert stream_batch.targets == {"align": expected["links"], "anchor": expected["tokens"], "tokens": both}
-    assert contextual.OBJECTIVE.divisors == {"align": "tokens", "anchor": "tokens"}
-    assert stream_batch.samples == 10 and len(stream_batch.sequences.ids) == sum(map(sum, kept)) + 40
-    assert bool(stream_batch.too_long) == (max_length < 128)
-    assert 0 < expected["links"] < sum(len(set(links.split())) for *_, links in pairs), "all are one-to-one"
-    found = sums("contextual", parts, stream_batch, options)
-    assert list(found.terms) == ["align", "anchor"] and not found.metrics
-    for term, value in found.terms.items():
-        torch.testing.assert_close(value, expected[term], rtol=1e-9, atol=0)
-    factors = contextual.OBJECTIVE.terms(options)
-    assert factors == {"align": 1.0, "anchor": 0.7}
-
-    def whole(terms: dict[str, Tensor]) -> Tensor:
-        return sum(factors[term] * terms[term] / both for term in factors)
-
-    assert_same_gradients(gradients(whole(found.terms), parts.encoder), gradients(whole(expected), parts.encoder))
 
 
 def test_pairs_may_have_either_order_of_languages(tokenizer: Tokenizer, parts: Parts) -> None:

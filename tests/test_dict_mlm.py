@@ -1,4 +1,4 @@
-"""DICT-MLM: which tokens become what, by loops, and its loss and gradients against dense logits."""
+"""DICT-MLM: which tokens become what, by loops. Its loss is that of MLM: tests/test_reference.py."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from transformers import AutoModelForMaskedLM, BertConfig
 
 from tests.plain import sequences_of
 from tests.rows import assert_same_gradients, gradients, one_thread, sums  # noqa: F401
@@ -22,9 +19,7 @@ from xscale.data.stream_batch import Context
 from xscale.data.tokenizer import Tokenizer
 from xscale.data.words import TokenWords
 from xscale.errors import UserError
-from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES, dict_mlm, mlm
-from xscale.objectives.base import Parts
 
 LANGUAGES = {"de": 0, "en": 1, "fr": 2}
 Word = tuple[int, ...]
@@ -117,14 +112,6 @@ def context(tokenizer: Tokenizer) -> Context:
     return Context(tokenizer, 64, "drop", LANGUAGES, lexicons=lexicons, stream="dict_mlm")
 
 
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> Any:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    config = BertConfig(**shape, vocab_size=tokenizer.vocab_size, pad_token_id=tokenizer.pad_id)
-    return AutoModelForMaskedLM.from_config(config).double().eval()
-
-
 def expected_sequences(
     samples: list[list[Example]], options: dict_mlm.DictMlmOptions, context: Context
 ) -> tuple[list[list[int]], list[dict[int, int]], int]:
@@ -174,6 +161,7 @@ def test_sequences_by_loops(options: dict_mlm.DictMlmOptions, context: Context, 
     stream_batch = dict_mlm.collate(samples, options, context)
     assert sequences_of(stream_batch) == (inputs, labels) and used > 30
     assert stream_batch.targets == {"mlm": sum(map(len, labels)), "translated": used}
+    assert dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")}
     assert not stream_batch.arrays and not stream_batch.types and stream_batch.auxiliary is None
 
 
@@ -272,52 +260,7 @@ def test_no_share_is_mlm(context: Context, tokenizer: Tokenizer) -> None:
     assert stream_batch.targets == plain.targets | {"translated": 0} and stream_batch.samples == plain.samples
 
 
-# 2. Loss
-
-
-def plain_loss(model: Any, inputs: list[list[int]], labels: list[dict[int, int]]) -> torch.Tensor:
-    """Sequence by sequence, without padding, logits at every position."""
-    total = torch.zeros((), dtype=torch.float64)
-    for ids, targets in zip(inputs, labels, strict=True):
-        logits = model(input_ids=torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0]
-        log_p = F.log_softmax(logits, dim=-1)
-        for place, label in targets.items():
-            total = total - log_p[place, label]
-    return total
-
-
-@pytest.mark.parametrize("options", CASES)
-def test_loss_and_gradients(options: Any, context: Context, tokenizer: Tokenizer, model: Any) -> None:
-    samples = random_samples(context, 8, 5)
-    inputs, labels, used = expected_sequences(samples, options, context)
-    expected = plain_loss(model, inputs, labels)
-    stream_batch = dict_mlm.collate(samples, options, context)
-    found = sums("dict_mlm", Parts(Encoder(model)), stream_batch, options)
-    assert set(found.terms) == {"mlm"} and set(found.metrics) == {"accuracy"}
-    torch.testing.assert_close(found.terms["mlm"], expected, rtol=1e-9, atol=0)
-    assert_same_gradients(gradients(found.terms["mlm"], model), gradients(expected, model))
-    assert (
-        dict_mlm.OBJECTIVE.ratios == {"dictionary_share": ("translated", "mlm")}
-        and stream_batch.targets["translated"] == used
-    )
-
-
-def test_a_piece_of_nothing(context: Context, tokenizer: Tokenizer, model: Any) -> None:
-    """No target, no loss, but the same fields and the same parameters as any other."""
-    options, parts = dict_mlm.DictMlmOptions(), Parts(Encoder(model))
-    busy = dict_mlm.collate(random_samples(context, 4, 6), options, context)
-    idle = dict_mlm.collate([], options, context)
-    for name in ("reads", "labels", "targets", "arrays"):
-        assert getattr(idle, name).keys() == getattr(busy, name).keys()
-    assert idle.targets == {"mlm": 0, "translated": 0} and (idle.samples, len(idle.sequences.ids)) == (0, 0)
-    found = [sums("dict_mlm", parts, stream_batch, options).terms["mlm"] for stream_batch in (busy, idle)]
-    touched = [gradients(loss, model) for loss in found]
-    assert found[0] > 0 and found[1] == 0
-    assert touched[0].keys() == touched[1].keys() == dict(model.named_parameters(prefix="0")).keys()
-    assert not any(g.any() for g in touched[1].values())
-
-
-# 3. Trouble
+# 2. Trouble
 
 
 def test_a_dictionary_without_entries_of_as_many_tokens(context: Context, tokenizer: Tokenizer) -> None:

@@ -261,7 +261,7 @@ def test_precision(config: dict[str, Any], wanted: str, hardware: Hardware, expe
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    for content in ("{", "[]", None):
+    for content in ("{", "[]", '{"fp16": {}, "fp16": {}}', None):
         path = tmp_path / "x.json"
         if content is not None:
             path.write_text(content)

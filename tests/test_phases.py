@@ -368,7 +368,7 @@ def test_a_run_that_is_killed_in_any_phase_and_at_any_border(demo: Path, tmp_pat
     for end, theta in zip(ENDS, thetas, strict=True):
         ropes = AutoConfig.from_pretrained(whole / f"checkpoints/step_{end:08d}" / "hf").rope_parameters
         assert {rope["rope_theta"] for rope in ropes.values()} == {theta}, end
-    copies = {step: tmp_path / str(step) for step in (2, 4, 6, 7, 10, 14, 17)}
+    copies = {step: tmp_path / str(step) for step in (2, 4, 7, 10, 14, 17)}
     for step, copy in copies.items():
         shutil.copytree(whole, copy)
         for later in range(step + 1, 21):

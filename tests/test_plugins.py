@@ -127,17 +127,18 @@ def test_what_a_plugin_does_wrong_bears_its_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("there", ["    return StreamBatch(", "    scores = "])
-def test_an_exit_of_a_plugin_is_a_failure(package: Path, demo: Path, tmp_path: Path, there: str) -> None:
+def test_an_exit_of_a_plugin_is_a_failure(package: Path, demo: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Also in a process of the loader."""
+    there = "    return StreamBatch("
     (tmp_path / "quits.py").write_text(
         (package / "ranking.py").read_text().replace(there, f"    import sys; sys.exit(0)\n{there}")
     )
     words = ["--ds_config", "ds_configs/zero2_cpu.json", "--recipe", str(package / "ranking.yaml"), "--steps", "2"]
     words += ["--plugin", "quits", "--data", str(demo), "--out", str(tmp_path / "out")]
-    env = launch.environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{launch.ROOT}"}
-    done = subprocess.run([sys.executable, launch.TRAIN, *words], cwd=launch.ROOT, env=env, capture_output=True)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{launch.ROOT}")
+    code, _ = launch.try_run(0, words)
     told = json.loads((tmp_path / "out" / "status.json").read_text())
-    assert (done.returncode, told["code"], told["status"]) == (1, 1, "failed")
+    assert (code, told["code"], told["status"]) == (1, 1, "failed")
     assert "streams.ranking, objective ranking" in told["why"] and "sys.exit(0)" in told["why"]
 
 

@@ -196,7 +196,7 @@ def test_a_run_goes_back_and_leaves_out_the_bad_step(
     def run(folder: Path) -> None:
         lists = [arguments(config, demo, folder / config, *fields) for config in CONFIGS]
         (folder / "list.json").write_text(json.dumps(lists))
-        launch.run(2, [str(folder / "list.json")], script=str(launch.ROOT / "tests" / "many_runs.py"))
+        launch.run(2, [str(folder / "list.json")], "torchrun", str(launch.ROOT / "tests" / "many_runs.py"))
 
     whole, again = tmp_path / "whole", tmp_path / "again"
     whole.mkdir()
