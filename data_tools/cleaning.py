@@ -229,14 +229,12 @@ def identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
     if not isinstance(lid, str):
         classify = langid().classify
         return lambda text: classify(text)
-    try:
-        import fasttext
+    import fasttext
 
+    try:
         predict = fasttext.load_model(lid).predict
-    except (ImportError, ValueError) as error:
-        raise UserError(
-            f"rules.lid: {lid}: {error}; `pip install fasttext-predict`, and give a model of fastText"
-        ) from None
+    except ValueError as error:
+        raise UserError(f"rules.lid: {lid}: {error}; give a model of fastText") from None
 
     def best(text: str) -> tuple[str, float]:
         (label,), (probability,) = predict(text.replace("\n", " "))

@@ -34,7 +34,7 @@ from .cleaning import exclusion, identifier, langid
 from .corpus import Corpus, SourceSpec, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
-EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard")
+EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard", "ftfy", "fasttext")
 """The packages of the extra `prepare`."""
 DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
@@ -77,8 +77,6 @@ def check(corpus: Corpus) -> None:
                 )
         if isinstance(rules.lid, str):
             identifier(rules.lid)
-        if "ftfy" in rules.normalise and not importlib.util.find_spec("ftfy"):
-            raise UserError("rules.normalise: ftfy is not installed: `pip install ftfy`, or leave it out")
     read = Counter((group_of(source), source.columns, tuple(source.paths)) for source in corpus.sources)
     for (_, _, paths), times in read.items():
         if times > 1:

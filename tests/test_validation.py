@@ -209,15 +209,17 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path) -
 
 @pytest.fixture(scope="module")
 def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Held-out pairs without word links, and half of a shard."""
+    """Held-out pairs without word links, half of a shard, and pairs that fit no sequence."""
     folder = tmp_path_factory.mktemp("odd")
     (source,) = find_sources([heldout / "pairs"])
     texts = [source.read(0, number).texts for number in range(60)]
-    for side, language in enumerate(source.langs):
-        (folder / f"bare.{language}").write_text("".join(f"{pair[side]}\n" for pair in texts), encoding="utf-8")
-    sides = [str(folder / f"bare.{language}") for language in source.langs]
-    files = ["--src", sides[0], "--tgt", sides[1], "--langs", *source.langs]
-    write_shards.main(Ranks(), ["pairs", *files, "--out", str(folder / "bare")])
+    for name, times in (("bare", 1), ("long", 30)):
+        for side, language in enumerate(source.langs):
+            lines = "".join(" ".join([pair[side]] * times) + "\n" for pair in texts)
+            (folder / f"{name}.{language}").write_text(lines, encoding="utf-8")
+        sides = [str(folder / f"{name}.{language}") for language in source.langs]
+        files = ["--src", sides[0], "--tgt", sides[1], "--langs", *source.langs]
+        write_shards.main(Ranks(), ["pairs", *files, "--out", str(folder / name)])
     shutil.copytree(heldout / "pairs", folder / "torn")
     tar = next((folder / "torn").glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:5000])

@@ -16,7 +16,7 @@ import pytest
 
 from tests import launch
 
-OTHERWISE = {"sklearn": "scikit-learn", "yaml": "pyyaml"}
+OTHERWISE = {"fasttext": "fasttext-predict", "sklearn": "scikit-learn", "yaml": "pyyaml"}
 """Modules whose distribution has another name."""
 
 

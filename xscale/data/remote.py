@@ -2,7 +2,7 @@
 
 Each source has a folder in the cache, whose name contains a hash of the source's index.json. The folder is like the
 source's own directory, but has no .idx files, and only the most recently used shards. Every download is checked: shards
-by the SHA-256 and entries by the CRC-32 in index.json. A damaged index.json does not fit them.
+by the SHA-256 and entries by the CRC-32 in index.json; index.json itself is downloaded twice and compared.
 """
 
 import errno
@@ -186,9 +186,17 @@ def find_remote(url: str, cache: Cache) -> list[Remote]:
 
 def find_one(url: str, cache: Cache) -> Remote | None:
     """The source at a URL, after its index.json is cached; None if there is no index.json. Raises OSError."""
+
+    def check(path: Path) -> None:
+        again = path.with_name("again")
+        download(f"{url}/index.json", again)
+        if (answer := path.read_bytes()) != again.read_bytes():
+            raise ValueError("two downloads differ")
+        json.loads(answer)
+
     with tempfile.TemporaryDirectory(dir=cache.folder) as folder:
         index = Path(folder) / "index.json"
-        if not fetch_file(f"{url}/index.json", index, lambda path: json.loads(path.read_bytes()), optional=True):
+        if not fetch_file(f"{url}/index.json", index, check, optional=True):
             return None
         place = cache.folder / f"{url.rpartition('/')[2]}-{sha256_file(index)[:16]}"
         place.mkdir(exist_ok=True)
