@@ -138,6 +138,10 @@ def test_dropout_can_be_changed(kind: str, before: float) -> None:
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2])
     other.set_dropout(0.0)
     torch.testing.assert_close(other(row_of([9, 7, 4])), built.eval()(row_of([9, 7, 4])))
+    evaluated = make(kind, torch.float32, before).eval()
+    expected = evaluated(row_of([9, 7, 4]))
+    evaluated.set_dropout(0.4)
+    assert torch.equal(evaluated(row_of([9, 7, 4])), expected), "a new dropout is off in evaluation"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

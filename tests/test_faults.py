@@ -292,6 +292,13 @@ def test_a_manifest_that_was_changed_is_none(run: Path, change) -> None:
     assert newest(run) == 4
 
 
+def test_steps_that_an_earlier_version_excluded_stay_excluded(run: Path) -> None:
+    path = run / "checkpoints/step_00000008"
+    manifest = json.loads((path / checkpoints.MANIFEST).read_text())
+    (path / checkpoints.MANIFEST).write_text(json.dumps(manifest | {"condemned": [5]}))
+    assert checkpoints.read(path).excluded_steps == [5]
+
+
 # Numbers
 
 

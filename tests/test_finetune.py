@@ -586,6 +586,9 @@ def test_sentences_of_sib200_taxi1500_and_massive(tmp_path: Path, model: Exporte
     for head in ("id\tlabel\tverse\n", ""):
         path.write_text(head + "40001\tGrace\tHe said\n")
         assert [(e.texts, e.gold) for e in measure.TASKS["taxi1500"].read(path, "de")] == [(("He said",), ("Grace",))]
+    path.write_text("7\tA mix of\ttravel\n")
+    with pytest.raises(UserError, match=r"test\.tsv: line 1 has 3 columns instead of 2: `sentence<TAB>label`"):
+        read(path, "de")
     lines = [{"id": str(n), "locale": "de-DE", "partition": part, "intent": "alarm_set", "utt": part}
              for n, part in enumerate(("train", "dev", "test"))]  # fmt: skip
     (tmp_path / "de-DE.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

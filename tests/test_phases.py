@@ -314,13 +314,15 @@ def test_a_phase_without_steps_is_told(demo: Path, tmp_path: Path) -> None:
     assert found == ["phase 1, steps 1 to 4", f"phase 2, {none}", "phase 3, steps 5 to 6", f"phase 4, {none}"]
 
 
-def test_a_step_has_the_rate_and_the_dropout_of_its_phase(tmp_path: Path) -> None:
+def test_a_step_has_the_rate_and_the_dropout_of_its_phase(demo: Path, tmp_path: Path) -> None:
     options = {name: objective.options for name, objective in OBJECTIVES.items()}
     recipe, plain = load_recipe(write(tmp_path), [], options), load_recipe(write(tmp_path, []), [], options)
     for step in range(20):
         half = 7 <= step < 14
         assert recipe.at(step).train.learning_rate(step) == plain.train.learning_rate(step) / (2 if half else 1)
         assert recipe.at(step).model.dropout == (0.2 if step >= 14 else 0.1)
+    dropout = resolve_run(write(tmp_path, [{"until": 7, "model.dropout": 0.3}]), [], [demo]).encoder().dropout
+    assert dropout == 0.3, "a queue is filled before step 1"
     scheduler = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}}
     plain_train = replace(recipe.train, schedule=None, decay=None)
     with pytest.raises(UserError, match=r"scheduler = WarmupLR contradicts the train.lr of a phase"):

@@ -32,7 +32,7 @@ from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks, with_means
+from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks, find_task_sources, with_means
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
@@ -182,12 +182,14 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
         Heldout(EvalTask(name="heldout", data=[str(heldout / "en")]), run_spec, engine, ALONE, print)
 
 
-def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path) -> None:
+def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, tmp_path: Path) -> None:
     """By the states of token type 0, the neutral one, as transformers has them; a loss in it is refused."""
     sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
     run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
     task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)
-    check_tasks(replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task]))), stage=2)
+    measured = replace(run_spec, recipe=replace(run_spec.recipe, eval=EvalConfig(every=1, tasks=[task])))
+    (note,) = check_tasks(measured, stage=2)
+    assert "eval.retrieval reads xx with the neutral language embedding" in note
     with torch.no_grad():
         engine.module.encoder.lm.base_model.embeddings.token_type_embeddings.weight.mul_(50)  # so that they matter
     (scores,) = Retrieval(task, run_spec, engine, ALONE, print).measure().values()
@@ -205,6 +207,15 @@ def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path) -
     assert scores == accuracies(sides[0], sides[1], "cosine", source.langs)
     with pytest.raises(UserError, match=r"has text in xx, but the run's --data has none; leave it out"):
         Heldout(replace(task, name="heldout"), run_spec, engine, ALONE, print)
+    untrained = resolve_run("tlm", [*sets, "streams.tlm.language_dropout=0"], [demo / "pairs_yy"])
+    with pytest.raises(UserError, match=r"text in xx, which .* leave the source out, or set .*language_dropout"):
+        find_task_sources(task, untrained)
+    copy = tmp_path / "pairs"
+    shutil.copytree(heldout / "pairs", copy)
+    index = (copy / "index.json").read_text()
+    (copy / "index.json").write_text(index.replace('"xx"', '"YY"'))
+    with pytest.raises(UserError, match=r"yy .* and in YY .*two languages"):
+        find_task_sources(replace(task, data=[str(copy)]), run_spec)
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +259,12 @@ WRONG = {
     "accuracy": ("tlm", [RETRIEVAL], ["best=retrieval/en-xx/acc"], r"en-xx/acc is not .* retrieval/en-xx/accuracy"),
     "dictionary": ("tlm", ["alignment"], ["best=alignment/en-zz/withheld"], r"en-zz/withheld is not .*alignment/en-xx"),
     "withheld": ("tlm", ["alignment"], ["best=alignment/en-xx/seen"], r"seen is not .* alignment/en-xx/withheld"),
+    "mean": (
+        "tlm",
+        ["heldout, data: [{heldout}, {odd}/bare]"],
+        ["best=heldout/tlm all/loss"],
+        r"all/loss is not .*tlm",
+    ),
     "ZeRO": ("tlm", [RETRIEVAL], ["stage 3"], r"eval\.retrieval: .*ZeRO stage 3 .*checkpoint\.hook"),
 }
 
@@ -316,6 +333,26 @@ def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, 
     for best in ("retrieval/all/accuracy", "heldout/mlm all/loss"):
         sets = [f"eval.tasks={tasks}", f"checkpoint.best={best}", "data.workers=0"]
         dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
+
+
+def test_means_choose_among_evaluations_of_earlier_versions(tmp_path: Path) -> None:
+    """Their lines lack the row `all`; the mean with a number that is not finite chooses nothing."""
+    lines = list[str]()
+    for step, number in ((5, 0.5), (10, 0.25), (15, None)):
+        rows = {"en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": number}}
+        lines.append(json.dumps({"step": step, "results": {"retrieval": rows}}))
+        (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()
+    (tmp_path / "evals.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = SimpleNamespace(
+        eval=SimpleNamespace(tasks=["t"], every=5),
+        checkpoint=SimpleNamespace(best="retrieval/all/accuracy", hook=None),
+        train=SimpleNamespace(steps=20),
+    )
+    run_spec: Any = SimpleNamespace(recipe=recipe)
+    validation = Validation(run_spec, {}, tmp_path, HostGroup(), 15, None)
+    validation.close()
+    assert validation.best == (5, 0.375) and (tmp_path / "checkpoints" / "best").read_text() == "step_00000005\n"
 
 
 def test_an_evaluation_is_printed_with_the_best_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

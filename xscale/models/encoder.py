@@ -148,7 +148,7 @@ class Encoder(nn.Module):
         for module in self.lm.base_model.modules():
             for name, child in module.named_children():
                 if isinstance(child, nn.Identity) and "drop" in name:  # transformers' dropout of probability 0
-                    setattr(module, name, nn.Dropout(p))
+                    setattr(module, name, nn.Dropout(p).train(module.training))
             if isinstance(module, nn.Dropout):
                 module.p = p
             elif isinstance(getattr(module, "attention_dropout", None), float):

@@ -86,14 +86,12 @@ def total(curve: pd.Series | None) -> float | None:
 def headlines(runs: list[Run]) -> list[Headline]:
     """Return the loss, the number that checkpoint.best names, means of evaluations over streams or pairs, and
     throughput: at most four of these, those that most runs have first."""
-    found, shown = list[Headline](), list[list[str]]()
+    found = list[Headline]()
 
     def add(title: str, better: int, curves: list[list[pd.Series]]) -> None:
         means = [mean_curve(of_run) for of_run in curves]
-        texts = [repr(None if mean is None else mean.to_dict()) for mean in means]
-        if not is_empty(means) and texts not in shown:  # such as the mean of one pair, after this pair
+        if not is_empty(means) and not any(same_curves(means, of.curves) for of in found):
             found.append(Headline(title, better, means))
-            shown.append(texts)
 
     def metric(name: str) -> list[list[pd.Series]]:
         return [
@@ -122,6 +120,11 @@ def headlines(runs: list[Run]) -> list[Headline]:
     add("Withheld words aligned, mean of the pairs, share", 1, [measured or logged for measured, logged in aligned])
     add("Tokens per second", 1, metric("tokens_per_s"))
     return sorted(found, key=lambda headline: sum(curve is None for curve in headline.curves))[:4]
+
+
+def same_curves(some: list[pd.Series | None], others: list[pd.Series | None]) -> bool:
+    """Whether the runs have equal curves in two headlines, such as those of a pair and of the mean of one pair."""
+    return all(a is b if a is None or b is None else a.equals(b) for a, b in zip(some, others, strict=True))
 
 
 def mean_curve(curves: list[pd.Series]) -> pd.Series | None:

@@ -35,7 +35,7 @@ from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
-from xscale.run.run_spec import RunSpec, check_file_sizes, check_links
+from xscale.run.run_spec import RunSpec, check_file_sizes, check_language_names, check_links, shows_neutral
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
@@ -67,10 +67,10 @@ def find_measures(
     return found
 
 
-def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> None:
+def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = None) -> list[str]:
     """Check that the tasks can be measured at this ZeRO stage, and that one of them measures the number that
-    checkpoint.best names. Raises UserError."""
-    best = run_spec.recipe.checkpoint.best
+    checkpoint.best names. Returns lines about languages that the run lacks. Raises UserError."""
+    best, notes = run_spec.recipe.checkpoint.best, list[str]()
     for task in run_spec.recipe.eval.tasks:
         if stage >= 3:
             raise UserError(
@@ -78,19 +78,23 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
                 f"checkpoint.hook, or use a ds_config of stage 2 or lower"
             )
         try:
-            rows = row_names(task, run_spec, host_group)
+            sources = [] if task.kind == "alignment" else find_task_sources(task, run_spec)
+            rows = row_names(task, run_spec, sources, host_group)
         except UserError as error:
             raise UserError(f"eval.{task.name}: {str(error).removeprefix('--data ')}") from None
         if best and best.partition("/")[0] == task.name and best.split("/", 2)[1] not in rows:
             there = ", ".join(f"{task.name}/{row}" for row in rows)
             raise UserError(f"checkpoint.best: {best} is not measured; choose a number of one of these rows: {there}")
+        new = sorted({language for source in sources for language in source.langs} - {*run_spec.languages})
+        if new and run_spec.any_stream("language_embeddings"):
+            notes.append(f"eval.{task.name} reads {', '.join(new)} with the neutral language embedding: not in --data")
+    return notes
 
 
-def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -> list[str]:
+def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup | None) -> list[str]:
     """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
         return list(with_means(task.name, alignment_rows(run_spec)))
-    sources = find_task_sources(task, run_spec)
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
@@ -98,7 +102,7 @@ def row_names(task: EvalTask, run_spec: RunSpec, host_group: HostGroup | None) -
     specs = heldout_stream_specs(run_spec, sources)
     check_links(run_spec.recipe, specs, sources)
     languages = [(spec.name, of) for spec in specs for s in spec.sources for of in (sources[s].pair, *sources[s].langs)]
-    names = [(spec.name, ALL) for spec in specs if len(spec.sources) > 1] + languages
+    names = [(spec.name, ALL) for spec in specs if len({sources[s].pair for s in spec.sources}) > 1] + languages
     return list(dict.fromkeys([*(spec.name for spec in specs), *(" ".join(of_stream) for of_stream in names)]))
 
 
@@ -136,8 +140,10 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
-        if language == ALL:  # so few records may all be of one language, which has the same numbers
-            results[row] = next((of for name, of in results.items() if name.startswith(f"{stream} ")), {})
+        if language == ALL and row not in with_means(task.name, results):  # so few records may be of one language
+            results[row] = {
+                n: v for name, of in results.items() if name.startswith(f"{stream} ") for n, v in of.items()
+            }
     check_number({task.name: with_means(task.name, results)}, best)
 
 
@@ -161,7 +167,7 @@ def with_means(task: str, rows: Results) -> Results:
 
 def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
     """Return the task's sources. Raises UserError if the run trains on one of them, or lacks a language whose loss the
-    task measures. Retrieval reads such a language with the neutral language embedding."""
+    task measures. Retrieval reads such a language with the neutral language embedding, which the run must train."""
     data = run_spec.recipe.data
     cache = Cache.of(data.cache, data.cache_gb)
     sources = take_first(find_sources([*map(location, task.data)], cache), task.limit)
@@ -174,6 +180,12 @@ def find_task_sources(task: EvalTask, run_spec: RunSpec) -> list[Source]:
             raise UserError(
                 f"{source.directory} has text in {' and '.join(new)}, but the run's --data has none; leave it out"
             )
+        if new and not shows_neutral(run_spec.recipe):
+            raise UserError(
+                f"{source.directory} has text in {' and '.join(new)}, which needs the neutral language embedding, and "
+                f"language_dropout 0 does not train it; leave the source out, or set streams.NAME.language_dropout=0.1"
+            )
+    check_language_names([*run_spec.sources, *sources])
     return sources
 
 

@@ -285,6 +285,7 @@ class RunSpec:
         )
         encoder.lm.config.xscale["lexicon_heldout"] = self.unseen  # for eval/alignment_score.py
         encoder.dropout = model.dropout
+        encoder.set_dropout(self.recipe.at(0).model.dropout)  # the warm-up of a queue precedes the first step
         if theta := self.recipe.at(0).model.rope_theta:
             encoder.set_rope_theta(theta)
         return encoder

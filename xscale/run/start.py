@@ -40,7 +40,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
-    check_tasks(run_spec, config.stage, host_group)
+    task_notes = check_tasks(run_spec, config.stage, host_group)
     check_same(args, run_spec, config, host_group)
     train = run_spec.recipe.train
     ranks.set_deterministic(train.deterministic)
@@ -58,7 +58,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
     with closing(watch):
         for problem in (lock.problem for lock in locks if lock.problem):
             LOG.warning(problem)
-        for note in [*config.notes, *run_spec.notes()]:
+        for note in [*config.notes, *run_spec.notes(), *task_notes]:
             LOG.info(note)
         checkpoint = fork.find_checkpoint(args, run_spec.identity(), host_group)
         checkpoint = checkpoint and append.with_new_sources(checkpoint, run_spec)
@@ -99,7 +99,7 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
 
 def log_start(run_spec: RunSpec, engine: Any, config: EngineConfig, process: Process, first: int) -> None:
     train = run_spec.recipe.train
-    for line in run_spec.share_lines():
+    for line in run_spec.share_lines() if process.is_main else ():  # it reads entries of many shards
         LOG.info(line)
     LOG.info(
         f"training {sum(p.numel() for p in engine.module.parameters()):,} parameters in {config.precision} on "

@@ -60,7 +60,7 @@ class Validation:
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
         """The best step, and its main number, by task and results row."""
         lines = (out / EVALS).read_text(encoding="utf-8").splitlines() if has else []
-        earlier = [(entry["step"], entry.get("results") or {}) for entry in map(json.loads, lines)]
+        earlier = [(entry["step"], whole_results(entry.get("results") or {})) for entry in map(json.loads, lines)]
         for line in earlier:
             self.lines_of(*line)
         if self.best_of:
@@ -121,7 +121,6 @@ class Validation:
         its step. ✓ means that this step is the best so far."""
         found, numbers = [], [(task, row, of) for task, rows in results.items() for row, of in rows.items()]
         for task, row, of in numbers:
-            of = {name: number for name, number in of.items() if number is not None}
             if not of:
                 continue
             name = next((name for name in MAIN if name in of), next(iter(of)))
@@ -147,6 +146,16 @@ class Validation:
     def close(self) -> None:
         self.hook.look()
         self.lines.close()
+
+
+def whole_results(results: dict[str, Results]) -> dict[str, Results]:
+    """Return the results of a line of evals.jsonl with NaN for null, and with the means that earlier versions did not
+    write."""
+    numbers = {
+        task: {row: {name: math.nan if v is None else v for name, v in of.items()} for row, of in rows.items()}
+        for task, rows in results.items()
+    }
+    return {task: with_means(task, rows) for task, rows in numbers.items()}
 
 
 class Hook:

@@ -39,10 +39,13 @@ NO_LABEL = None, "", -1, "-1"
 """The values that mean an absent label; `datasets` uses -1."""
 
 
-def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR) -> list[LabelledExample]:
-    """The examples of a file in a language. columns: the possible names of each text's column. Raises UserError."""
+def read(
+    path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR, numbered: bool = False
+) -> list[LabelledExample]:
+    """The examples of a file in a language. columns: the possible names of each text's column. numbered: whether three
+    columns without a header are `id<TAB>label<TAB>a`. Raises UserError."""
     examples = []
-    for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns):
+    for key, row in read_rows(path) if is_table(path) else _read_lines(path, columns, numbered):
         where = f"{path}: line {key}"
         if row.get(LANGUAGE, language) != language:
             continue
@@ -58,7 +61,7 @@ def read(path: Path, language: str, columns: tuple[tuple[str, ...], ...] = PAIR)
     return examples
 
 
-def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tuple[str, Columns]]:
+def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...], numbered: bool) -> Iterator[tuple[str, Columns]]:
     """(line number, columns by name) for each line of a file with tabs between columns."""
     names: list[str] = []
     for number, line in read_lines(path):
@@ -69,7 +72,9 @@ def _read_lines(path: Path, columns: tuple[tuple[str, ...], ...]) -> Iterator[tu
             header = [field.lower() for field in fields]
             has_header = number == 1 and all(set(names) & set(header) for names in columns)
             bare = [*(of[0] for of in columns), LABEL[0]][: max(len(fields), len(columns))]
-            names = header if has_header else ["id", LABEL[0], columns[0][0]] if len(fields) > len(bare) else bare
+            if numbered and len(fields) == 3:
+                bare = ["id", LABEL[0], columns[0][0]]
+            names = header if has_header else bare
             if has_header:
                 continue
         if len(fields) != len(names):
@@ -143,5 +148,6 @@ _pairs = partial(_task, read=read, epochs=2, lr=5e-5)
 _sentences = partial(_task, read=partial(read, columns=SENTENCE))
 XNLI, PAWSX = _pairs(xtreme="xnli"), _pairs(xtreme="pawsx")
 SIB200 = _sentences(xtreme="sib200", epochs=20, lr=1e-5, max_length=164)
-MASSIVE, TAXI1500 = _sentences(xtreme="massive"), _sentences(xtreme="taxi1500", epochs=20)
+MASSIVE = _sentences(xtreme="massive")
+TAXI1500 = _sentences(xtreme="taxi1500", epochs=20, read=partial(read, columns=SENTENCE, numbered=True))
 MULTIATIS = _sentences(xtreme="multiatis", new_labels=True)
