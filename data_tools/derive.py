@@ -88,8 +88,8 @@ class Derivation:
             written = "".join("".join(form.split()) for form, _ in parse.units()) if parse else ""
             if parse is None or not left.startswith(written):
                 raise UserError(
-                    f"{where}: {left[:40]!r} is not what --conllu has at {place}, {written[:40]!r}; give the parses of "
-                    f"all sentences, in their order"
+                    f"{where}: the sentence is {left[:40]!r}, but the parse at {place} of --conllu is of "
+                    f"{written[:40]!r}; give the parses of all sentences, in the same order"
                 )
             found.append((place, parse))
             left = left[len(written) :]

@@ -81,7 +81,7 @@ def describe(
 
 
 def frequent_words(texts: list[str]) -> str:
-    """The most frequent words, by which a reader tells languages of one script apart."""
+    """The most frequent words, by which a person tells languages of one script apart."""
     counts: Counter[str] = Counter()
     for words, is_word in split([text.lower() for text in texts[:: max(len(texts) // 1000, 1)]]):
         counts.update(compress(words, is_word))

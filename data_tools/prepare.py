@@ -194,7 +194,7 @@ def finish(corpus: Corpus, folder: Path, out: Path) -> None:
 
 
 def describe(corpus: Corpus) -> str:
-    """A description of what the command would do, estimated from the first units of every source."""
+    """A description of what the command would do, estimated from the first pairs or documents of every source."""
     lines, disk = [], 0
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         if any(map(is_url, source.paths)):

@@ -328,7 +328,7 @@ TABLES = {
 
 
 def shard_records(source: SourceSpec) -> Iterator[Unit]:
-    """Pairs or documents of shards. Links index the words of data/words.py."""
+    """Pairs or documents of shards. Links count words as data/words.py divides a text."""
     shards, first, texts = Source(source.paths[0]), 1, list[str]()
     places = ((shard, record) for shard, count in enumerate(shards.counts.tolist()) for record in range(count))
     for number, place in enumerate(places, start=1):

@@ -397,7 +397,7 @@ def test_word_alignment_is_that_of_transformers_states(command: Command, hf: Pat
         ("a b\tc d\t0-0\na b\tc d\t0-0 1x1\n", None, "line 2.*'1x1'.*ipj"),
         ("a b\tc d\n", None, "line 1.*sentence<TAB>sentence<TAB>links"),
         ("a b ||| c d\n", "1-1\n2-2\n", "gold has 2 lines"),
-        ("a b ||| c d\n", "1-1\n", "which count the file uses"),
+        ("a b ||| c d\n", "1-1\n", "counted from 0 or from 1"),
         ("a b ||| c d\na ||| c\n", "1-1\n1-2\n", "line 2.*1-2"),
         ("a b | c d\n", "1-1\n", r"line 1.*sentence \|\|\| sentence"),
     ],

@@ -67,7 +67,8 @@ class SavedPartitions:
             self.scaler, self.like = None, self._read_whole(names)
 
     def _read_partitioned(self, rank: int) -> tuple[Any, list[SavedGroup]]:
-        """Fill `places` from a rank's file of stage 1, 2 or 3. Returns the loss scaler and the rank's groups."""
+        """Note in `places` where a rank's file of ZeRO stage 1, 2 or 3 has each parameter. Returns the loss scaler and
+        the optimizer's parameter groups in the file."""
         start_of = self._open(rank)
         for group, (shapes, each_cut) in enumerate(private.saved_groups(self.model, start_of)):
             start = 0

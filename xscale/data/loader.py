@@ -84,7 +84,7 @@ class StepBatch:
         return {key: sum(getattr(row, name)[key] for row in self.rows) for key in getattr(self.rows[0], name)}
 
     def auxiliary(self) -> dict[str, int]:
-        """Stream -> the number of states that its auxiliary encoder computes."""
+        """Stream -> the number of token vectors that its auxiliary encoder computes."""
         return {
             stream: sum(len(row.inputs.auxiliary[stream][1][0]) - 1 for row in self.rows)
             for stream in self.rows[0].inputs.auxiliary

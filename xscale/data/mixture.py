@@ -164,7 +164,8 @@ class Mixture:
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
-        """The values of GlobalBatch.bins and GlobalBatch.rows; each rank has at least `rows` rows."""
+        """Assign each stream's samples to packed rows. Returns the bin of each sample, `row * world + rank`, and the
+        number of rows of each rank, which is at least `rows`."""
         bins, rows = balance(np.concatenate(list(tokens.values())), self.world, self.max_tokens, rows)
         borders = np.cumsum([len(of_stream) for of_stream in tokens.values()])[:-1]
         return dict(zip(tokens, np.split(bins, borders), strict=True)), rows

@@ -167,8 +167,8 @@ class Source:
             return record._replace(links=project_links(record.links, record.texts)[0])
         except ValueError as error:
             raise UserError(
-                f"{self.directory}: record {record.key!r}: {error}; links are 0-based `first-second` numbers of the "
-                f"white-space words of its texts"
+                f"{self.directory}: record {record.key!r}: {error}; a link `i-j` joins word i of the first text and "
+                f"word j of the second, counted from 0, and words are divided by white space"
             ) from None
 
     def places(self, numbers: np.ndarray) -> list[tuple[int, int]]:
@@ -220,7 +220,7 @@ class Source:
                 file.intact.add(shard)
                 return found[: self.counts[shard]]
         if self.remote:
-            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder from the cache and start again")
+            raise UserError(f"{self.directory}/{ENTRIES} is damaged; remove its folder, which is made again")
         return np.frombuffer(self._verified_idx(shard), dtype=IDX_DTYPE)[: self.counts[shard]]
 
     def _verified_idx(self, shard: int) -> bytes:

@@ -177,8 +177,8 @@ def parse_links(
     has_last = any(i == n or j == m for (i, j), (n, m) in zip(numbers, sizes, strict=True))
     if not has_zero and not has_last:
         raise UserError(
-            f"{path}: no link has word 0, and none has a last word counted from 1, so it is unclear which count "
-            f"the file uses; it needs a pair whose first or last words are linked"
+            f"{path}: it is unclear whether words are counted from 0 or from 1, since no link has word 0 and none has "
+            f"the number of words of its sentence; add a pair whose first or last words are linked"
         )
     base = 0 if has_zero else 1
     for (number, _), links, (first, second) in zip(rows, found, words, strict=True):

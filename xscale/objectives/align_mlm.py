@@ -48,7 +48,7 @@ class AlignMlmOptions(mlm.MaskedOptions):
 
 
 def collate(samples: list[list[Example]], options: AlignMlmOptions, context: Context) -> StreamBatch:
-    """Return MLM's batch with this row's dictionary entries.
+    """Return MLM's batch and the dictionary entries that this row's loss reads.
 
     `ids` holds the tokens of all source words, then of all target words; `starts` [2 N] says where each word starts.
     """

@@ -41,7 +41,7 @@ def collate(samples: list[list[Example]], options: MaskedOptions, context: Conte
 
 
 def pack(samples: list[list[Example]], context: Context) -> Sequences:
-    """Return the sequences of running text that hold all tokens of the samples."""
+    """Join the samples into sequences of running text. No token is lost."""
     texts = [text for sample in samples for text in pack_sentences(sample, context.max_length)]
     return join_segments(context.tokenizer, [[(text, 0)] for text in texts], context.language_ids)
 

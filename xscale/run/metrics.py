@@ -255,7 +255,7 @@ class MetricSink:
             return None
 
     def call(self, function: str, /, *arguments: Any, **named: Any) -> None:
-        """Call a function of the library."""
+        """Call a function of TensorBoard or the tracker; an error is logged, and the library is not called again."""
         self._attempt(lambda: getattr(self.library, function)(*arguments, **named))
 
 

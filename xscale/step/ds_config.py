@@ -169,7 +169,7 @@ def _set_owned(problems: list[str], section: dict[str, Any], where: str, key: st
 
 
 def _fill_sizes(resolved: dict[str, Any], world: int, problems: list[str]) -> None:
-    """Write the batch sizes with which DeepSpeed counts a step as one pass on each rank, however many rows it has."""
+    """Set the batch sizes so that DeepSpeed counts a step as one pass of each rank, whatever its number of rows."""
     sizes = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "train_batch_size": world}
     for key, n in sizes.items():
         if (given := resolved.get(key, AUTO)) != AUTO:

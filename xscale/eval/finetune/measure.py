@@ -194,7 +194,7 @@ def make_tuner(args: argparse.Namespace, task: Task, world: int, languages: list
 def publish(
     args: argparse.Namespace, tuner: FineTuner, table: TransferTable, training: TrainingText, found: Predictions
 ) -> None:
-    """Write the scores so far, and the predictions of the models of one training text."""
+    """Write all scores so far, and the predictions of the models that were fine-tuned on one training set."""
     if args.predictions:
         write_predictions(args.predictions, tuner.task, training, table.tests, found, args.seeds)
     given = {

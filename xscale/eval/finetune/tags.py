@@ -84,7 +84,9 @@ def _read_table(path: Path, tags: tuple[str, ...]) -> Iterator[TaggedWords]:
         where = f"{path}: line {key}"
         words, of_words = column(row, WORDS, where), column(row, tags, where)
         if not all(isinstance(one, str) for one in (*words, *of_words)):
-            raise UserError(f"{where}: words and tags must be text; a data set's features name the tags")
+            raise UserError(
+                f"{where}: words and tags must be text; replace numbers by the names in the data set's `features`"
+            )
         yield key, words, of_words
 
 
