@@ -20,6 +20,7 @@ from typing import Any
 import datasets
 import pytest
 import tokenizers
+import zstandard
 from transformers import PreTrainedTokenizerFast
 
 from data_tools import demo_corpus, index, inspect, lexicon, tokenizer, write_shards
@@ -29,6 +30,7 @@ from data_tools.sentences import split_sentences
 from data_tools.write_shards import sides
 from xscale.data.shards import Source
 from xscale.data.streams import select_sources
+from xscale.data.text import read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, publish, write_text
@@ -613,6 +615,17 @@ def test_an_xz_file_is_read_to_its_end(tmp_path: Path, content: bytes, lines: in
     else:
         with pytest.raises(UserError, match=f"{path}: cannot be decompressed after line"):
             write_shards.main(Ranks(), words)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("a.gz", b""), ("a.xz", b""), ("a.zst", b""), ("a.zst", zstandard.compress(b"a\n"))],
+)
+def test_zeros_for_lost_blocks_are_no_text(tmp_path: Path, name: str, content: bytes) -> None:
+    """A file system may show them where the end of a file was never written."""
+    (tmp_path / name).write_bytes(content + bytes(4096))
+    with pytest.raises(UserError, match=rf"{name}: cannot be decompressed .* copy it again"):
+        list(read_lines(tmp_path / name))
 
 
 @pytest.mark.parametrize(

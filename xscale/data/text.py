@@ -80,20 +80,21 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
     except ImportError:
         raise UserError(".zst files need zstandard: `pip install 'xscale[prepare]'`, or `zstd -d` them") from None
     try:
-        yield from _decompressed(file, lambda: zstandard.ZstdDecompressor().decompressobj())
+        yield from _decompressed(file, lambda: zstandard.ZstdDecompressor().decompressobj(), padding=b"")
     except zstandard.ZstdError as error:
         raise EOFError(str(error)) from None
 
 
-def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any]) -> Iterator[bytes]:
+def _decompressed(file: BinaryIO, make_decoder: Callable[[], Any], padding: bytes = b"\0") -> Iterator[bytes]:
     """Yield the text of all compressed streams of a file. Unlike the libraries' own readers, refuse a cut-off stream
-    and trailing bytes that are no stream."""
-    decoder, data = None, b""
+    and trailing bytes that are no stream. padding: the byte that may be repeated after a stream."""
+    decoder, data, ignored = None, b"", b""
     while data := data or file.read(_BLOCK):
-        if decoder or (data := data.lstrip(b"\0")):  # zeros may be between streams
+        if decoder or (data := data.lstrip(ignored)):
             decoder = decoder or make_decoder()
             yield decoder.decompress(data)
             data, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+            ignored = padding
     if decoder or not file.tell():
         raise EOFError("it ends inside a stream" if decoder else "it is empty")
 
