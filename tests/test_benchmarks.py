@@ -12,7 +12,7 @@ from tests import launch
 
 def run(*command: str, **env: str) -> str:
     whole = launch.environment() | {"PYTHONPATH": str(launch.ROOT)} | env
-    done = subprocess.run(command, cwd=launch.ROOT, env=whole, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=launch.ROOT, env=whole, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 

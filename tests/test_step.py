@@ -57,7 +57,7 @@ def test_mixed_zero2_step_equals_plain_pytorch(demo: Path, tmp_path: Path) -> No
     trained = AutoModelForMaskedLM.from_pretrained(tmp_path / str(STEPS)).state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(
-            weight, trained[name], rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            weight, trained[name], rtol=0, atol=5e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert [entry["loss"] for entry in launch.metrics(out)] == pytest.approx(losses, rel=1e-5)
 
@@ -125,7 +125,7 @@ def test_all_objectives_in_one_step_equal_plain_autograd(demo: Path, tmp_path: P
     saved = torch.load(path / "companions.pt", weights_only=True)["ppa"]
     ours = module.auxiliary_states["ppa"].state_dict()
     torch.testing.assert_close(saved["queue"], ours["queue"], rtol=0, atol=1e-5)
-    torch.testing.assert_close(saved["momentum"], ours["momentum"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(saved["momentum"], ours["momentum"], rtol=0, atol=5e-6)
 
 
 def plain_loop(model: torch.nn.Module, arguments: list[str]) -> list[float]:
