@@ -170,7 +170,7 @@ def letters_hash(text: str) -> bytes:
 
 
 class Hit(NamedTuple):
-    """What excludes a text: the rule's name, and the file and line of the evaluation text."""
+    """The rule that excludes a text, and the file and line of the evaluation text that it is too like."""
 
     rule: str
     place: str
@@ -197,7 +197,7 @@ class Exclusion:
         self.bands = np.take_along_axis(bands, self.order, axis=0)
 
     def find(self, texts: list[str]) -> Iterator[Hit | None]:
-        """What excludes each text."""
+        """Yield the hit of each text, or None."""
         near = np.full(len(texts), -1)
         bands = band_hashes(texts)
         for band in range(BANDS):

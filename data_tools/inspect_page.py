@@ -26,9 +26,10 @@ _BARS = " ▁▂▃▄▅▆▇█"
 def text_statistics(
     sources: list[Source], source: Source, records: list[Record], data: Path, tokenizer: Tokenizer | None
 ) -> list[dict[str, Any]]:
-    """What is in the texts of each of a source's languages. data: the folder whose dictionaries training would read for
-    all `sources`."""
+    """Return a description of the texts of each of a source's languages. data: the folder whose dictionaries training
+    would read for all `sources`."""
     found = []
+    languages = {lang for one in sources for lang in one.langs}
     for side, lang in enumerate(source.langs):
         texts = [record.texts[side] for record in records]
         words = split(texts)
@@ -38,7 +39,7 @@ def text_statistics(
         spelled = [same_word(word) for of_text, is_word in words for word in compress(of_text, is_word)]
         entry["dictionaries"] = {
             name: sum(word in known for word in spelled) / max(len(spelled), 1)
-            for name, known in known_words(find_lexicons(sources, data), lang)
+            for name, known in known_words(find_lexicons(sources, data), lang, languages)
         }
         if tokenizer:
             ids = tokenizer.encode(texts)
@@ -48,10 +49,11 @@ def text_statistics(
     return found
 
 
-def known_words(paths: list[Path], lang: str) -> Iterator[tuple[str, frozenset[str]]]:
-    """The name of each dictionary of a language, and the words that it has in the language."""
+def known_words(paths: list[Path], lang: str, languages: set[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yield the name of each dictionary of a language, and the words that it has in the language. languages: those of
+    all sources, by which the dictionaries' names are divided."""
     for path in paths:
-        pair = pair_of(path, (lang,))
+        pair = pair_of(path, languages)
         if lang in pair:
             yield path.name, _column(path, pair.index(lang))
 

@@ -54,14 +54,14 @@ def read_units(source: SourceSpec) -> Iterator[Unit]:
         check_pairs(source.paths, [unit.texts for unit in head if unit.texts], source.columns is not None)
         units = chain(head, units)
     for unit in units:
-        found += bool(unit.texts)
-        if source.first and found > source.first:
-            return
         if not all(map(can_be_encoded, unit.texts)):
             raise UserError(
                 f"{source.paths[0]}: pair or document {unit.number} has an unpaired surrogate, such as \\ud800; fix it"
             )
         yield unit
+        found += bool(unit.texts)
+        if found == source.first:  # what follows is not read, so it may be damaged
+            return
     if unit is None:
         raise UserError(f"{', '.join(source.paths)}: the source is empty; give another one")
 

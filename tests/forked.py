@@ -20,7 +20,7 @@ import xscale.dry_run  # noqa: E402
 import xscale.run.start  # noqa: E402, F401
 
 KILL_SECONDS = 30
-"""As torchrun waits for ranks which it has told to end."""
+"""The seconds that ranks have to end after SIGTERM, as with torchrun."""
 
 
 def launch(world: int, environment: dict[str, str], folder: str, output: str, words: list[str]) -> int:

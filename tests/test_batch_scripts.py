@@ -106,12 +106,13 @@ def test_short_and_of_the_checkout(tmp_path: Path, script: Path) -> None:
     assert done.returncode and (script.stem == "container" or "submit from xscale's checkout" in done.stderr)
 
 
-def test_prepare_is_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tool", ["prepare", "data_tools.prepare"])
+def test_prepare_is_one_process(tmp_path: Path, tool: str) -> None:
     """srun would start it once for each task, and all would write the same folder."""
     (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 2\n')
     (tmp_path / "python").chmod(0o755)
     variables = {"VENV": "none", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "slurm/prepare.sbatch", "prepare", "a b.yaml", "--out", "corpus"]
+    command = ["bash", "slurm/prepare.sbatch", tool, "a b.yaml", "--out", "corpus"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=20)
     expected = ["-m", "data_tools.prepare", "a b.yaml", "--out", "corpus"]
     assert (done.returncode, done.stdout.splitlines(), done.stderr) == (2, expected, "")

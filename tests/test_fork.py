@@ -106,7 +106,7 @@ def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path,
 
 @pytest.mark.slow
 def test_a_fork_with_a_plan_is_the_run_that_had_it(demo: Path, tmp_path: Path) -> None:
-    """From a run without phases, at the end of the first phase, which changes nothing: to the last bit."""
+    """A fork of a run without phases, at the end of a first phase that changes nothing, is equal to the last bit."""
     phases = (
         "phases=[{until: 6}, {until: 8, data.alpha: 0.2, streams.mlm.samples: 5, model.dropout: 0.2}, "
         "{until: 1.0, data.languages: [en, xx], streams.mlm.tokens: 900, streams.tlm.mask_prob: 0.3, train.lr: 0.001}]"

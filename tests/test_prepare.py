@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 import tests.test_remote
 from benchmarks.sentences import WRITTEN, joint
-from data_tools import align, cleaning, engine, prepare, readers, steps
+from data_tools import align, cleaning, engine, inspect_page, prepare, readers, steps
 from data_tools.corpus import Rules, SourceSpec, load_corpus
 from data_tools.demo_world import World
 from data_tools.sentences import split_sentences
@@ -387,6 +387,20 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path, monkeypat
     monkeypatch.setattr("fasttext.load_model", lambda path: Model())
     out = run(tmp_path, tree)
     assert [texts for _, texts in stored(out / "shards")] == [(english,)]
+
+
+def test_what_follows_the_first_records_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text('{"text": "One."}\n{"text": "Two."}\n{"text": ')
+    source = SourceSpec(mono="en", jsonl=str(tmp_path / "m.jsonl"), field="text", first=2)
+    assert [unit.texts for unit in readers.read_units(source)] == [["One."], ["Two."]]
+
+
+def test_the_words_of_a_derived_languages_dictionary(tmp_path: Path) -> None:
+    """A dash inside of a language's name is told from that between languages by the languages of all sources."""
+    path = tmp_path / "en-xx-syn.txt"
+    path.write_text("house\tmaison\n")
+    for lang, word in (("en", "house"), ("xx-syn", "maison")):
+        assert list(inspect_page.known_words([path], lang, {"en", "xx-syn"})) == [(path.name, {word})]
 
 
 def test_ftfy_is_a_rule(tmp_path: Path) -> None:

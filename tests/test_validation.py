@@ -183,7 +183,7 @@ def test_what_cannot_be_measured(demo: Path, heldout: Path) -> None:
 
 
 def test_retrieval_in_a_language_that_the_run_lacks(demo: Path, heldout: Path, tmp_path: Path) -> None:
-    """By the states of token type 0, the neutral one, as transformers has them; a loss in it is refused."""
+    """Retrieval uses token type 0, the neutral one, as transformers does; held-out losses are refused."""
     sets = ["data.workers=0", "streams.tlm.language_embeddings=true", f"model.tokenizer={demo / 'tokenizer'}"]
     run_spec = resolve_run("tlm", sets, [demo / "pairs_yy"]).calibrated()
     task, engine = EvalTask(name="retrieval", data=[str(heldout / "pairs")], limit=60), engine_of(run_spec)

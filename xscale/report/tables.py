@@ -123,7 +123,7 @@ def headlines(runs: list[Run]) -> list[Headline]:
 
 
 def same_curves(some: list[pd.Series | None], others: list[pd.Series | None]) -> bool:
-    """Whether the runs have equal curves in two headlines, such as those of a pair and of the mean of one pair."""
+    """Return whether two headlines have equal curves for all runs, as those of a pair and of the mean of one pair."""
     return all(a is b if a is None or b is None else a.equals(b) for a, b in zip(some, others, strict=True))
 
 
@@ -157,8 +157,8 @@ class Ranked(NamedTuple):
     best: int | None
     """The number of the best run; None if nothing is compared."""
     alike: list[bool]
-    """Whether a run is the best, or its interval overlaps the best run's, or its mean differs from the best run's by at
-    most the sum of both deviations."""
+    """Return whether a run is the best, or its interval overlaps the best run's, or its mean differs from the best
+    run's by at most the sum of both deviations."""
 
 
 def rank(headline: Headline) -> Ranked:
