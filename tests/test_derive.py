@@ -224,7 +224,7 @@ def test_text_tags_and_entities_of_a_sentence_have_one_french_order(tmp_path: Pa
         orders.add(text)
     assert len(orders) > 1
     (tmp_path / "b.txt").write_text("She sees.\n")
-    with pytest.raises(UserError, match=r"b.txt: line 1.*--conllu has"):
+    with pytest.raises(UserError, match=r"b.txt: line 1.*--conllu"):
         run("text", "syn", tmp_path / "b.txt", tmp_path / "x", "--conllu", tmp_path / "a.conllu")
 
 
