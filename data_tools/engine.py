@@ -1,10 +1,10 @@
-"""Runs the tasks of a step, in processes of this machine or as an array of SLURM jobs.
+"""Runs the tasks of a step: in processes of this machine, as an array of SLURM jobs, or on a Ray cluster.
 
 A task is a pure function of the plan. It writes complete files (`put`), and last its mark. A task with a mark is not
-run again, so a killed run continues with the other tasks, with any executor. The executors are concurrent.futures and
-`sbatch --wait --array`. (datatrove's local executor waits forever for a worker that the kernel killed, and its SLURM
-executor does not report whether tasks failed. submitit needs SLURM's accounting database. Ray would have to be set up
-on a cluster beside its scheduler; on a machine with many cores, the local executor does the same.)
+run again, so a killed run continues with the other tasks, with any executor. The executors are concurrent.futures,
+`sbatch --wait --array` and Ray's tasks. (datatrove's local executor waits forever for a worker that the kernel killed,
+its SLURM executor does not report whether tasks failed, and its Ray executor starts only inside its own pipelines.
+submitit needs SLURM's accounting database.)
 """
 
 import importlib
@@ -22,12 +22,13 @@ from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from xscale import files
 from xscale.errors import MachineError, UserError
 
 PROGRESS_SECONDS = 10
-EXECUTORS = ("local", "slurm")
+EXECUTORS = ("local", "slurm", "ray")
 Step = Callable[[Path, int], None]
 """A function (folder, n) that does task n of a step, according to the plan in the folder."""
 
@@ -59,7 +60,7 @@ def do_task(folder: Path, name: str, step: Step, number: int) -> None:
 
 
 class Executor:
-    """Runs the tasks of a step: in this process, in a pool of processes, or as a SLURM job array."""
+    """Runs the tasks of a step: in this process, in a pool of processes, as a SLURM job array, or on Ray."""
 
     def __init__(self, kind: str, workers: int, folder: Path):
         self.kind, self.workers, self.folder = kind, workers, folder
@@ -70,6 +71,8 @@ class Executor:
         left = [number for number in range(tasks) if not mark(self.folder, name, number).exists()]
         if left and self.kind == "slurm":
             self._run_array(name, left)
+        elif left and self.kind == "ray":
+            self._run_ray(name, step, left)
         elif left and self.workers == 1:
             last = time.monotonic()
             for n, number in enumerate(left, start=1):
@@ -82,6 +85,8 @@ class Executor:
     def close(self) -> None:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
+        if self.kind == "ray" and "ray" in sys.modules:
+            sys.modules["ray"].shutdown()
 
     def _run_pool(self, name: str, step: Step, left: list[int]) -> None:
         if not self._pool:
@@ -131,6 +136,32 @@ class Executor:
             raise (UserError if done.returncode == 2 else MachineError)(
                 f"step {name}: {len(missing)} of {len(left)} tasks failed: {problem}; see {logs}"
             )
+
+    def _run_ray(self, name: str, step: Step, left: list[int]) -> None:
+        """Run the tasks on the Ray cluster of RAY_ADDRESS, or else on this machine, at most `workers` at a time."""
+        try:
+            import ray
+        except ImportError:
+            raise UserError("--executor ray needs `pip install ray`; or choose --executor local") from None
+        if not ray.is_initialized():
+            try:
+                ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+            except ConnectionError as error:
+                raise MachineError(f"Ray cannot be reached: {error}; see RAY_ADDRESS") from None
+        do, waiting, last = ray.remote(do_task), list[Any](), time.monotonic()
+        try:
+            for n, number in enumerate(left, start=1):
+                waiting.append(do.options(name=f"{name} {number}").remote(self.folder.resolve(), name, step, number))
+                while waiting and (len(waiting) == self.workers or n == len(left)):
+                    done, waiting = ray.wait(waiting)
+                    ray.get(done)
+                    last = report_progress(last, name, n - len(waiting), len(left))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise MachineError(
+                f"Ray lost a worker during `{name}`: {str(error)[:500]}; start again: finished tasks are not done again"
+            ) from None
 
 
 def do_share(folder: Path, name: str, step: Step, tasks: int, job: int, jobs: int) -> None:

@@ -1,6 +1,6 @@
 """Make shards, a tokenizer and held-out text from raw corpora, which corpus.yaml names (data_tools/corpus.py).
 
-    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm] [--workers N] [--dry_run]
+    python -m data_tools.prepare corpus.yaml --out DIR [--executor local|slurm|ray] [--workers N] [--dry_run]
 
 DIR appears when it is complete, with shards/NAME/, heldout/, tokenizer/, lexicon/, report.html and report.json. Until
 then the work is in DIR.incomplete. If the command is killed, start it again: it continues, and repeats no finished
@@ -48,7 +48,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, nargs="?", help="YAML file: sources, rules, tokenizer, heldout, ...")
     parser.add_argument("--out", type=Path, help="folder to make")
-    parser.add_argument("--executor", choices=EXECUTORS, default="local", help="processes here, or an array of jobs")
+    parser.add_argument(
+        "--executor", choices=EXECUTORS, default="local", help="processes here, an array of SLURM jobs, or Ray's tasks"
+    )
     parser.add_argument(
         "--workers", type=int, default=len(os.sched_getaffinity(0)), help="tasks at once (default: the cores)"
     )

@@ -743,7 +743,7 @@ def test_dry_run_counts_and_writes_nothing(
         (["corpus.yaml", "--out", "out"], "gone.tmx not found.*relative to"),
         (["corpus.yaml", "--out", "out", "--workers", "0"], "--workers 0"),
         (["corpus.yaml"], "--out or --dry_run"),
-        (["corpus.yaml", "--out", "out", "--executor", "ray"], "ray.*local.*slurm"),
+        (["corpus.yaml", "--out", "out", "--executor", "dask"], "dask.*local.*slurm.*ray"),
     ],
 )
 def test_bad_input_ends_with_code_2(tmp_path: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch,
@@ -897,6 +897,24 @@ def test_slurm_writes_the_same_bytes(tmp_path: Path) -> None:
         (tmp_path / "b").write_text("a\tb\nc\n")
         bad = subprocess.run([*words[:-1], str(tmp_path / "bad")], env=environment, capture_output=True, text=True)
         assert bad.returncode == 2 and f"cut: 1 of 2 tasks failed: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
+
+
+@pytest.mark.slow
+def test_ray_writes_the_same_bytes(tmp_path: Path) -> None:
+    """A task's error is the command's."""
+    for number, name in enumerate(("a", "b")):
+        lines = (f"word {n % 5000} here\tWort {n % 5000} da\n" for n in range(number * 3000, 3000 + number * 3000))
+        (tmp_path / name).write_text("".join(lines))
+    tree: dict = {"sources": [], "rules": {"dedup": "exact"}, "heldout": {"pairs": 50}}
+    tree["sources"] = [{"pairs": ["en", "de"], "tsv": str(tmp_path / name), "columns": [1, 2]} for name in ("a", "b")]
+    expected = hashes(run(tmp_path, tree, out="local"))
+    words = [sys.executable, "-m", "data_tools.prepare", "corpus.yaml", "--executor", "ray", "--workers", "2", "--out"]
+    environment = launch.environment() | {"PYTHONPATH": str(launch.ROOT)}
+    subprocess.run([*words, "ray"], env=environment, cwd=tmp_path, check=True)
+    assert hashes(tmp_path / "ray") == expected
+    (tmp_path / "b").write_text("a\tb\nc\n")
+    bad = subprocess.run([*words, "bad"], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert bad.returncode == 2 and f"error: {tmp_path}/b: line 2 has 1 columns" in bad.stderr
 
 
 def test_a_worker_that_is_killed_ends_the_run(tmp_path: Path) -> None:
