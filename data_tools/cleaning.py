@@ -133,7 +133,7 @@ class Cleaner:
         for text, lang in zip(sides, self.langs, strict=True):
             if sum(map(str.isalpha, text)) >= LID_LETTERS:
                 found, probability = identifier(self.rules.lid)(text)
-                if found != short_code(lang) and probability >= LID_PROBABILITY:
+                if found != language_code(lang) and probability >= LID_PROBABILITY:
                     return "lid"
         return ""
 
@@ -222,25 +222,44 @@ def band_hashes(texts: list[str]) -> np.ndarray:
     return np.concatenate(parts or [np.empty((0, BANDS), dtype=np.uint64)])
 
 
+def language_code(label: str) -> str:
+    """The short code of a language, from its code or from a label of fastText. Both written forms of Norwegian are one
+    language, since models differ in their codes for it."""
+    code = short_code(label.removeprefix("__label__"))
+    return "no" if code in ("nb", "nn") else code
+
+
 @cache
 def identifier(lid: bool | str) -> Callable[[str], tuple[str, float]]:
     """A function that returns a text's language and the language's probability, by py3langid or by the fastText model
-    that `lid` names. Raises UserError."""
-    if not isinstance(lid, str):
-        classify = langid().classify
-        return lambda text: classify(text)
+    that `lid` names; the language "", if the model knows no word of the text. Raises UserError."""
+
+    def best(text: str) -> tuple[str, float]:
+        if not isinstance(lid, str):
+            label, probability = langid().classify(text)
+            return language_code(label), probability
+        labels, probabilities = fasttext_model(lid).predict(text.replace("\n", " "))
+        return (language_code(labels[0]), probabilities[0]) if labels else ("", 0.0)
+
+    return best
+
+
+@cache
+def identified_languages(lid: bool | str) -> set[str]:
+    """The codes of the languages that an identifier can find; an empty set if its model does not tell. Raises
+    UserError."""
+    labels = fasttext_model(lid).predict("the", k=-1, threshold=-1.0)[0] if isinstance(lid, str) else langid().labels
+    return set(map(language_code, labels))
+
+
+@cache
+def fasttext_model(path: str) -> Any:
     import fasttext
 
     try:
-        predict = fasttext.load_model(lid).predict
+        return fasttext.load_model(path)
     except ValueError as error:
-        raise UserError(f"rules.lid: {lid}: {error}; give a model of fastText") from None
-
-    def best(text: str) -> tuple[str, float]:
-        (label,), (probability,) = predict(text.replace("\n", " "))
-        return short_code(label.removeprefix("__label__")), probability
-
-    return best
+        raise UserError(f"rules.lid: {path}: {error}; give a model of fastText") from None
 
 
 @cache

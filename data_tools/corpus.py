@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from xscale.config import read_yaml
 from xscale.data.shards import Source
 from xscale.errors import UserError
+from xscale.files import COMPRESSED
 
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 FORMATS = ("text", "zst", "tsv", "tmx", "opus", "jsonl", "parquet", "datasets", "conllu", "shards")
@@ -124,14 +125,14 @@ class SourceSpec(Strict):
         return [*([given] if isinstance(given, str) else given), *([self.links] if isinstance(self.links, str) else [])]
 
     def moved(self, places: dict[str, Path]) -> "SourceSpec":
-        """This source, with a path here in place of each URL. places: the path of each URL."""
+        """This source, under the same name, with a path here in place of each URL. places: the path of each URL."""
         given = {self.format: getattr(self, self.format), "links": self.links}
         for key, value in given.items():
             if isinstance(value, str):
                 given[key] = str(places.get(value, value))
             elif isinstance(value, list | tuple):
                 given[key] = type(value)(str(places.get(path, path)) for path in value)
-        return self.model_copy(update=given)
+        return self.model_copy(update={**given, "name": self.name or default_name(self)})
 
     @property
     def langs(self) -> tuple[str, ...]:
@@ -253,13 +254,24 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def file_name(path: str) -> str:
+    """The last part of a path or URL. If the query of a URL has a file name with a suffix of compression, the reader
+    needs that name."""
+    if not is_url(path):
+        return path.rstrip("/").rpartition("/")[2]
+    link = next(part for part in path.split("::") if is_url(part))  # the first of a chain, such as zip://a::https://b
+    place, _, query = link.partition("://")[2].partition("?")
+    names = [place.rpartition("/")[2], *re.split("[/&=]", query)]
+    return next((name for name in names if name.endswith(COMPRESSED)), names[0])
+
+
 def group_of(source: SourceSpec) -> tuple[str, ...]:
     return tuple(sorted(source.langs))
 
 
 def default_name(source: SourceSpec) -> str:
-    stem = source.paths[0].rstrip("/").rpartition("/")[2].partition(".")[0]
-    return ".".join([re.sub(r"[^\w-]", "_", stem).lstrip("-"), "-".join(source.langs)])
+    stem = re.sub(r"[^\w-]", "_", file_name(source.paths[0]).partition(".")[0]).lstrip("-")
+    return ".".join([*([stem] if stem else []), "-".join(source.langs)])
 
 
 def load_corpus(path: Path) -> Corpus:

@@ -22,16 +22,14 @@ import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from xscale import files
 from xscale.data.remote import fetch_file
-from xscale.data.scripts import short_code
 from xscale.errors import MachineError, UserError, check_arguments, report_environment_error, run_command
 
 from . import align, prepare_report, readers, steps
-from .cleaning import exclusion, identifier, langid
-from .corpus import Corpus, SourceSpec, group_of, is_url, load_corpus
+from .cleaning import exclusion, identified_languages, language_code
+from .corpus import Corpus, SourceSpec, file_name, group_of, is_url, load_corpus
 from .engine import EXECUTORS, Executor, do_share
 
 EXTRA = ("rensa", "py3langid", "defusedxml", "zstandard", "ftfy", "fasttext")
@@ -40,6 +38,8 @@ DRY_RUN_UNITS = 2000
 """The number of units of a source that --dry_run reads."""
 COMPRESSION = 3
 """The text of a compressed file is estimated as this many times its size."""
+LONGEST_NAME = 200
+"""The maximum number of bytes of the name of a file at a URL; file systems allow 255, and downloads add a suffix."""
 RECORD_BYTES = 100
 """The approximate number of bytes of a record besides its texts."""
 
@@ -69,16 +69,17 @@ def check(corpus: Corpus) -> None:
     for source, name in zip(corpus.sources, corpus.names, strict=True):
         rules = corpus.rules_of(source)
         for path in (*source.paths, *rules.paths):
-            if not (is_url(path) and path in source.paths):
+            if is_url(path) and path in source.paths:
+                check_url(path, name)
+            else:
                 check_path(path, source, name)
-        for lang in source.langs if rules.lid is True else ():
-            if short_code(lang) not in langid().labels:
+        known = identified_languages(rules.lid) if rules.lid else set[str]()
+        for lang in source.langs if known else ():
+            if language_code(lang) not in known:
                 raise UserError(
-                    f"rules.lid: py3langid does not know {lang}; give {name} `rules: {{lid: false}}`, or the path of a "
-                    f"fastText model"
+                    f"rules.lid: {'py3langid' if rules.lid is True else rules.lid} does not know {lang}; give {name} "
+                    f"`rules: {{lid: false}}`, or the path of a fastText model that does"
                 )
-        if isinstance(rules.lid, str):
-            identifier(rules.lid)
     read = Counter((group_of(source), source.columns, tuple(source.paths)) for source in corpus.sources)
     for (_, _, paths), times in read.items():
         if times > 1:
@@ -100,6 +101,19 @@ def check_path(path: str, source: SourceSpec, name: str) -> None:
         raise UserError(f"{path} (source {name}) can be read only once; write its text to a file, and give that")
     hint = "; a file of the hub is `parquet: hf://datasets/NAME/FILE.parquet`" if source.datasets == path else ""
     raise UserError(f"{path} not found (source {name}); paths are relative to {Path.cwd()}{hint}")
+
+
+def check_url(url: str, name: str) -> None:
+    """Raise UserError if the URL of a source names no file, or if fsspec cannot read its protocol."""
+    import fsspec
+
+    if not 0 < len(file_name(url).strip(".").encode()) <= LONGEST_NAME:
+        raise UserError(f"{url} (source {name}) must end in the name of a file, of at most {LONGEST_NAME} bytes")
+    for link in url.split("::"):
+        try:
+            fsspec.get_filesystem_class(link.partition("://")[0])
+        except (ImportError, ValueError) as error:  # no such protocol, or its package is not installed
+            raise UserError(f"{url} (source {name}): {error}; or download the file, and give its path") from None
 
 
 def check_lexicons(corpus: Corpus) -> None:
@@ -126,15 +140,12 @@ def fetch(corpus: Corpus, folder: Path) -> Corpus:
     here. Raises OSError or UserError."""
     places = {}
     for url in (path for source in corpus.sources for path in source.paths if is_url(path)):
-        name = urlsplit(url).path.rpartition("/")[2]
-        if not name:
-            raise UserError(f"{url} must be a file; name each file in corpus.yaml")
-        path = places[url] = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / name
+        path = places[url] = folder / "fetched" / hashlib.sha256(url.encode()).hexdigest()[:16] / file_name(url)
         if path.exists():
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"fetching {url}", file=sys.stderr, flush=True)
-        if not fetch_file(url, path, check=lambda _: None, optional=True):
+        if not fetch_file(url, path, check=lambda _: None, optional=True, field="--out"):
             raise UserError(f"{url}: the server has no such file; correct it in corpus.yaml")
     return corpus.model_copy(update={"sources": [source.moved(places) for source in corpus.sources]})
 
@@ -163,10 +174,8 @@ def claim(folder: Path) -> int:
     return files.lock_folder(folder)
 
 
-def start(corpus: Corpus, folder: Path, out: Path) -> None:
+def start(corpus: Corpus, folder: Path) -> None:
     """Write plan.json, or check that the plan.json in the folder is for the same input. Raises UserError."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} exists; choose another --out, or remove it")
     for cache in (steps.corpus_of, steps.chunks_of, steps.places_in, steps.parts_of, exclusion):
         cache.cache_clear()
     plan = {"fingerprint": fingerprint(corpus), "corpus": corpus.model_dump(mode="json", exclude_unset=True)}
@@ -238,8 +247,10 @@ def run(args: argparse.Namespace) -> None:
     folder.mkdir(exist_ok=True)
     lock, executor = claim(folder), Executor(args.executor, args.workers, folder)
     try:
+        if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+            raise UserError(f"{args.out} exists; choose another --out, or remove it")
         corpus = fetch(corpus, folder)
-        start(corpus, folder, args.out)
+        start(corpus, folder)
         for name, (step, count) in steps.STEPS.items():
             done = executor.run(name, step, count(folder))
             print(f"{name}: did {done:,} of {count(folder):,} tasks", file=sys.stderr, flush=True)

@@ -6,10 +6,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from xscale.data.scripts import short_code
 from xscale.data.survey import warnings
 
-from .cleaning import LID_PROBABILITY, Removed, langid
+from .cleaning import LID_PROBABILITY, Removed, identified_languages, identifier, language_code
 from .corpus import Corpus, SourceSpec
 from .steps import chunks_of, read_json, units_in
 
@@ -53,8 +52,9 @@ def suspicions(folder: Path, number: int, source: SourceSpec, index: dict[str, A
     units = list(islice(units_in(folder / f"clean/{chunk.number}.jsonl"), IDENTIFIED))
     for side, lang in enumerate(source.langs):
         texts = [unit.texts[side] if source.pairs else " ".join(unit.texts)[:500] for unit in units]
-        found, probability = langid().classify(" ".join(texts))
-        if short_code(lang) in langid().labels and found != short_code(lang) and probability >= LID_PROBABILITY:
+        found, probability = identifier(True)(" ".join(texts))
+        code = language_code(lang)
+        if code in identified_languages(True) and found != code and probability >= LID_PROBABILITY:
             lines.append(f"{lang}: py3langid takes its text for {found}; correct the language if that is right")
     return lines
 

@@ -39,6 +39,7 @@ from .sentences import split_sentences
 
 SHARD_LINES = 8192
 MEMBER_RECORDS = 256
+STANDARD_INPUT = Path("/dev/stdin")
 _PROGRESS_LINES = 200_000
 LANGUAGE, NAME = re.compile(r"\w+(-\w+)*"), re.compile(r"\w[\w.-]*")
 
@@ -300,10 +301,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pairs.add_argument("--tgt", type=text_path, required=True)
     pairs.add_argument("--langs", nargs=2, required=True, metavar=("SRC", "TGT"))
     links = pairs.add_mutually_exclusive_group()
-    links.add_argument("--links", type=Path, help="word links in Pharaoh form, one line a pair")
+    links.add_argument("--links", type=text_path, help="word links in Pharaoh form, one line a pair")
     links.add_argument("--align", action="store_true", help="make word links with eflomal (data_tools/align.py)")
     for side in ("src", "tgt"):
-        pairs.add_argument(f"--links_{side}", type=Path, help=f"--{side} as the aligner saw it, if not as given")
+        pairs.add_argument(f"--links_{side}", type=text_path, help=f"--{side} as the aligner saw it, if not as given")
     pairs.add_argument("--symmetrize", choices=list(align.SYMMETRIZE), default="grow-diag-final-and", help="of --align")
     mono = commands.add_parser("mono", help="plain text or WikiExtractor output; files or directories")
     mono.add_argument("--text", type=text_path, nargs="+", required=True, help="- is standard input")
@@ -329,14 +330,18 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def text_path(name: str) -> Path:
-    return Path("/dev/stdin" if name == "-" else name)
+    return STANDARD_INPUT if name == "-" else Path(name)
 
 
 def check_pipes(args: argparse.Namespace, ranks: Ranks) -> None:
     """Raise UserError if a pipe would be read twice."""
-    for path in args.text if args.kind == "mono" else (args.src, args.tgt):
-        read_once = path.exists() and not path.is_file() and not path.is_dir()
-        if read_once and (ranks.size > 1 or (args.kind == "pairs" and args.align)):
+    given = args.text if args.kind == "mono" else [args.src, args.tgt, args.links, args.links_src, args.links_tgt]
+    for path in filter(None, given):
+        is_pipe = path == STANDARD_INPUT or (path.exists() and not path.is_file() and not path.is_dir())
+        more_readers = ranks.size > 1 or (args.kind == "pairs" and args.align)
+        if is_pipe and given.count(path) > 1:
+            raise UserError(f"{path} is given {given.count(path)} times, but can be read only once; give files")
+        if is_pipe and not path.is_file() and more_readers:
             raise UserError(
                 f"{path} is a pipe, which can be read only once; write its text to a file for --align or several "
                 f"processes"

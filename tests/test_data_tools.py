@@ -74,9 +74,29 @@ def test_standard_input_and_pipes(tmp_path: Path) -> None:
     (source,) = find_sources([tmp_path / "out"])
     assert [source.read(0, n).texts[0] for n in range(3)] == ["One here.", "Two there.", "Three."]
     os.mkfifo(tmp_path / "pipe")
-    pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "pipe", "--langs", "en", "de", "--align"]
+    pair = ["pairs", "--src", tmp_path / "pipe", "--tgt", tmp_path / "other", "--langs", "en", "de", "--align"]
     with pytest.raises(UserError, match=r"pipe is a pipe, .* to a file"):
         write_shards.main(Ranks(), [*map(str, [*pair, "--out", tmp_path / "x"])])
+
+
+@pytest.mark.parametrize("options", [("--src", "--tgt"), ("--tgt", "--links"), ("--links_src", "--links_tgt")])
+@pytest.mark.parametrize("name", ["-", "pipe"])
+def test_a_pipe_that_two_options_name(tmp_path: Path, options: tuple[str, str], name: str) -> None:
+    """It is refused before it is opened, which would wait for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    files = {option: tmp_path / "text" for option in ("--src", "--tgt", "--links", "--links_src", "--links_tgt")}
+    files |= dict.fromkeys(options, name if name == "-" else tmp_path / name)
+    words = [
+        "pairs",
+        "--langs",
+        "en",
+        "de",
+        "--out",
+        tmp_path / "x",
+        *(word for pair in files.items() for word in pair),
+    ]
+    with pytest.raises(UserError, match=r"(/dev/stdin|pipe) is given 2 times"):
+        write_shards.main(Ranks(), [*map(str, words)])
 
 
 def test_hidden_files_are_no_text(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """data_tools.prepare: every reader gives the same pairs, rules remove what they name, and the bytes are the same
 however the work is done and interrupted. Expectations are written down, or come from plain loops over the input."""
 
+import errno
 import gzip
 import hashlib
 import json
@@ -9,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -26,11 +28,12 @@ import numpy as np
 import pytest
 import yaml
 import zstandard
+from fsspec.registry import known_implementations
 from transformers import PreTrainedTokenizerFast
 
 import tests.test_remote
 from benchmarks.sentences import WRITTEN, joint
-from data_tools import align, cleaning, engine, inspect_page, prepare, readers, steps
+from data_tools import align, cleaning, corpus, engine, inspect_page, prepare, readers, steps
 from data_tools.corpus import Rules, SourceSpec, load_corpus
 from data_tools.demo_world import World
 from data_tools.sentences import split_sentences
@@ -364,7 +367,20 @@ def test_suspicious_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture) 
     assert f"{names[0]} is read by 2 sources" in told.err
 
 
-def test_language_identification_removes_sure_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fasttext_file(path: Path, words: dict[str, str]) -> None:
+    """Write a model of fastText that is sure of the label of each word, and knows no other word."""
+    labels = list(dict.fromkeys(words.values()))
+    entries = [*((word, 0) for word in words), *((f"__label__{label}", 1) for label in labels)]
+    arguments = (len(labels), 1, 1, 1, 1, 1, 3, 3, 0, 0, 0, 1, 0.0)  # 3, 3: softmax, supervised
+    data = struct.pack("<14id", 793712314, 12, *arguments)
+    data += struct.pack("<3i2q", len(entries), len(words), len(labels), len(words), -1)
+    data += b"".join(word.encode() + struct.pack("<xqb", 1, kind) for word, kind in entries)
+    for matrix in (np.eye(len(labels))[[labels.index(label) for label in words.values()]], np.eye(len(labels))):
+        data += struct.pack("<?2q", False, *matrix.shape) + (9 * matrix).astype("<f4").tobytes()
+    path.write_bytes(data)
+
+
+def test_language_identification_removes_sure_mistakes(tmp_path: Path) -> None:
     cleaner = cleaning.Cleaner(Rules(lid=True), ("en", "de"))
     german = "Das Wetter ist heute sehr schoen, und wir gehen in den Park."
     english = "The weather is very nice today, and we are going to the park."
@@ -377,16 +393,21 @@ def test_language_identification_removes_sure_mistakes(tmp_path: Path, monkeypat
         (tmp_path / name).write_text(f"{english}\n{german}\n")
     with pytest.raises(UserError, match=r"model\.bin.*give a model of fastText"):
         run(tmp_path, tree)
-
-    class Model:
-        """It has the interface of a model of fastText, and the labels of GlotLID."""
-
-        def predict(self, text: str) -> tuple[tuple[str], tuple[float]]:
-            return ("__label__deu_Latn" if "Wetter" in text else "__label__eng_Latn",), (0.95,)
-
-    monkeypatch.setattr("fasttext.load_model", lambda path: Model())
+    fasttext_file(tmp_path / "model.bin", {"Wetter": "deu_Latn", "the": "eng_Latn"})
+    (tmp_path / "a").write_text(f"{english}\n{german}\nNo word that this model has ever seen\n")
     out = run(tmp_path, tree)
-    assert [texts for _, texts in stored(out / "shards")] == [(english,)]
+    assert [text for _, (text,) in stored(out / "shards")] == [english, "No word that this model has ever seen"]
+    for lid, model in ((True, "py3langid"), (str(tmp_path / "model.bin"), "model.bin")):
+        bad = {"sources": [{"mono": "tok", "text": str(tmp_path / "a")}], "rules": {"lid": lid}}
+        with pytest.raises(UserError, match=rf"{model} does not know tok; give a\.tok"):
+            run(tmp_path, bad, out="bad")
+
+
+def test_codes_of_norwegian_are_one_language(tmp_path: Path) -> None:
+    model, text = tmp_path / "model.bin", "the weather is nice here today"
+    fasttext_file(model, {"the": "nob_Latn", "x": "eng_Latn"})
+    for lang, kept in (("no", True), ("nn", True), ("nb-NO", True), ("eng", False)):
+        assert bool(cleaning.Cleaner(Rules(lid=str(model)), (lang,)).clean(readers.Unit(1, [text]))) == kept
 
 
 def test_what_follows_the_first_records_is_not_read(tmp_path: Path) -> None:
@@ -836,6 +857,64 @@ def test_sources_at_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert not (tmp_path / "out.incomplete").exists()
     prepare.run(prepare.parse_arguments([str(written(tmp_path, tree)), "--dry_run"]))
     assert capsys.readouterr().out.count("at a URL") == 2
+
+
+def test_names_of_files_at_urls() -> None:
+    """The suffix of compression may be in the query. The names of shards are those of the URLs."""
+    urls = {
+        "memory://a/m.en.gz?download=true": ("m.en.gz", "m"),
+        "memory://a/get.php?f=b/n.en.gz&v=2": ("n.en.gz", "n"),
+        "zip://o.tsv.gz::memory://a/x.zip": ("o.tsv.gz", "o"),
+        "simplecache::memory://a.gz/p.tsv?x=y": ("p.tsv", "p"),
+    }
+    for url, (name, stem) in urls.items():
+        assert corpus.file_name(url) == name
+        assert corpus.default_name(SourceSpec(mono="en", text=url)) == f"{stem}.en"
+    assert corpus.default_name(SourceSpec(mono="en", text="a/.hidden")) == "en"
+
+
+def test_urls_with_a_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that differ in their queries alone are two sources."""
+    texts = {f"memory://a/get?v={n}&f=m.gz": f"Text {n}.\n" for n in range(2)}
+    put = lambda url, path, **_: path.write_bytes(gzip.compress(texts[url].encode()))  # noqa: E731
+    monkeypatch.setattr(prepare, "fetch_file", put)
+    sources = [{"mono": "en", "text": url, "name": name} for url, name in zip(texts, ("a", "b"), strict=True)]
+    sources.append({"mono": "en", "text": "memory://a/get?v=1&f=m.gz", "rules": {"dedup": None}})
+    found = find_sources([run(tmp_path, {"sources": sources}) / "shards"])
+    assert [(source.directory.name, source.read(0, 0).texts[0]) for source in found] == [
+        ("a", "Text 0."), ("b", "Text 1."), ("m.en", "Text 1.")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [("memory://a/b/", "end in the name of a file"), ("no-such://a/b", "Protocol not known: no-such"),
+     ("zip://x::lost://a/b.zip", "Install lost")],
+)  # fmt: skip
+def test_a_url_that_cannot_be_read_is_told_before_the_work(
+    tmp_path: Path, url: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(known_implementations, "lost", {"class": "lost.FS", "err": "Install lost"})
+    monkeypatch.setattr(prepare, "fetch_file", lambda *_, **__: pytest.fail("it fetches"))
+    with pytest.raises(UserError, match=rf"{re.escape(url)} \(source .*en\).*{named}"):
+        run(tmp_path, {"sources": [{"mono": "en", "text": url}]}, "--dry_run")
+
+
+def test_what_is_in_the_way_is_told_before_the_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, by the folder that is on it; an --out that exists, before anything is fetched."""
+    tree = {"sources": [{"mono": "en", "text": "memory://a/b"}]}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(remote, "download", full)
+    with pytest.raises(OSError, match=rf"No space left.*{tmp_path}/out\.incomplete/fetched/\w+ \(--out\)"):
+        run(tmp_path, tree)
+    monkeypatch.setattr(prepare, "fetch_file", lambda *_, **__: pytest.fail("it fetches"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UserError, match="out exists"):
+        run(tmp_path, tree)
 
 
 @pytest.mark.slow

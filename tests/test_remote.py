@@ -266,7 +266,7 @@ def test_a_full_disk_is_not_tried_again(url: str, tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(remote, "download", full)
     monkeypatch.setattr(remote.time, "sleep", lambda _: pytest.fail("it waits"))
-    with pytest.raises(OSError, match=r"No space left.*data\.cache"):
+    with pytest.raises(OSError, match=rf"No space left.*{far.remote.folder} \(data\.cache\)"):
         far.read(0, 0)
 
 

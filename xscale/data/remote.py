@@ -37,7 +37,7 @@ TOUCHED = 10.0
 FETCHERS = 4
 """The number of threads that fetch shards ahead of their use."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-"""Errors of the cache's disk, which another attempt would not fix."""
+"""Errors of this machine's disk, which another attempt would not fix."""
 REFUSED = {401, 403}
 """HTTP's status codes for a request without the right credentials."""
 LOG = logging.getLogger("xscale")
@@ -204,9 +204,11 @@ def find_one(url: str, cache: Cache) -> Remote | None:
     return Remote(url, place, cache)
 
 
-def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bool = False) -> bool:
+def fetch_file(
+    url: str, path: Path, check: Callable[[Path], None], optional: bool = False, field: str = "data.cache"
+) -> bool:
     """Fetch a file. check: raises an error if the downloaded file is damaged. optional: if the server has no such
-    file, return False. Raises OSError if all attempts fail."""
+    file, return False. field: what the user sets to choose the file's folder. Raises OSError if all attempts fail."""
 
     def attempt(number: int) -> bool:
         partial_path = path.with_name(f"{path.name}.{number}{PARTIAL}")  # a stalled attempt may still write
@@ -222,18 +224,18 @@ def fetch_file(url: str, path: Path, check: Callable[[Path], None], optional: bo
             partial_path.unlink(missing_ok=True)
         return True
 
-    return persist(url, attempt)
+    return persist(url, attempt, f"{path.parent} ({field})")
 
 
-def persist(url: str, attempt: Callable[[int], Found]) -> Found:
-    """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. Raises OSError if TRIES
-    attempts have failed, and UserError if the server refuses access."""
+def persist(url: str, attempt: Callable[[int], Found], folder: str = "") -> Found:
+    """Call `attempt` with the numbers 1, 2, ... until it succeeds, and return its value. folder: where it writes.
+    Raises OSError if TRIES attempts have failed, and UserError if the server refuses access."""
     for number in range(1, TRIES + 1):
         try:
             return attempt(number)
         except Exception as error:  # each file system has errors of its own
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise OSError(error.errno, error.strerror, "data.cache, the folder of remote shards") from None
+                raise OSError(error.errno, error.strerror, folder) from None
             problem = f"{type(error).__name__}: {error}".splitlines()[0]
             if isinstance(error, PermissionError) or getattr(error, "status", None) in REFUSED:
                 hint = "give credentials in fsspec's configuration"
