@@ -34,8 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common import print_table, timed
 from torch.utils.data import Dataset
 
-from data_tools import demo_corpus
-from tests import launch
+from tests import demo_shards, launch
 from xscale.data.calibration import Calibration
 from xscale.data.loader import StepBatch, step_batches
 from xscale.data.mixture import Mixture, StepPlan, StreamSpec
@@ -147,7 +146,7 @@ def toy_runs(folder: Path, world: int) -> dict[str, list[str]]:
 
 
 def sending(folder: Path, ranks: int) -> list[list[str]]:
-    demo_corpus.build(folder / "demo", pairs=600, mono=600)
+    demo_shards.build(folder / "demo", pairs=600, mono=600)
     rows = []
     for world in (2, 4):
         runs = toy_runs(folder, world)

@@ -29,7 +29,9 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from data_tools import demo_corpus
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests import demo_shards
 from xscale import ranks
 from xscale.config import RECIPES, load_recipe
 from xscale.objectives import OBJECTIVES
@@ -137,7 +139,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory(prefix="xscale-fp16-") as folder:
         args.out, args.data = Path(folder), Path(folder) / "demo"
-        demo_corpus.build(args.data, pairs=3000, mono=3000)
+        demo_shards.build(args.data, pairs=3000, mono=3000)
         process = ranks.find_process()
         fp16 = Hardware.here().fp16 is True
         check("mixed+overflow", args.steps + HEALING, lambda: overflow(args), overflows=fp16)

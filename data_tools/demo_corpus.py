@@ -1,91 +1,140 @@
-"""Generate the demo corpus: a small world of three languages (demo_world.py), as shards, with tokenizer and dictionary.
+"""Generate the demo corpus: raw files of a small world of three languages (demo_world.py), and what `prepare` makes of
+them.
 
     python -m data_tools.demo_corpus [--out data/demo] [--pairs 20000] [--mono 20000] [--seed 0]
 
-Writes pairs/ (en-xx with gold word links), pairs_yy/ (en-yy, a fifth as many), mono_en/, mono_xx/, mono_yy/ (a fifth as
-many sentences, in documents), heldout/pairs/, tokenizer/, lexicon/{en-xx,xx-en}.txt.
+Writes raw/, with a TSV of en-xx pairs that has gold word links, a TMX of en-yy pairs (a fifth as many), WikiExtractor's
+folders of documents (a fifth as many sentences of yy) and dictionaries, and corpus.yaml, which names these files.
+`data_tools.prepare` makes of them pairs/, pairs_yy/, mono_en/, mono_xx/, mono_yy/, heldout/pairs/, heldout_yy/pairs/,
+tokenizer/, lexicon/{en-xx,xx-en}.txt, report.html and report.json.
 """
 
 import argparse
-from collections.abc import Iterator
+import io
+import json
+import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from xscale import files
-from xscale.data.shards import find_sources
 from xscale.errors import UserError
-from xscale.record import Record
 
-from . import tokenizer as tokenizers
-from . import write_shards as writer
-from .demo_world import LANGUAGES, WRITTEN, World
+from . import prepare
+from .demo_world import FIRST_YY, WRITTEN, World
 from .ranks import Ranks, run
 
 HELDOUT = 1000
-OF_YY = 1_000_000
-"""The number of the first en-yy pair. It is so high that en-yy and en-xx have different sentences."""
-VOCAB_SIZE = 4000
+CORPUS = """\
+# What `python -m data_tools.prepare` makes of the files in raw/; docs/data.md describes every key.
+sources:
+  # Columns 1 and 2 are the two texts. Column 3 has word links, which AlignLM and contextual alignment need.
+  - {name: pairs, pairs: [en, xx], tsv: "RAW/en-xx.tsv", columns: [1, 2], links: 3}
+  - {name: pairs_yy, pairs: [en, yy], tmx: "RAW/en-yy.tmx"}
+  # Folders of WikiExtractor. Documents are split into sentences, also in yy, which has no spaces.
+  - {name: mono_en, mono: en, text: "RAW/wiki_en"}
+  - {name: mono_xx, mono: xx, text: "RAW/wiki_xx"}
+  - {name: mono_yy, mono: yy, text: "RAW/wiki_yy"}
+rules:
+  length: {characters: [1, 500]}  # of a sentence
+  ratio: 9                        # between the lengths of a pair's sides
+  dedup: exact                    # in each language, and in each pair of languages
+tokenizer: {type: wordpiece, vocab_size: 4000}
+heldout: {pairs: HELDOUT}  # of each pair of languages, but at most a tenth
+lexicons: ["RAW/en-xx.txt", "RAW/xx-en.txt"]
+"""
+TMX = """\
+<?xml version="1.0" encoding="UTF-8"?>
+<tmx version="1.4">
+<header srclang="en" datatype="plaintext" segtype="sentence" adminlang="en" o-tmf="none" creationtool="demo"/>
+<body>
+%s</body>
+</tmx>
+"""
+UNIT = '<tu><tuv xml:lang="en"><seg>{}</seg></tuv><tuv xml:lang="yy"><seg>{}</seg></tuv></tu>\n'
 
 
 def build(out: Path, pairs: int = 20_000, mono: int = 20_000, seed: int = 0, ranks: Ranks | None = None) -> None:
-    """Write the whole corpus. The directory `out` appears only when it is complete."""
+    """Make the whole corpus, on the main rank. The directory `out` appears only when it is complete."""
     ranks = ranks or Ranks()
-    world = World(seed)
+    ranks.together(lambda: make(out, pairs, mono, seed) if ranks.is_main else None)
+
+
+def make(out: Path, pairs: int, mono: int, seed: int) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; choose another --out or remove it")
     partial = files.beside(out)
-
-    def start() -> None:
-        if out.exists() and any(out.iterdir()):
-            raise UserError(f"{out} is not empty; choose another --out or remove it")
-        if ranks.is_main:
-            files.remove(partial)
-            partial.mkdir(parents=True)
-
-    ranks.together(start)
-    made_by = {"tool": "data_tools.demo_corpus", "seed": seed}
-
-    def pair_lines(first: int, count: int, other: str = "xx") -> Iterator[writer.Line]:
-        for number in range(1, count + 1):
-            *texts, links = world.pair(first + number - 1, other)
-            key = f"demo.en-{other}-{first + number:09d}"
-            yield writer.Line(number, "", [Record(key, ("en", other), tuple(texts), links)])
-
-    def mono_lines(language: str) -> Iterator[writer.Line]:
-        written = documents = 0
-        while written < (wanted := mono // 5 if language == "yy" else mono):
-            sentences = world.document(language, documents := documents + 1)[: wanted - written]
-            first = written + 1
-            written += len(sentences)
-            for number, text in enumerate(sentences, start=first):
-                yield writer.Line(
-                    first, "", [Record(f"demo.{language}-{number:09d}", (language,), (text,), doc=documents)]
-                )
-
-    def finish() -> None:
-        if not ranks.is_main:
-            return
-        texts = tokenizers.shard_texts(find_sources([partial]), 20_000)
-        tokenizers.train(texts, "wordpiece", VOCAB_SIZE, lowercase=False).save_pretrained(partial / "tokenizer")
-        (partial / "lexicon").mkdir()
-        entries = world.dictionary()
-        for name, flip in (("en-xx", 1), ("xx-en", -1)):
-            lines = sorted(" ".join(entry[::flip]) + "\n" for entry in entries)
-            (partial / "lexicon" / f"{name}.txt").write_text("".join(lines), encoding="utf-8")
-        files.move_in(partial, out)
-
+    files.remove(partial)
+    raw, corpus, made = partial / "raw", partial / "corpus.yaml", partial / "made"
     try:
-        lines = writer.SHARD_LINES // 4
-        writer.write_shards(pair_lines(0, pairs), partial / "pairs", "pairs", lines, ranks, made_by)
-        writer.write_shards(pair_lines(pairs, HELDOUT), partial / "heldout" / "pairs", "pairs", lines, ranks, made_by)
-        if pairs >= 5:
-            writer.write_shards(
-                pair_lines(OF_YY, pairs // 5, "yy"), partial / "pairs_yy", "pairs", lines, ranks, made_by
-            )
-        for language in WRITTEN if mono >= 5 else LANGUAGES:
-            writer.write_shards(mono_lines(language), partial / f"mono_{language}", "mono", lines, ranks, made_by)
-        ranks.together(finish)
+        raw.mkdir(parents=True)
+        write_raw(World(seed), raw, pairs, mono)
+        files.write_text(corpus, corpus_yaml(raw))
+        with redirect_stdout(io.StringIO()):  # it would name folders that are moved
+            prepare.run(prepare.parse_arguments([str(corpus), "--out", str(made), "--workers", "1"]))
+        for name, pair in (("heldout", "en-xx"), ("heldout_yy", "en-yy")):
+            if (made / "heldout" / pair).exists():  # a few pairs have none
+                (partial / name).mkdir()
+                (made / "heldout" / pair).rename(partial / name / "pairs")
+        files.remove(made / "heldout")
+        for path in [*(made / "shards").iterdir(), *made.iterdir()]:
+            path.rename(partial / path.name)
+        (partial / "shards").rmdir()
+        made.rmdir()
+        files.write_text(corpus, corpus_yaml(out / "raw"))
+        files.move_in(partial, out)
     except BaseException:
-        if ranks.is_main:
-            files.remove(partial)
+        files.remove(partial)
         raise
+
+
+def corpus_yaml(raw: Path) -> str:
+    return CORPUS.replace("RAW", json.dumps(str(raw), ensure_ascii=False)[1:-1]).replace("HELDOUT", str(HELDOUT))
+
+
+def write_raw(world: World, raw: Path, pairs: int, mono: int) -> None:
+    """Write the raw files."""
+    fifth = -(-pairs // 5)
+    lines = ["\t".join(in_spaces(*world.pair(number))) for number in range(with_heldout(pairs))]
+    write_lines(raw / "en-xx.tsv", lines)
+    units = [UNIT.format(*world.pair(number, "yy")[:2]) for number in range(FIRST_YY, FIRST_YY + with_heldout(fifth))]
+    files.write_text(raw / "en-yy.tmx", TMX % "".join(units))
+    for language in WRITTEN:
+        wanted = -(-mono // 5) if language == "yy" else mono
+        write_wiki(world, raw / f"wiki_{language}" / "AA", language, wanted)
+    for name, flip in (("en-xx", 1), ("xx-en", -1)):
+        write_lines(raw / f"{name}.txt", sorted(" ".join(entry[::flip]) for entry in world.dictionary()))
+
+
+def with_heldout(pairs: int) -> int:
+    """The number of pairs of which `pairs` remain for training."""
+    return pairs + min(HELDOUT, pairs // 9)
+
+
+def in_spaces(en: str, xx: str, links: str) -> tuple[str, str, str]:
+    """A pair with the links between its words, not symbols, renumbered to words between white space, as a TSV has."""
+    sides = [[(n, word) for n, piece in enumerate(text.split()) for word in re.findall(r"\w+|\W", piece)]
+             for text in (en, xx)]  # fmt: skip
+    numbers = (map(int, link.split("-")) for link in links.split())
+    linked = ((sides[0][i], sides[1][j]) for i, j in numbers)
+    pieces = sorted({(i, j) for (i, word), (j, _) in linked if word.isalnum()})
+    return en, xx, " ".join(f"{i}-{j}" for i, j in pieces)
+
+
+def write_wiki(world: World, folder: Path, language: str, wanted: int) -> None:
+    """Write documents with so many sentences as WikiExtractor does."""
+    lines, written, number = list[str](), 0, 0
+    while written < wanted:
+        number += 1
+        sentences = world.document(language, number)[: wanted - written]
+        text = ("" if language == "yy" else " ").join(sentences)
+        lines += [f'<doc id="{number}" url="" title="{language} {number}">', text, "", "</doc>", ""]
+        written += len(sentences)
+    folder.mkdir(parents=True)
+    write_lines(folder / "wiki_00", lines)
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    files.write_text(path, "".join(line + "\n" for line in lines))
 
 
 def main(ranks: Ranks, argv: list[str] | None = None) -> None:

@@ -21,6 +21,8 @@ from typing import NamedTuple
 LANGUAGES = ("en", "xx")
 """The languages in which a sentence is built."""
 WRITTEN = (*LANGUAGES, "yy")
+FIRST_YY = 1_000_000
+"""The number of the first en-yy pair of a corpus. It is so high that en-yy and en-xx have different sentences."""
 
 # In the tables: word/irregular-form, word~ for a mass noun, word+particle for a phrasal verb, and capital
 # letters for noun classes. Earlier words are more frequent.

@@ -15,8 +15,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from data_tools import demo_corpus, write_shards
+from data_tools import write_shards
 from data_tools.ranks import Ranks
+from tests import demo_shards
 from xscale.data.tokenizer import Tokenizer
 
 
@@ -44,7 +45,7 @@ def log_and_environment_as_before() -> Iterator[None]:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo corpus with 600 pairs and 600 sentences of each language. Read only."""
     out = tmp_path_factory.mktemp("corpus") / "demo"
-    demo_corpus.build(out, pairs=600, mono=600)
+    demo_shards.build(out, pairs=600, mono=600)
     return out
 
 

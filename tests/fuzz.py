@@ -33,12 +33,15 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import torch
 from transformers import AutoModelForMaskedLM, BertConfig
 
-from data_tools import demo_corpus, index, lexicon, write_shards
+from data_tools import index, lexicon, write_shards
 from data_tools import ranks as tools
 from data_tools.ranks import Ranks
+from tests import demo_shards
 from xscale.checkpoint import store as checkpoints
 from xscale.data.lexicon import load_lexicon
 from xscale.data.shards import Source, find_sources
@@ -704,7 +707,7 @@ def main() -> int:
     cases = plan(args.seed, args.cases, args.only) if args.case is None else [(args.only[0], args.case)]
     with tempfile.TemporaryDirectory(prefix="fuzz") as root:
         demo = Path(root) / "demo"
-        demo_corpus.build(demo, pairs=60, mono=60)
+        demo_shards.build(demo, pairs=60, mono=60)
         for kind, number in cases:
             began = time.monotonic()
             result = run_case(kind, number, demo, Path(root) / "cases" / str(number))

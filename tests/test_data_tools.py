@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from data_tools import demo_corpus, inspect, tokenizer, write_shards
-from data_tools.demo_world import World
+from data_tools import demo_corpus, inspect, prepare, tokenizer, write_shards
+from data_tools.demo_world import FIRST_YY, World
 from data_tools.ranks import Ranks
 from tests import launch
 from xscale.data.shards import Source, find_sources
 from xscale.data.text import files_of, read_lines
 from xscale.errors import UserError
+from xscale.run.run_spec import resolve_run
 
 
 def write_mono(out: Path, *options: object) -> None:
@@ -28,6 +29,10 @@ def write_mono(out: Path, *options: object) -> None:
 
 def records_of(directory: Path, shard_records) -> list[dict]:
     return [record for shard in shard_records(directory) for record in shard]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def counts_of(directory: Path) -> dict[str, int]:
@@ -379,51 +384,99 @@ def test_real_chinese_is_known(real: Path, tmp_path: Path, capsys: pytest.Captur
 # The demo corpus
 
 
-def test_demo_corpus_is_whole(demo: Path, shard_records) -> None:
-    assert sorted(path.name for path in demo.iterdir()) == [
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `python -m data_tools.demo_corpus` makes. Read only."""
+    out = tmp_path_factory.mktemp("made") / "demo"
+    demo_corpus.main(Ranks(), ["--out", str(out), "--pairs", "300", "--mono", "300"])
+    return out
+
+
+def test_demo_corpus_is_whole(made: Path, shard_records) -> None:
+    """All that the world says is there, once, in order: pairs for training or held out, and documents."""
+    folders = [
         "heldout",
+        "heldout_yy",
         "lexicon",
         "mono_en",
         "mono_xx",
         "mono_yy",
         "pairs",
         "pairs_yy",
+        "raw",
         "tokenizer",
     ]
+    assert sorted(path.name for path in made.iterdir() if path.is_dir()) == folders
     world = World(0)
-    for lang, sentences in (("en", 600), ("xx", 600), ("yy", 120)):
-        found = records_of(demo / f"mono_{lang}", shard_records)
-        documents = ((number, text) for number in count(1) for text in world.document(lang, number))
-        assert [(record["doc"], record["texts"][0]) for record in found] == list(islice(documents, sentences))
-    keys = Counter(
-        record["key"]
-        for name in ("pairs", "pairs_yy", "heldout/pairs", "mono_en", "mono_xx", "mono_yy")
-        for record in records_of(demo / name, shard_records)
-    )
-    assert max(keys.values()) == 1 and len(keys) == 600 * 3 + 120 * 2 + 1000
+    for other, first, name, held, sizes in (
+        ("xx", 0, "pairs", "heldout", (300, 33)),
+        ("yy", FIRST_YY, "pairs_yy", "heldout_yy", (60, 6)),
+    ):
+        found = [records_of(made / folder, shard_records) for folder in (name, f"{held}/pairs")]
+        assert tuple(map(len, found)) == sizes
+        numbered = sorted((record["key"], record["texts"]) for records in found for record in records)
+        assert [texts for _, texts in numbered] == [list(world.pair(first + n, other)[:2]) for n in range(sum(sizes))]
+    for lang, sentences in (("en", 300), ("xx", 300), ("yy", 60)):
+        found = records_of(made / f"mono_{lang}", shard_records)
+        documents = ([text] for number in count(1) for text in world.document(lang, number))
+        assert [record["texts"] for record in found] == list(islice(documents, sentences))
+        ids = [record.get("doc", record["key"]) for record in found]
+        assert len(set(ids)) == len(list(itertools.groupby(ids))) < len(ids)
 
 
-def test_demo_dictionary(demo: Path) -> None:
+def test_demo_links(made: Path, shard_records) -> None:
+    """The links between words are those of the world, and more only where an apostrophe joins words."""
+    world = World(0)
+    for record in records_of(made / "pairs", shard_records)[:100]:
+        number = int(record["key"].rpartition("-")[2]) - 1
+        *texts, links = world.pair(number)
+        words = re.findall(r"\w+|[^\w\s]", texts[0])
+        gold, found = (
+            {link for link in of.split() if words[int(link.split("-")[0])].isalnum()} for of in (links, record["links"])
+        )
+        assert gold <= found and (found == gold or "’" in texts[1])
+
+
+def test_demo_corpus_is_the_same_again(made: Path, tmp_path: Path) -> None:
+    """By the same command, and by `prepare` from the corpus.yaml beside the raw files."""
+    demo_corpus.main(Ranks(), ["--out", str(tmp_path / "demo"), "--pairs", "300", "--mono", "300"])
+    prepare.run(prepare.parse_arguments([str(made / "corpus.yaml"), "--out", str(tmp_path / "again")]))
+    first = contents(made)
+    assert contents(tmp_path / "demo") | {"corpus.yaml": first.pop("corpus.yaml")} == contents(made)
+    of_shards = {f"shards/{name}": data for name, data in first.items() if name.startswith(("pairs", "mono"))}
+    again = contents(tmp_path / "again")
+    assert len(of_shards) > 15 and of_shards == {name: again[name] for name in again if name.startswith("shards")}
+
+
+def test_the_recipe_mixed_reads_the_demo_corpus(made: Path) -> None:
+    """The TMX has no word links; objectives that need links read the other pairs, and the run says so."""
+    run_spec = resolve_run("mixed", [], [made])
+    read = {spec.name: [run_spec.sources[s].directory.name for s in spec.sources] for spec in run_spec.specs}
+    assert read["alignlm"] == read["contextual"] == ["pairs"] and read["tlm"] == read["ppa"] == ["pairs", "pairs_yy"]
+    (note,) = [line for line in run_spec.notes() if "alignlm" in line]
+    assert "pairs_yy" in note and "no word links" in note
+
+
+def test_demo_dictionary(made: Path) -> None:
     """One `source target` an entry, both directions the same entries."""
     forth, back = (
-        [tuple(line.split(" ")) for line in (demo / "lexicon" / name).read_text().splitlines()]
+        [tuple(line.split(" ")) for line in (made / "lexicon" / name).read_text().splitlines()]
         for name in ("en-xx.txt", "xx-en.txt")
     )
     assert set(forth) == set(World(0).dictionary()) == {(en, xx) for xx, en in back}
     assert len(forth) == len(back) == len(set(forth))
 
 
-def test_demo_tokenizer_knows_the_demo(demo: Path) -> None:
-    made, world = AutoTokenizer.from_pretrained(str(demo / "tokenizer")), World(0)
+def test_demo_tokenizer_knows_the_demo(made: Path) -> None:
+    tokens, world = AutoTokenizer.from_pretrained(str(made / "tokenizer")), World(0)
     for i in range(100):
         for side in world.pair(i)[:2]:
-            ids = made(side, add_special_tokens=False)["input_ids"]
-            assert made.unk_token_id not in ids and made.decode(ids).replace(" ", "") == side.replace(" ", "")
+            ids = tokens(side, add_special_tokens=False)["input_ids"]
+            assert tokens.unk_token_id not in ids and tokens.decode(ids).replace(" ", "") == side.replace(" ", "")
 
 
-def test_demo_corpus_of_another_seed(tmp_path: Path, demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_corpus, "HELDOUT", 5)
+def test_demo_corpus_of_another_seed(tmp_path: Path, made: Path) -> None:
     demo_corpus.main(Ranks(), ["--out", str(tmp_path / "d"), "--pairs", "9", "--mono", "9", "--seed", "1"])
-    one, other = Source(demo / "pairs"), Source(tmp_path / "d" / "pairs")
+    one, other = Source(made / "pairs"), Source(tmp_path / "d" / "pairs")
     assert other.records == 9
     assert not {one.read(0, i).texts for i in range(9)} & {other.read(0, i).texts for i in range(9)}

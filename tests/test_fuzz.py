@@ -10,7 +10,7 @@ from tests import fuzz
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     demo = tmp_path_factory.mktemp("fuzz") / "demo"
-    fuzz.demo_corpus.build(demo, pairs=60, mono=60)
+    fuzz.demo_shards.build(demo, pairs=60, mono=60)
     return demo
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from data_tools.corpus import load_corpus
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch, recipe_fields
@@ -110,6 +111,16 @@ def test_the_readme_is_short() -> None:
     assert len(PAGES["README.md"].splitlines()) <= 150 and len(PAGES["README.md"].split()) <= 1500
     terms = PAGES["docs/architecture.md"].partition("## Glossary")[2].count("\n| ") - 1
     assert terms <= 20
+
+
+def test_examples_of_a_corpus(tmp_path: Path) -> None:
+    """Each corpus.yaml of the pages is one."""
+    found = [block for text in PAGES.values() for block in re.findall(r"^```yaml\n(.*?)^```", text, re.DOTALL | re.M)]
+    found = [block for block in found if re.search("^sources:", block, re.M)]
+    for block in found:
+        (tmp_path / "corpus.yaml").write_text(block, encoding="utf-8")
+        assert len(load_corpus(tmp_path / "corpus.yaml").sources) >= 3
+    assert len(found) == 3
 
 
 def test_tables_of_fields_are_those_of_the_code() -> None:

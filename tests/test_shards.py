@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 import webdataset
 
-from data_tools import demo_corpus, index, inspect, write_shards
+from data_tools import index, inspect, write_shards
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
+from tests import demo_shards
 from xscale.data import shards as shards
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
@@ -432,11 +433,11 @@ def test_same_bytes_for_every_number_of_ranks(tmp_path: Path, corpus_files, writ
 
 
 def test_demo_corpus_is_the_same_for_every_number_of_ranks(tmp_path: Path, on_ranks, monkeypatch) -> None:
-    monkeypatch.setattr(demo_corpus, "HELDOUT", 20)
+    monkeypatch.setattr(demo_shards, "HELDOUT", 20)
     monkeypatch.setattr(write_shards, "SHARD_LINES", 400)
     for size in (1, 3):
         out = tmp_path / str(size)
-        assert on_ranks(size, lambda ranks, out=out: demo_corpus.build(out, 250, 250, ranks=ranks)) == [None] * size
+        assert on_ranks(size, lambda ranks, out=out: demo_shards.build(out, 250, 250, ranks=ranks)) == [None] * size
     one, three = contents(tmp_path / "1"), contents(tmp_path / "3")
     assert sorted(one) == sorted(three)
     assert [name for name in one if one[name] != three[name]] == []

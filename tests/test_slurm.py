@@ -202,10 +202,12 @@ def test_doctor(slurm: Cluster, demo: Path, tmp_path: Path) -> None:
 def test_prepare_and_evaluate(slurm: Cluster, demo: Path, reference: Path, tmp_path: Path) -> None:
     """The demo corpus by two processes without MPI is that of one, byte for byte; an array shares an evaluation."""
     made, output = tmp_path / "demo", tmp_path / "prepare.out"
-    words = ["demo_corpus", "--out", str(made), "--pairs", "600", "--mono", "600"]
-    job = submit(slurm, output, "prepare", *words)
+    words = ["demo_corpus", "--pairs", "60", "--mono", "60", "--out"]
+    slurm.run("python", "-m", f"data_tools.{words[0]}", *words[1:], tmp_path / "alone")
+    job = submit(slurm, output, "prepare", *words, str(made))
     wait_for_state(slurm, job, "COMPLETED", output)
-    assert contents(made) == contents(demo)
+    first, second = contents(made), contents(tmp_path / "alone")
+    assert first.pop("corpus.yaml") != second.pop("corpus.yaml") and first == second  # it names the files' places
     job = submit(slurm, output, "prepare", "pairs", "--src", "none.en")
     assert wait_for_state(slurm, job, "FAILED", output)["ExitCode"] == "2:0"
     model = tmp_path / "hf"

@@ -32,7 +32,15 @@ from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks, find_task_sources, with_means
+from xscale.run.evals import (
+    Heldout,
+    Retrieval,
+    check_number,
+    check_tasks,
+    find_task_sources,
+    heldout_stream_specs,
+    with_means,
+)
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
 from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
@@ -235,6 +243,15 @@ def odd(demo: Path, heldout: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     tar = next((folder / "torn").glob("*.tar"))
     tar.write_bytes(tar.read_bytes()[:5000])
     return folder
+
+
+def test_held_out_pairs_without_word_links(demo: Path, heldout: Path, odd: Path) -> None:
+    """Objectives that need links leave such a source out if another has links; others measure it."""
+    run_spec = resolve_run("mixed", ["data.workers=0"], [demo])
+    sources = find_sources([odd / "bare", heldout / "pairs"])
+    measured = {spec.name: (spec.sources, spec.samples) for spec in heldout_stream_specs(run_spec, sources)}
+    linked, both = ((1,), 1000), ((0, 1), 1060)
+    assert measured == {"tlm": both, "alignlm": linked, "ppa": both, "contextual": linked}
 
 
 HELDOUT, RETRIEVAL = "heldout, data: [{heldout}]", "retrieval, data: [{heldout}/pairs]"

@@ -35,7 +35,14 @@ from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
 from xscale.run.metrics import LOG
-from xscale.run.run_spec import RunSpec, check_file_sizes, check_language_names, check_links, shows_neutral
+from xscale.run.run_spec import (
+    RunSpec,
+    check_file_sizes,
+    check_language_names,
+    check_links,
+    linked_sources,
+    shows_neutral,
+)
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
@@ -195,13 +202,14 @@ def heldout_stream_specs(run_spec: RunSpec, sources: list[Source]) -> list[Strea
     specs = []
     for spec in run_spec.specs:
         kind, languages = "mono" if spec.packed else "pair", run_spec.recipe.streams[spec.name].languages
-        chosen = [
+        chosen = tuple(
             s
             for s, source in enumerate(sources)
             if source.kind == kind and (languages is None or matches_languages(languages, source.langs))
-        ]
+        )
         if chosen:
-            specs.append(StreamSpec(spec.name, tuple(chosen), sum(sources[s].records for s in chosen), spec.packed))
+            chosen = linked_sources(run_spec.recipe.streams[spec.name].objective, chosen, sources)
+            specs.append(StreamSpec(spec.name, chosen, sum(sources[s].records for s in chosen), spec.packed))
     if not specs:
         kinds = ", ".join(sorted({f"{source.pair} ({source.kind})" for source in sources}))
         raise UserError(f"no stream of the recipe reads any of {kinds}")

@@ -50,6 +50,7 @@ from xscale.models.grow import grow, problem_of
 from xscale.models.heads import KeptHeads
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
+from xscale.record import Record
 from xscale.step.module import StepModule
 
 MAX_TOKENS = {"cuda": 16384, "cpu": 8192}
@@ -196,6 +197,11 @@ class RunSpec:
             stream = self.recipe.streams[spec.name]
             advice = OBJECTIVES[stream.objective].advise(stream.options, self.records(spec), self.recipe.train.steps)
             lines += [f"streams.{spec.name}.{line}" for line in advice]
+            reads = OBJECTIVES[stream.objective].reads
+            fitting = select_sources(spec.name, reads, stream.languages, self.sources, self.recipe.data.languages)
+            unlinked = sorted(self.sources[s].directory.name for s in {*fitting} - {*spec.sources})
+            if unlinked:
+                lines.append(f"streams.{spec.name} does not read {', '.join(unlinked)}, which has no word links")
         begin = 0
         for number, phase in enumerate(self.recipe.phases, start=1):
             fields = ", ".join(f"{name} {value}" for name, value in phase.fields.items()) or "no field"
@@ -476,6 +482,7 @@ def stream_specs(recipe: Recipe, sources: list[Source]) -> list[StreamSpec]:
     for name, stream in recipe.streams.items():
         reads = OBJECTIVES[stream.objective].reads
         chosen = select_sources(name, reads, stream.languages, sources, recipe.data.languages)
+        chosen = linked_sources(stream.objective, chosen, sources)
         specs.append(StreamSpec(name, chosen, stream.samples or 0, packed=reads == "mono"))
     return specs
 
@@ -624,6 +631,14 @@ def of_languages(languages: list[str] | None, lexicon: Lexicon) -> bool:
     return matches_languages(languages, lexicon.langs) or (len(languages) == 1 and languages[0] in lexicon.langs)
 
 
+def linked_sources(objective: str, chosen: tuple[int, ...], sources: list[Source]) -> tuple[int, ...]:
+    """Those of the chosen sources that the objective can read: if it needs word links, those that have some. If none
+    has, all are returned, which check_links refuses."""
+    if OBJECTIVES[objective].needs != "links":
+        return chosen
+    return tuple(s for s in chosen if any(r.links is not None for _, r in some_records(sources[s]))) or chosen
+
+
 def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) -> None:
     """Check that objectives that need word links read only sources that have them. Raises UserError."""
     for spec in specs:
@@ -635,16 +650,21 @@ def check_links(recipe: Recipe, specs: list[StreamSpec], sources: list[Source]) 
 
 def check_links_of_records(stream: str, source: Source) -> None:
     """Check that records of a source have word links: the first, the last and some between them. Raises UserError."""
-    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
-    without_readahead = source.without_readahead()
-    for shard, record in source.places(some):
-        found = without_readahead.read(shard, record)
+    for shard, found in some_records(source):
         if found.links is None:
             raise UserError(
                 f"streams.{stream} needs word links; {source.directory / source.shards[shard].name}, record "
                 f"{found.key!r}, has none. Write {source.name} again with `python -m data_tools.write_shards pairs ... "
                 f"--links F` or `--align`, or name the pairs that have links: streams.{stream}.languages=[...]"
             )
+
+
+def some_records(source: Source) -> Iterator[tuple[int, Record]]:
+    """The first and the last record of a source, and some between them, each with the number of its shard."""
+    some = np.unique(np.linspace(0, source.records - 1, LINKED_SAMPLE).round().astype(np.int64))
+    without_readahead = source.without_readahead()
+    for shard, record in source.places(some):
+        yield shard, without_readahead.read(shard, record)
 
 
 def find_tokenizer(recipe: Recipe, data: Path | None) -> str:
