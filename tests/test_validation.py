@@ -28,14 +28,14 @@ from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals
+from xscale.eval.in_training import Heldout, Retrieval, check_number, check_tasks, find_task_sources, with_means
 from xscale.eval.retrieval import accuracies
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process, environment_without_launcher
 from xscale.report.read import read_runs
-from xscale.run.evals import Heldout, Retrieval, check_number, check_tasks, find_task_sources, with_means
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
-from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)

@@ -23,14 +23,10 @@ from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.packed_row import RowShape
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
-from xscale.errors import UserError
 from xscale.files import parallel_map
 
 PACK_FILL = 0.94
 """The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
-
-ORDER = 3
-"""Version of the order of running text. Before version 3, samples were consecutive pieces of a permuted window."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +135,6 @@ class Mixture:
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """The last epoch and window that `remote_shards` yielded for each stream and source."""
-        if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
-            raise UserError(
-                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
-                f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
-            )
 
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
@@ -160,7 +151,7 @@ class Mixture:
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
+        self.state = self.state | {"step": step + 1, "positions": positions, "room": self.room}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -229,7 +220,7 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
             text = TextPacking(tokens, self.room, before) if stream.packed else None
-            # Data that was added to a run (run/append.py) must not change the order of the other sources.
+            # Data that was added to a run (run/going_on.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (now, order)
@@ -309,14 +300,14 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
     while True:
         tokens, variance, sequences = np.hstack([expected_bins(mixture, batch, rows) for batch in batches])
         mean, deviation = tokens.mean(), np.sqrt(tokens.var() + variance.mean())
-        room = mean + deviation * best_deviations(deviation / mean, mixture.world)
+        room = mean + deviation * optimal_margin(deviation / mean, mixture.world)
         room = TOKEN_MULTIPLE * int(np.ceil(room / TOKEN_MULTIPLE))
         if room <= mixture.max_tokens or rows * mixture.world >= samples:
             return rows, RowShape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
         rows += 1
 
 
-def best_deviations(relative: float, ranks: int) -> float:
+def optimal_margin(relative: float, ranks: int) -> float:
     """The size of a compiled row, in standard deviations above the mean, that minimises the expected time of a step.
 
     A larger size costs time in every row. A row that does not fit costs more, and all ranks wait for it. relative: the
@@ -385,7 +376,7 @@ def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
     text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
-    return {"step": 0, "positions": positions, "order": ORDER}
+    return {"step": 0, "positions": positions}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:

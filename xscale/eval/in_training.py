@@ -4,6 +4,7 @@ An evaluation has its own random numbers, the same every time, so a run with eva
 without.
 """
 
+import logging
 import math
 import zipfile
 from collections import Counter
@@ -34,11 +35,11 @@ from xscale.eval.model import Exported, read_texts
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
-from xscale.run.metrics import LOG
-from xscale.run.run_spec import RunSpec, check_file_sizes, check_language_names, check_links, shows_neutral
+from xscale.run_spec import RunSpec, check_file_sizes, check_language_names, check_links, shows_neutral
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
+LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
 """A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
 TRIED = 8
@@ -355,7 +356,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
             f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
             f"of the words; alignment/* measures only those"
         )
-    tokens = tokens_of_text(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
+    tokens = tokens_by_language(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
@@ -369,7 +370,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
     return found
 
 
-def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
+def tokens_by_language(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
     """Return the distinct tokens of each language's text, which tokens.npz keeps for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():
