@@ -7,7 +7,6 @@ The state has the step number and each stream's position in each source; it dete
 global batch is sampled first and then assigned to ranks and rows (balance.py).
 """
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -133,6 +132,8 @@ class Mixture:
         self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
+        self.phases: list[tuple[int, Mixture]] = []
+        """The mixtures of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """The last epoch and window that `remote_shards` yielded for each stream and source."""
 
@@ -145,6 +146,18 @@ class Mixture:
 
     def next_batch(self) -> GlobalBatch:
         """The next step's global batch; advances the state."""
+        mixture = self._of_next_step()
+        batch = mixture._sample()
+        self.state = mixture.state
+        return batch
+
+    def _of_next_step(self) -> "Mixture":
+        """The mixture of the next step's phase, at this mixture's state."""
+        mixture = next((of_phase for end, of_phase in self.phases if self.state["step"] < end), self)
+        mixture.state, mixture._orders = self.state, self._orders  # most orders are the same in all phases
+        return mixture
+
+    def _sample(self) -> GlobalBatch:
         step, records, positions, tokens = self.state["step"], {}, {}, {}
         for stream, weights in zip(self.streams, self.weights, strict=True):
             drawn, positions[stream.name] = self._draw(stream, weights, step)
@@ -197,6 +210,9 @@ class Mixture:
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
         epoch. A source whose window is the same as in the last call is left out."""
+        yield from self._of_next_step()._remote_shards()
+
+    def _remote_shards(self) -> Iterator[tuple[Source, int]]:
         for stream in self.streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source, epoch = self.sources[number], position[0]
@@ -225,37 +241,6 @@ class Mixture:
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
-
-
-class PhasedMixture:
-    """The mixtures of a run's phases. Each continues from the state that the previous one has left."""
-
-    def __init__(self, ends: list[int], mixtures: list[Mixture]):
-        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
-        self.ends, self.mixtures = ends, mixtures
-        self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
-        for mixture in mixtures:
-            mixture._orders = mixtures[0]._orders  # most orders are the same in all phases
-
-    @property
-    def mixture(self) -> Mixture:
-        """The mixture of the next step's phase."""
-        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
-        mixture.state = self.state
-        return mixture
-
-    def next_batch(self) -> GlobalBatch:
-        """The next step's global batch; advances the state."""
-        mixture = self.mixture
-        batch = mixture.next_batch()
-        self.state = mixture.state
-        return batch
-
-    def next_step(self) -> StepPlan:
-        return self.next_batch().plans([self.rank])[0]
-
-    def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        return self.mixture.remote_shards()
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:

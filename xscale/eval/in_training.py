@@ -95,7 +95,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
 def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup | None) -> list[str]:
     """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        return list(with_means(task.name, alignment_rows(run_spec)))
+        return list(with_overall_means(task.name, alignment_rows(run_spec)))
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
@@ -141,14 +141,16 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
-        if language == ALL and row not in with_means(task.name, results):  # so few records may be of one language
+        if language == ALL and row not in with_overall_means(
+            task.name, results
+        ):  # so few records may be of one language
             results[row] = {
                 n: v for name, of in results.items() if name.startswith(f"{stream} ") for n, v in of.items()
             }
-    check_number({task.name: with_means(task.name, results)}, best)
+    check_number({task.name: with_overall_means(task.name, results)}, best)
 
 
-def with_means(task: str, rows: Results) -> Results:
+def with_overall_means(task: str, rows: Results) -> Results:
     """Return a task's results rows after rows with means over languages or pairs: the row `all`, or for held-out losses
     `STREAM all` for each stream. A number is averaged over the rows that have it, if there are several."""
     groups, losses = dict[str, list[dict[str, float]]](), task.partition(".")[0] == "heldout"

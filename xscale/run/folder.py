@@ -229,18 +229,11 @@ class Status:
         self.step: int | None = None
         """The number of steps done."""
 
-    def asks_for_lock(self) -> None:
-        """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
-        self.has_lock = False
-
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
-
-    def note_step(self, step: int) -> None:
-        self.step = step
 
     def ended(self, code: int, why: str) -> None:
         if code not in NAMES and self.has_lock:

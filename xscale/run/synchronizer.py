@@ -137,10 +137,6 @@ class StepSynchronizer:
         waited, self.waited = self.waited, 0.0
         return waited
 
-    def note_flush(self) -> None:
-        """Note that metrics are read now."""
-        self.last_flush = time.monotonic()
-
     def stops_next(self) -> bool:
         """Whether any rank was asked to stop before the step that begins next."""
         return bool(self.pending) and self.pending[0].stopped()
@@ -158,7 +154,7 @@ class StepSynchronizer:
         targets, work, long = batch.targets(), batch.work(), batch.too_long()
         flush = self.process.is_main and time.monotonic() - self.last_flush >= FLUSH_SECONDS
         if flush:
-            self.note_flush()
+            self.last_flush = time.monotonic()
         asked = [int(flush), int(self.checkpoint_manager.written)]
         rank, world = self.process.rank, self.process.world
         own = {stream: n for stream, n in batch.auxiliary().items() if stream in self.gathering}

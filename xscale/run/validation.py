@@ -20,7 +20,7 @@ from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
-from xscale.eval.in_training import Results, check_number, with_means
+from xscale.eval.in_training import Results, check_number, with_overall_means
 from xscale.metric_keys import is_better
 from xscale.ranks import HostGroup
 from xscale.run.metrics import LOG, JsonLines, Reporter
@@ -60,7 +60,7 @@ class Validation:
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
         """The best step, and its main number, by task and results row."""
         lines = (out / EVALS).read_text(encoding="utf-8").splitlines() if has else []
-        earlier = [(entry["step"], whole_results(entry.get("results") or {})) for entry in map(json.loads, lines)]
+        earlier = [(entry["step"], with_nan(entry.get("results") or {})) for entry in map(json.loads, lines)]
         for line in earlier:
             self.lines_of(*line)
         if self.best_of:
@@ -98,7 +98,7 @@ class Validation:
         """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
         results, started = dict[str, Results](), time.monotonic()
         for name, task in self.tasks.items():
-            results[name] = with_means(name, task())
+            results[name] = with_overall_means(name, task())
         seconds = time.monotonic() - started
         if results and self.lines.file:
             self.report(step, results, seconds)
@@ -148,14 +148,12 @@ class Validation:
         self.lines.close()
 
 
-def whole_results(results: dict[str, Results]) -> dict[str, Results]:
-    """Return the results of a line of evals.jsonl with NaN for null, and with the means that earlier versions did not
-    write."""
-    numbers = {
+def with_nan(results: dict[str, Results]) -> dict[str, Results]:
+    """Return the results of a line of evals.jsonl with NaN for null."""
+    return {
         task: {row: {name: math.nan if v is None else v for name, v in of.items()} for row, of in rows.items()}
         for task, rows in results.items()
     }
-    return {task: with_means(task, rows) for task, rows in numbers.items()}
 
 
 class Hook:
