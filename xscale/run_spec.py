@@ -102,7 +102,7 @@ class RunSpec:
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
         if found is None:
-            found = self.measured(host_group)
+            found = self.measure_calibration(host_group)
         phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
@@ -119,7 +119,7 @@ class RunSpec:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
 
-    def measured(self, host_group: HostGroup | None, found: Calibration | None = None) -> Calibration:
+    def measure_calibration(self, host_group: HostGroup | None, found: Calibration | None = None) -> Calibration:
         """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
         calibration of which only the phases are measured anew."""
 

@@ -123,16 +123,16 @@ def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: Ho
     """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
     new sources, and the phases of a fork that has other ones."""
     if checkpoint is None or checkpoint.calibration is None:
-        return run_spec.measured(host_group)
+        return run_spec.measure_calibration(host_group)
     before, now = checkpoint.identity, run_spec.identity()
     saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(run_spec.recipe.streams))
     if before["data"] != now["data"]:
         # Streams and old sources keep their estimates, on which the order of running text and packed rows depend.
         lines = dict(zip(fingerprints(before), saved.lines, strict=True))
-        fresh = zip(fingerprints(now), run_spec.measured(host_group).lines, strict=True)
+        fresh = zip(fingerprints(now), run_spec.measure_calibration(host_group).lines, strict=True)
         saved = replace(saved, lines=[lines.get(source, line) for source, line in fresh])
     if before["recipe"].get("phases") != now["recipe"].get("phases"):
-        saved = run_spec.measured(host_group, saved)
+        saved = run_spec.measure_calibration(host_group, saved)
     return saved
 
 
