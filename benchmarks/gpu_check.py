@@ -29,7 +29,7 @@ from xscale.ops import masked_ce
 from xscale.ops.alignment_gather import alignment_gather
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, step_weights
 

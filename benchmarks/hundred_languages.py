@@ -31,7 +31,7 @@ from data_tools.demo_world import World
 from xscale.data.mixture import initial_state
 from xscale.data.words import split
 from xscale.ranks import Process
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 
 LATIN = "abcdefghijklmnopqrstuvwxyz"
 

@@ -39,7 +39,7 @@ from xscale.data.mixture import Mixture, StepPlan, StreamSpec, initial_state
 from xscale.data.order import WINDOW_RECORDS, WINDOW_SHARDS, EpochOrder
 from xscale.data.shards import OPEN_FILES, Source
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 
 WORDS, SAMPLES, MAX_LENGTH, VOCAB_SIZE = 15, 512, 128, 16_000
 UNIQUE_PAIRS = 20_000

@@ -35,7 +35,7 @@ from xscale import ranks
 from xscale.data.loader import StepBatch
 from xscale.data.mixture import StreamSpec, initial_state
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config

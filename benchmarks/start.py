@@ -119,8 +119,8 @@ def rank(words: list[str], result: str) -> None:
     """Train one rank of a run. Writes its seconds, memory and counts until the first step to `result`."""
     import deepspeed  # noqa: F401
 
-    from xscale import train
-    from xscale.run import folder, loop, run_spec, start
+    from xscale import run_spec, train
+    from xscale.run import going_on, loop, start
 
     data, far = train.parse_arguments(words).data[0].as_posix(), float(os.environ.get("XSCALE_FAR", 0))
     counts, took = Counts(data, far, "XSCALE_COUNTS" in os.environ), dict.fromkeys(PHASES.values(), 0.0)
@@ -140,12 +140,12 @@ def rank(words: list[str], result: str) -> None:
 
     for owner, name in (
         (start, "resolve_run"),
-        (start, "calibration"),
+        (going_on, "calibration"),
         (start, "make_engine"),
         (run_spec.RunSpec, "batches"),
     ):
         clock(owner, name)
-    clock(folder, "find_checkpoint")
+    clock(going_on, "find_checkpoint")
     clock(loop.Trainer, "save")
     clock(synchronizer.StepSynchronizer, "next")
     step = loop.Trainer.train_step

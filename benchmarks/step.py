@@ -59,7 +59,7 @@ from xscale.errors import UserError
 from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import engine
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import Hardware, load_ds_config

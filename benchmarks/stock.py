@@ -24,7 +24,7 @@ from xscale.data.words import split
 from xscale.errors import UserError
 from xscale.models.encoder import HEADS
 from xscale.record import Record
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 
 Example = dict[str, Any]
 Batch = dict[str, Tensor]

@@ -18,7 +18,7 @@ import torch
 from xscale.data.mixture import initial_state
 from xscale.data.stream_batch import StreamBatch
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import Hardware, load_ds_config
 from xscale.train import parse_arguments

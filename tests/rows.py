@@ -16,7 +16,7 @@ from xscale.data.packed_row import PackedRow, pack_row
 from xscale.data.stream_batch import StreamBatch
 from xscale.objectives import OBJECTIVES, Parts
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass
 

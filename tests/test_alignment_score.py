@@ -15,10 +15,10 @@ from xscale.data.lexicon import Lexicon, load_lexicon, withheld
 from xscale.data.sample import sample_records
 from xscale.data.shards import Source
 from xscale.data.tokenizer import Tokenizer
+from xscale.eval import in_training as evals
 from xscale.eval import run
 from xscale.eval.alignment_score import ProbeWords, find_probe, tokens_of, trained_tokens
 from xscale.models.build import build_encoder
-from xscale.run import evals
 
 
 def by_hand(table: torch.Tensor, pairs: list[tuple[int, int]], targets: list[int]) -> float:

@@ -20,9 +20,9 @@ from xscale.data import order
 from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.ranks import HostGroup, Process
-from xscale.run import append, folder
-from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.start import calibration
+from xscale.run import folder, going_on
+from xscale.run.going_on import calibration
+from xscale.run_spec import RunSpec, resolve_run
 
 ALONE = Process(0, 1, 0, 1)
 SETS = ["streams.mlm.samples=6", "streams.tlm.samples=5", "data.max_length=40", "data.workers=0"]
@@ -75,15 +75,15 @@ def draw(run_spec: RunSpec, state: dict[str, Any], steps: int) -> tuple[Draws, d
 
 def begun(run_spec: RunSpec) -> dict[str, Any]:
     positions = {spec.name: [[0, 0] for _ in spec.sources] for spec in run_spec.specs}
-    return {"step": 0, "positions": positions, "order": 3}
+    return {"step": 0, "positions": positions}
 
 
 def taken_in(corpus: Path, checkpoint: Checkpoint) -> tuple[RunSpec, dict[str, Any]]:
     """The run as it is started again with more data."""
-    known = frozenset(append.fingerprints(checkpoint.identity))
+    known = frozenset(going_on.fingerprints(checkpoint.identity))
     run_spec = resolved(corpus / "after", known=known)
     assert folder.changed(checkpoint.identity, run_spec.identity(), append=True) == []
-    checkpoint_now = append.with_new_sources(checkpoint, run_spec)
+    checkpoint_now = going_on.with_new_sources(checkpoint, run_spec)
     return run_spec.calibrated(calibration(run_spec, checkpoint_now, HostGroup())), checkpoint_now.state
 
 
@@ -139,7 +139,7 @@ def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
     """Without the flag, anything; fewer sources; more languages where the model has embeddings of them."""
     first = resolved(corpus / "before").calibrated()
     checkpoint = checkpoint_of(first, begun(first))
-    after = resolved(corpus / "after", known=frozenset(append.fingerprints(checkpoint.identity)))
+    after = resolved(corpus / "after", known=frozenset(going_on.fingerprints(checkpoint.identity)))
     assert folder.changed(checkpoint.identity, after.identity())
     assert folder.changed(after.identity(), first.identity(), append=True)
     (tmp_path / folder.IDENTITY).write_text(json.dumps(after.identity()))
@@ -151,7 +151,7 @@ def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
         "shards were not cut"
     )
     with pytest.raises(UserError, match=r"data\.first"):
-        append.with_new_sources(checkpoint, resolved(corpus / "after", "data.first=900", known=frozenset({"x"})))
+        going_on.with_new_sources(checkpoint, resolved(corpus / "after", "data.first=900", known=frozenset({"x"})))
     new = find_sources([corpus / "after" / "mono_xx"])
     new[0].langs = ("sw",)
     more = Namespace(sources=[*first.sources, *new], recipe=first.recipe, languages=["en", "sw", "xx"])
@@ -159,9 +159,9 @@ def test_what_a_run_cannot_take_in(corpus: Path, tmp_path: Path) -> None:
         more.any_stream = lambda option, embeddings=embeddings: embeddings
         if embeddings:
             with pytest.raises(UserError, match=r"embedding for sw.*model\.init"):
-                append.check(append.fingerprints(checkpoint.identity), more)  # type: ignore[arg-type]
+                going_on.check_append(going_on.fingerprints(checkpoint.identity), more)  # type: ignore[arg-type]
         else:
-            append.check(append.fingerprints(checkpoint.identity), more)  # type: ignore[arg-type]
+            going_on.check_append(going_on.fingerprints(checkpoint.identity), more)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from xscale.data.text import files_of, read_lines
 from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.files import check_writable, publish, write_text
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 
 EN = [f"one two three number {i}" for i in range(400)]
 DE = [f"eins zwei drei Nummer {i}" for i in range(400)]

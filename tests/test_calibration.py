@@ -18,8 +18,8 @@ from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import Mixture, StreamSpec, expected_bins, fit_row_shape, initial_state
 from xscale.errors import UserError
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.start import calibration
+from xscale.run.going_on import calibration
+from xscale.run_spec import RunSpec, resolve_run
 
 MAX_LENGTH = 128
 RECIPES = ["mixed", "tlm", "mlm", "alignlm", "ppa", "xlm", "contextual"]

@@ -18,7 +18,7 @@ from xscale.models.encoder import Encoder
 from xscale.objectives import OBJECTIVES
 from xscale.ops.masked_ce import masked_cross_entropy
 from xscale.ranks import Process
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 from xscale.step import cost
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass

@@ -17,7 +17,7 @@ from xscale.checkpoint import store
 from xscale.data.packed_row import PackedRow
 from xscale.files import sha256_file
 from xscale.ranks import HostGroup
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, by_one_buffer, step_weights, to_device
 

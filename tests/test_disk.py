@@ -213,7 +213,7 @@ def test_latest_names_a_whole_checkpoint_at_any_moment(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "replace", looking(replace))
     saver = CheckpointManager(Engine(), folder, HostGroup(), keep=1, saved=None, write_more=lambda path: None)
     for step in (0, 1):
-        saver.save(step, manifest(step), good=True, background=False, must=True)
+        saver.save(step, manifest(step), good=True, background=False, must_succeed=True)
     assert seen[0] == (None, []) and seen[-1][0] == "step_00000001" and len(seen) >= 10
 
 
@@ -234,8 +234,8 @@ def test_which_checkpoints_stay(tmp_path: Path) -> None:
         (5, True, [1, 4, 5]),
     ]:
         best |= {1} if step == 1 else set()
-        saver.save(step, manifest(step), good=good, background=step % 2 == 0, must=False)
-        saver.settle()
+        saver.save(step, manifest(step), good=good, background=step % 2 == 0, must_succeed=False)
+        saver.finish_save()
         assert steps_saved(tmp_path) == stay, step
     assert saver.good == 5
 

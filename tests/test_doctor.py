@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from xscale import doctor
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 
 CONFIG = """\
 Configuration data as of 2026-01-31T12:00:00

@@ -16,7 +16,7 @@ from xscale.data.shards import find_sources
 from xscale.data.tokenizer import Tokenizer
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 
 SETS = ["data.workers=0", "streams.tlm.samples=32"]
 

@@ -15,7 +15,7 @@ from xscale.data.packed_row import RowCost
 from xscale.data.shards import Source
 from xscale.dry_run import dry_run
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 from xscale.step import cost
 
 ALONE = Process(0, 1, 0, 1)

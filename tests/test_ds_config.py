@@ -12,7 +12,7 @@ from xscale.checkpoint.store import Checkpoint
 from xscale.config import RECIPES, Recipe, load_recipe
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
-from xscale.run.start import check_engine
+from xscale.run.going_on import check_engine
 from xscale.step.ds_config import Hardware, read_ds_config, resolve_ds_config
 
 SHIPPED = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))

@@ -18,8 +18,8 @@ from xscale.data.shards import Source, find_sources, take_first
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec
-from xscale.run.run_spec import resolve_run as prepare_job
+from xscale.run_spec import RunSpec
+from xscale.run_spec import resolve_run as prepare_job
 
 OPTIONS = {name: objective.options for name, objective in OBJECTIVES.items()}
 

@@ -16,7 +16,7 @@ from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.report import tables
 from xscale.report.read import read_runs
-from xscale.run import fork
+from xscale.run import going_on
 from xscale.train import parse_arguments
 
 SETS = ("streams.ppa.queue_size=64", "streams.ppa.projection=24")
@@ -35,7 +35,7 @@ def parent(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def begin(demo: Path, out: Path, parent: object, *sets: str, recipe: str = "mixed") -> Any:
     identity = run_spec_of(demo, recipe, *SETS, *sets).identity()
-    return fork.find_checkpoint(
+    return going_on.find_checkpoint(
         Namespace(out=out, resume="auto", fork=str(parent), data_change=None), identity, HostGroup()
     )
 
@@ -53,11 +53,11 @@ def test_a_fork_begins_where_it_is_told_and_then_goes_on_by_itself(demo: Path, p
         with pytest.raises(UserError, match=r"--fork .*run(@7)?: .*new .*--out"):
             begin(demo, tmp_path / "new", other)
     seventh = checkpoints.read(parent / "checkpoints" / "step_00000007")
-    fork.write_ancestry(tmp_path / "new", seventh, seventh.identity)
+    going_on.write_ancestry(tmp_path / "new", seventh, seventh.identity)
     with pytest.raises(UserError, match=r"--fork .*run@9: .*new .*--out"):
         begin(demo, tmp_path / "new", f"{parent}@9")
     found = [begin(demo, tmp_path / "new", f"{parent}@7"), begin(demo, tmp_path / "new", parent)][0]
-    assert found.path == own and fork.is_own(found, tmp_path / "new") and not fork.is_own(found, parent)
+    assert found.path == own and going_on.is_own(found, tmp_path / "new") and not going_on.is_own(found, parent)
     shutil.rmtree(own)
     (parent / "checkpoints" / "step_00000009" / "mp_rank_00_model_states.pt").rename(tmp_path / "gone")
     with pytest.raises(UserError, match=r"mp_rank_00_model_states.pt is missing.*--fork"):
@@ -101,7 +101,7 @@ def test_phases_may_change_where_the_saved_state_stays(demo: Path, parent: Path,
     some = recipe | {"data": recipe["data"] | {"languages": ["en", "xx"]}}
     for languages, same in (([], True), ([["en", "xx", "yy"]], False)):
         phases = [{"until": 5, "data.alpha": 0.3}, *({"until": 1.0, "data.languages": of} for of in languages)]
-        assert (fork.fixed_by_phases(some) == fork.fixed_by_phases(some | {"phases": phases})) == same
+        assert (going_on.fixed_by_phases(some) == going_on.fixed_by_phases(some | {"phases": phases})) == same
 
 
 @pytest.mark.slow
@@ -138,9 +138,9 @@ def test_ancestors_are_kept_and_reported(demo: Path, parent: Path, tmp_path: Pat
         out.mkdir()
         (out / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0}\n')
     identity = run_spec_of(demo, "mixed", *SETS, "train.lr=0.5").identity()
-    fork.write_ancestry(first, checkpoints.read(parent / "checkpoints" / "step_00000007"), identity)
+    going_on.write_ancestry(first, checkpoints.read(parent / "checkpoints" / "step_00000007"), identity)
     shutil.copytree(parent / "checkpoints", first / "checkpoints")
-    fork.write_ancestry(second, checkpoints.read(first / "checkpoints" / "step_00000009"), identity)
+    going_on.write_ancestry(second, checkpoints.read(first / "checkpoints" / "step_00000009"), identity)
     found = json.loads((second / "ancestry.json").read_text())
     assert [(entry["run"], entry["step"]) for entry in found] == [(str(first), 9), (str(parent), 7)]
     assert all("recipe.train.lr: was 0.002, is now 0.5" in entry["changed"] for entry in found)

@@ -39,10 +39,10 @@ from xscale.eval.model import Exported, read_texts
 from xscale.eval.sentence_files import trained_pooling
 from xscale.models.build import build_encoder
 from xscale.models.encoder import Encoder
-from xscale.models.heads import KeptHeads, load_heads, save_heads, take_over
+from xscale.models.heads import KeptHeads, load_heads, load_kept_heads, save_heads
 from xscale.objectives import OBJECTIVES, alignlm, tlm
 from xscale.run.folder import claim_out
-from xscale.run.run_spec import RunSpec, find_tokenizer, shows_neutral
+from xscale.run_spec import RunSpec, find_tokenizer, shows_neutral
 from xscale.step.module import StepModule
 
 
@@ -129,19 +129,6 @@ def test_languages_keep_their_embeddings_by_name(trained: tuple[Encoder, Path]) 
     assert torch.equal(table(fewer)[2], table(gone_on)[0])
     reloaded = AutoModelForMaskedLM.from_pretrained(path.parent / "second")
     assert torch.equal(reloaded.base_model.embeddings.token_type_embeddings.weight, table(gone_on))
-
-
-def test_languages_of_a_run_that_counted_from_0_move_up(tmp_path: Path) -> None:
-    """An export from before token type 0 was neutral: each language says what it said, and 0 is their mean."""
-    encoder = start(None, ["de", "en"])
-    with torch.no_grad():
-        table(encoder).normal_()
-    rows = table(encoder).detach().clone()
-    encoder.lm.config.xscale = {"languages": ["cs", "de", "en"], "language_embeddings": True}
-    encoder.lm.save_pretrained(tmp_path)
-    gone_on = start(tmp_path, ["cs", "de", "en"])
-    assert gone_on.lm.config.xscale["languages"] == ["neutral", "cs", "de", "en"]
-    torch.testing.assert_close(table(gone_on), torch.cat([rows.mean(0, keepdim=True), rows]))
 
 
 @pytest.mark.parametrize("taught", [True, False])
@@ -332,9 +319,9 @@ def test_the_stream_of_the_same_name_comes_first() -> None:
     found = {}
     for name in ("b", "c"):
         layer = torch.nn.Linear(2, 1)
-        take_over(kept, name, "alignlm", layer)
+        load_kept_heads(kept, name, "alignlm", layer)
         found[name] = layer.weight[0, 0].item()
-    assert found == {"b": 2.0, "c": 1.0} and take_over(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
+    assert found == {"b": 2.0, "c": 1.0} and load_kept_heads(kept, "a", "ppa", torch.nn.Linear(2, 1)) is None
 
 
 def test_a_damaged_file_of_heads_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.eval.hf_directory import difference_from
 from xscale.models.grow import grow, origins, pieces_of, problem_of
-from xscale.run.run_spec import check_tokenizer
+from xscale.run_spec import check_tokenizer
 
 CYRILLIC = str.maketrans("abcdefghijklmnopqrstuvwxyz", "абцдефгхийклмнопярстувщыжз")
 WORLD = World(0)

@@ -17,6 +17,7 @@ FLOORS = (
     {"plugins"},
     {"step"},
     {"checkpoint"},
+    {"run_spec"},
     {"eval"},
     {"run"},
     {"report", "dry_run"},

@@ -16,7 +16,7 @@ from xscale.data.shards import find_sources
 from xscale.errors import UserError
 from xscale.eval import mining
 from xscale.ranks import Process
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 
 PAIRS = {("en", "zh-CN"): 200, ("zh-CN", "pt-BR"): 100, ("en", "zh-Hans"): 60}
 

@@ -23,6 +23,7 @@ from data_tools import tokenizer as tokenizers
 from data_tools.demo_world import World
 from data_tools.ranks import Ranks
 from tests import launch
+from xscale import run_spec as jobs
 from xscale.data import sample, truecase
 from xscale.data.lexicon import (
     Lexicon,
@@ -41,7 +42,6 @@ from xscale.data.tokenizer import Tokenizer
 from xscale.errors import UserError
 from xscale.ranks import HostGroup
 from xscale.run import folder
-from xscale.run import run_spec as jobs
 
 
 @pytest.fixture

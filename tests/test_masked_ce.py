@@ -21,7 +21,7 @@ from tests.triton_kernel import compiled, fenced, memory_instructions, run_pytho
 from xscale.ops import masked_ce
 from xscale.ops import masked_ce_triton as kernel
 from xscale.ops.masked_ce import ROWS, chunk_rows, masked_cross_entropy
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 
 V, H = 61, 16

@@ -16,7 +16,6 @@ from xscale import rng
 from xscale.data.calibration import Calibration, Estimate
 from xscale.data.mixture import PACK_FILL, Mixture, StepPlan, StreamSpec, choose, initial_state, source_weights
 from xscale.data.shards import find_sources
-from xscale.errors import UserError
 
 LENGTH = 64
 Process = tuple[int, int, int, int]  # source, epoch, shard, record
@@ -233,17 +232,6 @@ def test_state_says_what_was_consumed() -> None:
             for source, (epoch, position) in zip(stream.sources, plan.state["positions"][stream.name], strict=True):
                 assert epoch * SOURCES[source].records + position == counts[stream.name, source]
     assert plan.state["step"] == 60
-
-
-def test_a_state_of_an_earlier_order_is_refused_for_running_text() -> None:
-    run = mixture()
-    plans = [run.next_step() for _ in range(4)]
-    for old in ({}, {"order": 2}):
-        state = {name: value for name, value in plans[1].state.items() if name != "order"} | old
-        with pytest.raises(UserError, match=r"step 2 .*model\.init=DIR"):
-            mixture(state=state)
-        mixture(streams=[stream for stream in STREAMS if not stream.packed], state=state)
-    mixture(state=plans[1].state)
 
 
 def test_state_is_small() -> None:

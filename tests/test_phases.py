@@ -29,8 +29,8 @@ from xscale.data.order import EpochOrder
 from xscale.errors import UserError
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import HostGroup, Process
-from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.start import calibration
+from xscale.run.going_on import calibration
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.ds_config import Hardware, resolve_ds_config
 
 BASE: dict[str, Any] = {

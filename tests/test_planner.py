@@ -29,7 +29,7 @@ from xscale.errors import MachineError, RankError, UserError
 from xscale.ranks import Process
 from xscale.run import metrics
 from xscale.run.folder import MACHINE, USER_ERROR, code_of, message_of
-from xscale.run.run_spec import resolve_run
+from xscale.run_spec import resolve_run
 
 
 class Plans(Dataset):

@@ -38,7 +38,7 @@ from xscale.models.momentum import GatheredVectors, MomentumEncoder, Queue
 from xscale.objectives import OBJECTIVES, HasQueue, Parts, ppa, tlm
 from xscale.ranks import Process
 from xscale.run import start as prefilling
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 from xscale.step.engine import build_engine
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, optimizer_step, share_vectors, to_device

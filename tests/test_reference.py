@@ -20,7 +20,7 @@ from xscale.data.sequences import Example
 from xscale.data.stream_batch import StreamBatch, StreamShare
 from xscale.objectives import OBJECTIVES
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 from xscale.step import step
 from xscale.step.module import Reported, StepModule
 from xscale.step.step import RowPass, StepSums, optimizer_step, step_weights

@@ -30,10 +30,10 @@ from xscale.data.mixture import initial_state, remote_window_bytes
 from xscale.data.remote import Cache
 from xscale.data.shards import Source, find_sources
 from xscale.errors import UserError
+from xscale.eval.in_training import find_task_sources
 from xscale.ranks import Process
-from xscale.run.evals import find_task_sources
 from xscale.run.folder import MACHINE, code_of, message_of
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 
 FAULTS = ("fail", "absent", "cut", "flip", "stall")
 RELEASED = threading.Event()

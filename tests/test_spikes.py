@@ -133,7 +133,7 @@ def trainer(out: Path, spikes: str) -> Trainer:
     made.recipe, made.out = SimpleNamespace(train=SimpleNamespace(spikes=spikes)), out  # type: ignore[assignment]
     made.process = SimpleNamespace(rank=0, is_main=True)  # type: ignore[assignment]
     made.host_group = SimpleNamespace(gather=lambda value: [value, value | {"rank": 1}])  # type: ignore[assignment]
-    made.checkpoint_manager = SimpleNamespace(settle=lambda: None, good=30)  # type: ignore[assignment]
+    made.checkpoint_manager = SimpleNamespace(finish_save=lambda: None, good=30)  # type: ignore[assignment]
     made.quiet_until = 0
     return made
 

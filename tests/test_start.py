@@ -23,8 +23,8 @@ from xscale.data.shards import Source
 from xscale.errors import UserError
 from xscale.files import parallel_map
 from xscale.ranks import HostGroup, Process
-from xscale.run.run_spec import resolve_run
 from xscale.run.start import check_same
+from xscale.run_spec import resolve_run
 from xscale.step.ds_config import Hardware, load_ds_config
 
 SETS = ["data.workers=0", "streams.tlm.samples=16"]

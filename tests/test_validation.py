@@ -28,22 +28,22 @@ from xscale.data.shards import find_sources
 from xscale.dry_run import dry_run
 from xscale.errors import UserError
 from xscale.eval.bootstrap import intervals
-from xscale.eval.retrieval import accuracies
-from xscale.objectives import OBJECTIVES
-from xscale.ranks import HostGroup, Process, environment_without_launcher
-from xscale.report.read import read_runs
-from xscale.run.evals import (
+from xscale.eval.in_training import (
     Heldout,
     Retrieval,
     check_number,
     check_tasks,
     find_task_sources,
     heldout_stream_specs,
-    with_means,
+    with_overall_means,
 )
+from xscale.eval.retrieval import accuracies
+from xscale.objectives import OBJECTIVES
+from xscale.ranks import HostGroup, Process, environment_without_launcher
+from xscale.report.read import read_runs
 from xscale.run.metrics import LOG, JsonLines, Reporter, Tracker, start_logging
-from xscale.run.run_spec import RunSpec, resolve_run
 from xscale.run.validation import Validation, hook_environment
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.step import RowPass, StepSums, measure_rows, step_weights
 
 ALONE = Process(0, 1, 0, 1)
@@ -331,14 +331,14 @@ def test_means_over_languages() -> None:
     """Means are over languages or pairs, not over streams, with the interval of the mean."""
     same = accuracies(torch.eye(40), torch.eye(40), "cosine", ("en", "xx"))
     other = accuracies(torch.eye(40), torch.eye(40).roll(1, 0), "cosine", ("en", "yy"))
-    found = with_means("retrieval.news", {"en-xx": same, "en-yy": other})
+    found = with_overall_means("retrieval.news", {"en-xx": same, "en-yy": other})
     assert found["all"] == {"accuracy": 0.5} and list(found) == ["all", "en-xx", "en-yy"]
     assert intervals(found)["all"] == {"accuracy": [0.5, 0.5]}, "every resampled text has 1 and 0"
     losses = {"mlm": {"loss": 9.0}, "mlm en": {"loss": 1.0, "count": 5}, "mlm xx": {"loss": 2.0, "count": 7}}
-    assert with_means("heldout", losses) == losses | {"mlm all": {"loss": 1.5}}
+    assert with_overall_means("heldout", losses) == losses | {"mlm all": {"loss": 1.5}}
     words = {"en-xx": {"withheld": 0.25}, "xx-en": {"withheld": 0.75, "trained": 1.0}}
-    assert with_means("alignment", words)["all"] == {"withheld": 0.5}
-    assert with_means("retrieval", {"en-xx": same}) == {"en-xx": same}, "one pair needs no mean"
+    assert with_overall_means("alignment", words)["all"] == {"withheld": 0.5}
+    assert with_overall_means("retrieval", {"en-xx": same}) == {"en-xx": same}, "one pair needs no mean"
 
 
 def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, tmp_path: Path) -> None:
@@ -352,11 +352,12 @@ def test_means_choose_the_best_checkpoint(demo: Path, heldout: Path, odd: Path, 
         dry_run(launch.parse_arguments([*words, "--out", str(tmp_path / "out"), "--set", *sets]), ALONE)
 
 
-def test_means_choose_among_evaluations_of_earlier_versions(tmp_path: Path) -> None:
-    """Their lines lack the row `all`; the mean with a number that is not finite chooses nothing."""
+def test_means_choose_among_evaluations_of_earlier_starts(tmp_path: Path) -> None:
+    """A mean that is not finite chooses nothing."""
     lines = list[str]()
     for step, number in ((5, 0.5), (10, 0.25), (15, None)):
-        rows = {"en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": number}}
+        mean = number and (0.25 + number) / 2
+        rows = {"all": {"accuracy": mean}, "en-xx": {"accuracy": 0.25}, "en-yy": {"accuracy": number}}
         lines.append(json.dumps({"step": step, "results": {"retrieval": rows}}))
         (tmp_path / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step_{step:08d}" / "manifest.json").touch()

@@ -1,6 +1,5 @@
-"""This module has the programs that pip installs. xscale-train runs `python -m xscale.train`; xscale-eval,
-xscale-finetune, xscale-report, xscale-export and xscale-merge run their own modules. `xscale-data TOOL ...` runs a tool
-of data_tools."""
+"""Programs of pip that must run as scripts: xscale-train, xscale-finetune, and `xscale-data TOOL ...` for a tool of
+data_tools. The other programs are functions `main`, which pyproject.toml names."""
 
 import runpy
 import sys
@@ -13,24 +12,8 @@ def train() -> None:
     _run("xscale.train")
 
 
-def evaluate() -> None:
-    _run("xscale.eval.run")
-
-
 def finetune() -> None:
     _run("xscale.eval.finetune")
-
-
-def report() -> None:
-    _run("xscale.report")
-
-
-def export() -> None:
-    _run("xscale.export")
-
-
-def merge() -> None:
-    _run("xscale.merge")
 
 
 def data() -> None:

@@ -21,7 +21,7 @@ from xscale.data.stream_batch import StreamBatch, StreamShare
 from xscale.errors import UserError
 from xscale.plugins import load_plugins
 from xscale.ranks import Process
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step.module import StepModule
 from xscale.step.step import RowPass, StepSums, share_vectors, step_weights
 

@@ -313,7 +313,7 @@ def before_flats_change(engine: Any) -> None:
         engine.optimizer.checkpoint_event_prologue()
 
 
-def take_over_flats(engine: Any) -> None:
+def update_weights_from_flats(engine: Any) -> None:
     """Copy the flat tensors into the weights that the engine computes with."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
     if stage == 3:
@@ -331,7 +331,7 @@ def take_over_flats(engine: Any) -> None:
         optimizer.update_lp_params()
 
 
-def take_over_counters(engine: Any, model: dict[str, Any], scaler: Any) -> None:
+def restore_counters(engine: Any, model: dict[str, Any], scaler: Any) -> None:
     """Restore the loss scale, the ds_config's scheduler and the engine's counters."""
     if engine.fp16_enabled():
         engine.optimizer.loss_scaler = scaler

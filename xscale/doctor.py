@@ -38,7 +38,7 @@ from xscale.errors import UserError, run_command
 from xscale.plugins import load_plugins
 from xscale.ranks import HostGroup, Process
 from xscale.run import folder
-from xscale.run.run_spec import RunSpec, resolve_run
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import SHIPPED, Hardware, load_ds_config
 from xscale.step.engine import check_module

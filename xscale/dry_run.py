@@ -18,12 +18,12 @@ from xscale.data.packed_row import RowCost
 from xscale.data.sample import texts_of
 from xscale.data.tokenizer import unknown_lines
 from xscale.errors import UserError
+from xscale.eval.in_training import check_tasks, validate_best
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
-from xscale.run import append, folder, fork
-from xscale.run.evals import check_tasks, validate_best
-from xscale.run.run_spec import RunSpec, resolve_run
-from xscale.run.start import calibration, check_engine
+from xscale.run import folder
+from xscale.run.going_on import calibration, check_engine, find_checkpoint, known_sources, with_new_sources
+from xscale.run_spec import RunSpec, resolve_run
 from xscale.step import cost
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config, read_ds_config
 from xscale.step.engine import check_module
@@ -41,10 +41,10 @@ def dry_run(args: argparse.Namespace, process: Process) -> None:
     """Print what the run will do. args: the arguments of train.py. Raises UserError if a start of the run would."""
     if args.ranks:
         process = Process(0, args.ranks, 0, args.ranks)
-    run_spec = resolve_run(args.recipe, args.set, args.data, known=append.known_sources(args))
+    run_spec = resolve_run(args.recipe, args.set, args.data, known=known_sources(args))
     folder.claim_out(args.out, run_spec.identity(), args.resume, args.data_change == "append")
-    checkpoint = fork.find_checkpoint(args, run_spec.identity(), HostGroup())
-    checkpoint = checkpoint and append.with_new_sources(checkpoint, run_spec)
+    checkpoint = find_checkpoint(args, run_spec.identity(), HostGroup())
+    checkpoint = checkpoint and with_new_sources(checkpoint, run_spec)
     hardware = planned_hardware(args.ds_config) if args.ranks else Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     check_engine(checkpoint, config)

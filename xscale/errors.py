@@ -76,6 +76,14 @@ def blaming(what: str) -> Iterator[None]:
         raise
 
 
+def report_error(error: UserError | OSError) -> int:
+    """Print an error that the user or the machine has caused, and return its exit code. Re-raises other errors."""
+    if isinstance(error, OSError):
+        return report_environment_error(error)
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
 def report_environment_error(error: OSError) -> int:
     """Print an error of a file system, and return exit code 4. Re-raises other errors."""
     if error.errno not in ENVIRONMENT_ERRNOS:

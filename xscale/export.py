@@ -16,7 +16,7 @@ from huggingface_hub import HfApi
 
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
-from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.card import describe_checkpoint
 from xscale.eval.hf_directory import check_new, write_directory
 from xscale.eval.onnx_file import write_onnx
@@ -90,11 +90,8 @@ def main() -> int:
         if args.push:
             push(args.out, args.push)
             print(f"{args.out} -> {args.push}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        return report_environment_error(error)
+    except (UserError, OSError) as error:
+        return report_error(error)
     return 0
 
 

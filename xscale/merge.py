@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_run
 from xscale.data.tokenizer import Tokenizer
-from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.card import describe_merged
 from xscale.eval.hf_directory import check_new, write_directory
 from xscale.eval.sentence_files import saved_pooling, trained_pooling
@@ -48,7 +48,7 @@ class Model:
         heads = {f"heads.{stream}.{part}": w for stream, of in self.heads.items() for part, w in of.weights.items()}
         return {name: weight.detach() for name, weight in self.lm.named_parameters()} | heads
 
-    def must_match(self) -> dict[str, Any]:
+    def common_properties(self) -> dict[str, Any]:
         """Returns the properties that all merged models must have in common."""
         tokenizer, config, trained = Tokenizer(self.tokenizer_path), self.lm.config.to_dict(), self.lm.config.xscale
         facts: dict[str, Any] = {"tokenizer": (tokenizer.fingerprint, tokenizer.special)}
@@ -76,9 +76,9 @@ def load(path: Path) -> Model:
 
 def check_mergeable(models: list[Model]) -> None:
     """Raises UserError if a model does not fit the first one."""
-    first = models[0].must_match()
+    first = models[0].common_properties()
     for model in models[1:]:
-        ours = model.must_match()
+        ours = model.common_properties()
         if differing := [name for name in {**first, **ours} if first.get(name) != ours.get(name)]:
             name = differing[0]
             raise UserError(
@@ -182,11 +182,8 @@ def main() -> int:
         names, name = [model.name for model in models], args.out.resolve().name
         card = describe_merged(names, args.how, merged.lm.config, name, merged.pooling)
         write_directory(args.out, merged.lm, merged.heads, merged.tokenizer_path, merged.pooling, merged.name, card)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        return report_environment_error(error)
+    except (UserError, OSError) as error:
+        return report_error(error)
     print(json.dumps({"how": args.how, "models": names, "out": str(args.out)}))
     return 0
 

@@ -29,7 +29,7 @@ WriteMore = Callable[[Path], None]
 
 
 class CheckpointManager:
-    """Saves the engine of one run. All ranks call `save` and `settle` together."""
+    """Saves the engine of one run. All ranks call `save` and `finish_save` together."""
 
     def __init__(
         self,
@@ -70,30 +70,30 @@ class CheckpointManager:
         """Whether this rank has written its part of the checkpoint under way."""
         return self.writer.written
 
-    def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must: bool) -> None:
+    def save(self, step: int, manifest: dict[str, Any], *, good: bool, background: bool, must_succeed: bool) -> None:
         """Save a checkpoint of `step`, unless it exists.
 
         good: a rollback may load this checkpoint, since fp16 is skipping no step. background: write the files while
-        training goes on. must: wait until they are written, and raise OSError if that fails.
+        training goes on. must_succeed: wait until they are written, and raise OSError if that fails.
         """
-        self.settle()
+        self.finish_save()
         if step == self.saved:
             return
-        started, self.good_under_way, background = time.monotonic(), good, background and not must
+        started, self.good_under_way, background = time.monotonic(), good, background and not must_succeed
         self.note(f"saving step {step}")
         self.writer.begin(step, manifest, background)
         self._add_wait(started)
         if not background:
-            self.settle(must)
+            self.finish_save(must_succeed)
 
-    def settle(self, must: bool = False) -> None:
+    def finish_save(self, must_succeed: bool = False) -> None:
         """Wait until all ranks have written the checkpoint under way, then publish it and remove old ones."""
         if self.under_way is None:
             return
         started, step, path = time.monotonic(), self.under_way, self.writer.final
         self.note(f"waiting for the checkpoint of step {step}")
         problem, seconds = self.writer.finish()
-        if problem and must:
+        if problem and must_succeed:
             then = "begin" if self.saved is None else f"go on from step {self.saved}"
             text = f"step {step} is not saved ({problem}); free some disk space to {then}"
             raise OSError(errno.EIO, text, str(self.folder))

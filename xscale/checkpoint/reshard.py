@@ -143,5 +143,5 @@ def load_rescaled(engine: Any, path: Path) -> None:
             state[key] = value.to(flat.device if fused else "cpu", copy=True) if torch.is_tensor(value) else value
         if state:
             base.state[flat] = state
-    private.take_over_flats(engine)
-    private.take_over_counters(engine, saved.model, saved.scaler)
+    private.update_weights_from_flats(engine)
+    private.restore_counters(engine, saved.model, saved.scaler)

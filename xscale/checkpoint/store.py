@@ -63,9 +63,8 @@ class Checkpoint:
 
     @property
     def excluded_steps(self) -> list[int]:
-        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike.
-        Earlier versions call them condemned."""
-        return self.manifest.get("excluded_steps", self.manifest.get("condemned", []))
+        """The 1-based steps that read records without an update, as the loss or gradient was not finite or a spike."""
+        return self.manifest.get("excluded_steps", [])
 
     @property
     def calibration(self) -> dict[str, Any] | None:

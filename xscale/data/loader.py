@@ -6,7 +6,6 @@ the state saved at step t describes what was consumed up to step t, whatever was
 
 import atexit
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from xscale import rng
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, PhasedMixture, SampledRecords, StepPlan
+from xscale.data.mixture import Mixture, SampledRecords, StepPlan
 from xscale.data.packed_row import PackedRow, RowCost, RowShape, pack_row
 from xscale.data.planner import Failure, Node, Plans, leave_signals_to_parent, start_planner
 from xscale.data.sequences import Example
@@ -111,11 +110,16 @@ class StepDataset(Dataset):
     ):
         """shape: the shape that rows are filled up to; None: rows are not filled up."""
         self.sources, self.streams, self.context, self.seed, self.shape = sources, streams, context, seed, shape
+        self.phases: list[tuple[int, StepDataset]] = []
+        """The data sets of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self.source_keys = np.array([rng.key(s.name, s.fingerprint) for s in sources], dtype=np.uint64)
 
     def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
         if isinstance(plan, Failure):
             return plan
+        return next((of_phase for end, of_phase in self.phases if plan.step < end), self)._read(plan)
+
+    def _read(self, plan: StepPlan) -> StepBatch | Failure:
         try:
             stream_batches = {name: self.stream_batches(name, plan) for name in plan.rows[0]}
         except (UserError, OSError) as error:  # not raised: DataLoader would wrap it and lose errno and file
@@ -235,15 +239,6 @@ class StepDataset(Dataset):
         return rng.hash64(per_source, number)
 
 
-class PhasedDataset(Dataset):
-    def __init__(self, ends: list[int], datasets: list[StepDataset]):
-        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
-        self.ends, self.datasets = ends, datasets
-
-    def __getitem__(self, plan: StepPlan | Failure) -> StepBatch | Failure:
-        return self.datasets[0 if isinstance(plan, Failure) else bisect_right(self.ends, plan.step)][plan]
-
-
 def worker_count(wanted: int | str, process: Process, device: str) -> int:
     """The number of loader workers of a rank. wanted: data.workers; "auto" is 2 on a CPU, 4 to 6 by cores for a GPU."""
     if wanted != "auto":
@@ -259,12 +254,12 @@ def step_batches(mixture: Mixture, dataset: StepDataset, workers: int, steps: in
     return batches_of(step_plans(mixture, workers, steps), dataset, workers, mixture.rank)
 
 
-def step_plans(mixture: Mixture | PhasedMixture, workers: int, steps: int, node: Node | None = None) -> Plans:
+def step_plans(mixture: Mixture, workers: int, steps: int, node: Node | None = None) -> Plans:
     """The plans of the mixture's next steps. With workers, this starts a planner process, which makes the plans."""
     return start_planner(mixture, steps, node) if workers else (mixture.next_step() for _ in range(steps))
 
 
-def batches_of(plans: Plans, dataset: "StepDataset | PhasedDataset", workers: int, rank: int) -> Iterator[StepBatch]:
+def batches_of(plans: Plans, dataset: StepDataset, workers: int, rank: int) -> Iterator[StepBatch]:
     """The batches of these plans. The call starts the workers and waits for the first plans."""
     loader: DataLoader = DataLoader(
         dataset,

@@ -7,7 +7,6 @@ The state has the step number and each stream's position in each source; it dete
 global batch is sampled first and then assigned to ranks and rows (balance.py).
 """
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,10 @@ from xscale.data.order import NO_RECORDS, EpochOrder, TextPacking, window_count
 from xscale.data.packed_row import RowShape
 from xscale.data.ragged import evenly_spaced
 from xscale.data.shards import Source
-from xscale.errors import UserError
 from xscale.files import parallel_map
 
 PACK_FILL = 0.94
 """The share of `max_length` that a packed sample fills. The rest is room for errors of the estimated token counts."""
-
-ORDER = 3
-"""Version of the order of running text. Before version 3, samples were consecutive pieces of a permuted window."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +132,10 @@ class Mixture:
         self.weights = [stream_weights(stream, sources, alpha, sizes) for stream in streams]
         self.state = state or initial_state(streams)
         self._orders: dict[tuple[str, int], tuple[Any, EpochOrder]] = {}
+        self.phases: list[tuple[int, Mixture]] = []
+        """The mixtures of earlier phases. Each number is that of the first step (from 0) after the phase."""
         self._begun: dict[tuple[str, int], tuple[int, int]] = {}
         """The last epoch and window that `remote_shards` yielded for each stream and source."""
-        if self.state.get("order") != ORDER and any(stream.packed for stream in streams):
-            raise UserError(
-                f"the checkpoint of step {self.state['step']} was saved by an xscale that orders text in another way; "
-                f"continue with that version, or start a new run from the checkpoint: model.init=DIR, another --out"
-            )
 
     def __iter__(self) -> Iterator[StepPlan]:
         while True:
@@ -154,13 +146,25 @@ class Mixture:
 
     def next_batch(self) -> GlobalBatch:
         """The next step's global batch; advances the state."""
+        mixture = self._of_next_step()
+        batch = mixture._sample()
+        self.state = mixture.state
+        return batch
+
+    def _of_next_step(self) -> "Mixture":
+        """The mixture of the next step's phase, at this mixture's state."""
+        mixture = next((of_phase for end, of_phase in self.phases if self.state["step"] < end), self)
+        mixture.state, mixture._orders = self.state, self._orders  # most orders are the same in all phases
+        return mixture
+
+    def _sample(self) -> GlobalBatch:
         step, records, positions, tokens = self.state["step"], {}, {}, {}
         for stream, weights in zip(self.streams, self.weights, strict=True):
             drawn, positions[stream.name] = self._draw(stream, weights, step)
             estimated = np.bincount(drawn.sample, weights=drawn.tokens, minlength=stream.samples)
             records[stream.name] = drawn
             tokens[stream.name] = self.calibration.estimate_for(stream.name).row_tokens(estimated, self.max_length)
-        self.state = self.state | {"step": step + 1, "positions": positions, "order": ORDER, "room": self.room}
+        self.state = self.state | {"step": step + 1, "positions": positions, "room": self.room}
         return GlobalBatch(records, tokens, *self.assign(tokens, self.rows), self.world, self.state)
 
     def assign(self, tokens: dict[str, np.ndarray], rows: int) -> tuple[dict[str, np.ndarray], int]:
@@ -206,6 +210,9 @@ class Mixture:
     def remote_shards(self) -> Iterator[tuple[Source, int]]:
         """Yield the shards of each remote source's current window and, if the cache has room, of the next window of the
         epoch. A source whose window is the same as in the last call is left out."""
+        yield from self._of_next_step()._remote_shards()
+
+    def _remote_shards(self) -> Iterator[tuple[Source, int]]:
         for stream in self.streams:
             for number, position in zip(stream.sources, self.state["positions"][stream.name], strict=True):
                 source, epoch = self.sources[number], position[0]
@@ -229,42 +236,11 @@ class Mixture:
             seed = rng.key(self.seed, stream.name, "order", of.name, of.fingerprint)
             tokens = partial(self.calibration.estimated_tokens, source)
             text = TextPacking(tokens, self.room, before) if stream.packed else None
-            # Data that was added to a run (run/append.py) must not change the order of the other sources.
+            # Data that was added to a run (run/going_on.py) must not change the order of the other sources.
             sources = self.state.get("sources_at_start", {}).get(stream.name) or len(stream.sources)
             order = EpochOrder(of.counts, seed, epoch, look=partial(look, of), text=text, sources=sources)
             cached = self._orders[stream.name, source] = (now, order)
         return cached[1]
-
-
-class PhasedMixture:
-    """The mixtures of a run's phases. Each continues from the state that the previous one has left."""
-
-    def __init__(self, ends: list[int], mixtures: list[Mixture]):
-        """ends: for each phase but the last, the number (from 0) of the first step after the phase."""
-        self.ends, self.mixtures = ends, mixtures
-        self.rank, self.state, self.sources = mixtures[0].rank, mixtures[0].state, mixtures[0].sources
-        for mixture in mixtures:
-            mixture._orders = mixtures[0]._orders  # most orders are the same in all phases
-
-    @property
-    def mixture(self) -> Mixture:
-        """The mixture of the next step's phase."""
-        mixture = self.mixtures[bisect.bisect_right(self.ends, self.state["step"])]
-        mixture.state = self.state
-        return mixture
-
-    def next_batch(self) -> GlobalBatch:
-        """The next step's global batch; advances the state."""
-        mixture = self.mixture
-        batch = mixture.next_batch()
-        self.state = mixture.state
-        return batch
-
-    def next_step(self) -> StepPlan:
-        return self.next_batch().plans([self.rank])[0]
-
-    def remote_shards(self) -> Iterator[tuple[Source, int]]:
-        return self.mixture.remote_shards()
 
 
 def remote_window_bytes(streams: list[StreamSpec], sources: list[Source]) -> int:
@@ -309,14 +285,14 @@ def fit_row_shape(mixture: Mixture, longest: int) -> tuple[int, RowShape]:
     while True:
         tokens, variance, sequences = np.hstack([expected_bins(mixture, batch, rows) for batch in batches])
         mean, deviation = tokens.mean(), np.sqrt(tokens.var() + variance.mean())
-        room = mean + deviation * best_deviations(deviation / mean, mixture.world)
+        room = mean + deviation * optimal_margin(deviation / mean, mixture.world)
         room = TOKEN_MULTIPLE * int(np.ceil(room / TOKEN_MULTIPLE))
         if room <= mixture.max_tokens or rows * mixture.world >= samples:
             return rows, RowShape(room, 8 * int(np.ceil((1.1 * sequences.max() + 0.1 * room / longest) / 8 + 1)))
         rows += 1
 
 
-def best_deviations(relative: float, ranks: int) -> float:
+def optimal_margin(relative: float, ranks: int) -> float:
     """The size of a compiled row, in standard deviations above the mean, that minimises the expected time of a step.
 
     A larger size costs time in every row. A row that does not fit costs more, and all ranks wait for it. relative: the
@@ -385,7 +361,7 @@ def initial_state(streams: list[StreamSpec]) -> dict[str, Any]:
     """The state before step 0: [epoch, position] of every source of every stream. If the room of a sample of running
     text has changed within the epoch, the numbers of TextPacking.before come after these two."""
     positions = {stream.name: [[0, 0] for _ in stream.sources] for stream in streams}
-    return {"step": 0, "positions": positions, "order": ORDER}
+    return {"step": 0, "positions": positions}
 
 
 def choose(weights: np.ndarray, samples: int, key: np.uint64) -> np.ndarray:

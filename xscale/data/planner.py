@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xscale.data.forks import children_that_begin
-from xscale.data.mixture import Mixture, PhasedMixture, StepPlan
+from xscale.data.mixture import Mixture, StepPlan
 from xscale.data.remote import FetchAhead
 from xscale.errors import ENVIRONMENT_ERRNOS, RankError, UserError
 from xscale.ranks import HostGroup, name_process
@@ -71,7 +71,7 @@ def find_node(host_group: HostGroup) -> Node | None:
     return Node(ranks, found[ranks[0]][1], listener if first else None) if len(ranks) > 1 else None
 
 
-def start_planner(mixture: Mixture | PhasedMixture, steps: int, node: Node | None = None) -> Plans:
+def start_planner(mixture: Mixture, steps: int, node: Node | None = None) -> Plans:
     """The plans of the next steps, from a background process, the planner. It works ahead of training until the buffers
     of its connections are full, since ordering a new window may take longer than a step. node: the ranks that share
     one planner, which the first of them starts; None: this rank has its own."""
@@ -136,7 +136,7 @@ def _received_plans(planner: multiprocessing.Process | None, ours: Connection, s
         ours.close()
 
 
-def _plan(mixture: Mixture | PhasedMixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
+def _plan(mixture: Mixture, steps: int, connect: Callable[[], dict[int, Connection]]) -> None:
     name_process(f"xscale{mixture.rank}-plan")
     leave_signals_to_parent()
     connections = connect()

@@ -270,7 +270,7 @@ class Source:
             )
         if length <= PART_BYTES or len(whole.texts) == 2:
             return whole
-        return self._part(whole, shard, record, offset, length // PART_BYTES)
+        return self._text_part(whole, shard, record, offset, length // PART_BYTES)
 
     def fetch(self, shard: int) -> None:
         """Fetch a remote source's shard unless it is in the cache. Raises OSError."""
@@ -287,7 +287,7 @@ class Source:
     def parse(self, data: bytes) -> Record:
         return parse_line(data) if self.layout == "lines" else parse_sample(data, self.langs)
 
-    def _part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
+    def _text_part(self, whole: Record, shard: int, record: int, offset: int, most: int) -> Record:
         """The record of one part of a long text, which has an index entry for each part. whole: the record of all the
         text. most: the maximum number of other parts."""
         first, end = max(record - most, 0), min(record + 1 + most, int(self.counts[shard]))

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.model import Exported, write_results
 from xscale.eval.suites import SUITES, Results, add_suite_flags, evaluate_rows, markdown, plan_rows, table
 from xscale.eval.tasks import add_flags
@@ -32,11 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         check_arguments(sys.argv[1:] if argv is None else argv)
         load_plugins(args.plugin)
         return compare(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # of --out
-        return report_environment_error(error)
+    except (UserError, OSError) as error:
+        return report_error(error)
 
 
 def compare(args: argparse.Namespace) -> int:

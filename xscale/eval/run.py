@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from xscale.data.shards import find_sources
-from xscale.errors import UserError, check_arguments, report_environment_error
+from xscale.errors import UserError, check_arguments, report_error
 from xscale.eval.bootstrap import intervals
 from xscale.eval.card import CARD, add_scores
 from xscale.eval.means import print_means
@@ -49,10 +49,6 @@ def main(argv: list[str] | None = None) -> int:
         rows = plan_rows(args, sources)
         model = Exported(args.model)
         rows = share_rows(rows, args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    try:
         out = None if args.part else args.out
         results, code = evaluate_rows(model, rows, partial(write_results, out, args.model))
         if args.card and not args.part:
@@ -63,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             for task, of_task in results.items():
                 print_means(task, of_task, model.languages[1:])
         return code
-    except OSError as error:  # of --out
-        return report_environment_error(error)
+    except (UserError, OSError) as error:
+        return report_error(error)
 
 
 if __name__ == "__main__":

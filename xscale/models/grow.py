@@ -68,11 +68,11 @@ def origins(old: Tokenizer, new: Tokenizer) -> dict[int, list[int]]:
 @torch.no_grad()
 def grow(lm: PreTrainedModel, old: Tokenizer, new: Tokenizer) -> None:
     """Give the model a row for each id of `new`, in which problem_of has found no problem."""
-    rows, of_ids = lm.config.vocab_size, origins(old, new)
+    rows, sources_of = lm.config.vocab_size, origins(old, new)
     before = [weight.clone() for weight in _tables(lm)]
     lm.resize_token_embeddings(max(rows, new.vocab_size), mean_resizing=False)
     for table, weight in zip(before, _tables(lm), strict=True):
-        weight.copy_(_grown(table, len(weight), of_ids))
+        weight.copy_(_with_rows(table, len(weight), sources_of))
     for field in (f"{role}_token_id" for role in ROLES):
         if (number := getattr(lm.config, field, None)) is not None:
             token = old.hf.convert_ids_to_tokens(number)
@@ -86,10 +86,11 @@ def _tables(lm: PreTrainedModel) -> list[Tensor]:
     return list({id(table): table for table in tables}.values())
 
 
-def _grown(table: Tensor, rows: int, of_ids: dict[int, list[int]]) -> Tensor:
-    """Return the table with `rows` rows. Existing rows that belong to no token stay as they are."""
+def _with_rows(table: Tensor, rows: int, sources_of: dict[int, list[int]]) -> Tensor:
+    """Return the table with `rows` rows. sources_of: the old ids whose mean a new id gets. Existing rows that belong to
+    no token stay as they are."""
     grown = table.new_zeros(rows, *table.shape[1:])
     grown[: len(table)] = table
-    for number, pieces in of_ids.items():
+    for number, pieces in sources_of.items():
         grown[number] = table[pieces[0]] if len(pieces) == 1 else table[pieces].mean(0)
     return grown

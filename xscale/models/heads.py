@@ -56,7 +56,7 @@ def load_heads(folder: Path) -> dict[str, KeptHeads]:
     return kept
 
 
-def take_over(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
+def load_kept_heads(kept: dict[str, KeptHeads], stream: str, objective: str, heads: nn.Module) -> str | None:
     """Copy kept weights of the same objective into a stream's new heads, if all names and shapes match.
 
     A kept stream of the same name is preferred. Returns a line for the log, or None if no heads of the objective are

@@ -134,7 +134,6 @@ class GatheredVectors:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
-        self._group: dist.ProcessGroup | None = None
 
     def __bool__(self) -> bool:
         return bool(self._parts)
@@ -147,7 +146,8 @@ class GatheredVectors:
         self._parts.append((vectors_BD, torch.cat([numbers_B[:, None], texts_B2], 1)))
 
     def send(self, counts: list[int] | None = None) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank, if known.
+        """Start the exchange of all added vectors. Every rank calls it. counts: number of vectors by rank; without
+        it, a GPU's ranks wait for its work.
 
         Returns a function that waits for the exchange and returns vectors [N, D] and text hashes [N, 2].
         """
@@ -155,8 +155,11 @@ class GatheredVectors:
         self._parts.clear()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return lambda: _in_order(vectors, numbers_N3)
-        counts, width = counts or self._counts(len(vectors)), vectors.shape[1]
+        if counts is None:
+            counts = [0] * dist.get_world_size()
+            dist.all_gather_object(counts, len(vectors))
         assert counts[dist.get_rank()] == len(vectors), (counts, len(vectors))
+        width = vectors.shape[1]
         rows = torch.cat([vectors, numbers_N3.view(vectors.dtype)], 1)  # as raw bits, so that one message carries both
         rows = torch.cat([rows, rows.new_zeros(max(counts) - len(rows), rows.shape[1])])
         everyone = [torch.empty_like(rows) for _ in counts]
@@ -168,14 +171,6 @@ class GatheredVectors:
             return _in_order(whole[:, :width], whole[:, width:].contiguous().view(torch.int64))
 
         return arrived
-
-    def _counts(self, mine: int) -> list[int]:
-        """Return the number of vectors of each rank, over gloo: reading a GPU's number would wait for the GPU."""
-        if self._group is None:
-            self._group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, torch.tensor([mine]), group=self._group)
-        return [int(n) for n in counts]
 
 
 def _in_order(vectors: Tensor, numbers_N3: Tensor) -> tuple[Tensor, Tensor]:

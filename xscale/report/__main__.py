@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from xscale import files
-from xscale.errors import UserError, check_arguments, print_anything, report_environment_error
+from xscale.errors import UserError, check_arguments, print_anything, report_error
 from xscale.report import tables
 from xscale.report.read import Run, read_runs, read_scores
 from xscale.report.tables import Table
@@ -48,11 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             print(args.out)
     except KeyboardInterrupt:  # how a user ends --watch
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        return report_environment_error(error)
+    except (UserError, OSError) as error:
+        return report_error(error)
     return 0
 
 

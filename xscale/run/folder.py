@@ -1,4 +1,4 @@
-"""A run's directory records which run owns it, the checkpoints from which a start continues, and the run's status.
+"""A run's directory records which run owns it, and the run's status.
 
 status.json also has the exit code, for those who cannot see it because the launcher returns another one:
 
@@ -26,10 +26,9 @@ import torch.distributed as dist
 
 from xscale import files
 from xscale.checkpoint import store as checkpoints
-from xscale.checkpoint.store import Checkpoint
 from xscale.data.lexicon import Lexicon
 from xscale.errors import ENVIRONMENT_ERRNOS, MachineError, NotFinite, Replaced, UserError
-from xscale.ranks import HostGroup, Process
+from xscale.ranks import Process
 from xscale.run.metrics import LOG, log_to_files
 
 IDENTITY, STARTS, STATUS = "identity.json", "starts.jsonl", "status.json"
@@ -124,11 +123,11 @@ def code_revision() -> dict[str, Any]:
 
 
 def changed(saved: dict[str, Any], identity: dict[str, Any], append: bool = False) -> list[str]:
-    """Return a line for each difference between two identities. If `saved` lacks special_tokens, as in older versions,
-    they are not compared. append: sources that only `identity` has are no difference."""
+    """Return a line for each difference between two identities. append: sources that only `identity` has are no
+    difference."""
     if append and all(entry in identity["data"] for entry in saved["data"]):
         identity = identity | {"data": saved["data"]}
-    return compare(saved, {key: value for key, value in identity.items() if key in saved or key != "special_tokens"})
+    return compare(saved, identity)
 
 
 def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is now {}") -> list[str]:
@@ -141,51 +140,6 @@ def compare(saved: Any, current: Any, where: str = "", form: str = "was {}, is n
             for line in compare(saved.get(k), current.get(k), f"{where}.{k}" if where else str(k), form)
         ]
     return [] if saved == current else [f"{where}: {form.format(saved, current)}"]
-
-
-# The checkpoint from which a start continues
-
-
-def find_checkpoint(
-    out: Path, resume: str, identity: dict[str, Any], host_group: HostGroup, append: bool = False
-) -> Checkpoint | None:
-    """Return the checkpoint to start from, or None if there is none. append: data may have been added. Raises UserError
-    if the checkpoint belongs to another run, or if all checkpoints are damaged."""
-    if resume == "never":
-        return None
-    folder = out / "checkpoints" if resume == "auto" else Path(resume)
-    if resume != "auto" and (folder / "checkpoints").is_dir():
-        folder /= "checkpoints"
-    if (folder / checkpoints.MANIFEST).exists():
-        if problem := checkpoints.verify(folder, host_group):
-            raise UserError(f"checkpoint {folder} is not usable ({problem}); choose another for --resume")
-        found: Checkpoint | None = checkpoints.read(folder)
-    else:
-        found = checkpoints.newest_valid(folder, host_group, LOG.warning)
-    if found is None and resume != "auto":
-        raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
-    if found is None and checkpoints.complete_steps(folder):
-        raise UserError(
-            f"no checkpoint in {folder} is usable; restore one, or move {out} away to begin again at step 0"
-        )
-    if found is None and has_steps(out / "metrics.jsonl"):
-        raise UserError(
-            f"{out / 'metrics.jsonl'} has lines of steps, but no checkpoint in {folder} has its "
-            f"{checkpoints.MANIFEST}: restore the checkpoints, or move {out} away to begin again at step 0"
-        )
-    if found and (differences := changed(found.identity, identity, append)):
-        raise UserError(
-            f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
-            f"with model.init={found.path} instead of --resume:\n" + indented(differences)
-        )
-    return found
-
-
-def has_steps(metrics: Path) -> bool:
-    """Whether the file of metrics has a line, which means that a run has trained."""
-    with suppress(OSError):
-        return metrics.read_bytes().count(b"\n") > 0
-    return False
 
 
 def dump(tree: dict[str, Any]) -> str:
@@ -275,18 +229,11 @@ class Status:
         self.step: int | None = None
         """The number of steps done."""
 
-    def asks_for_lock(self) -> None:
-        """Note that this run asks for the directory's lock. It has the lock once it calls `running`."""
-        self.has_lock = False
-
     def running(self) -> None:
         """Note that this run has the directory's lock. All ranks call it."""
         self.has_lock = True
         if self.process.is_main:
             self._write("running", None, "")
-
-    def note_step(self, step: int) -> None:
-        self.step = step
 
     def ended(self, code: int, why: str) -> None:
         if code not in NAMES and self.has_lock:

@@ -21,14 +21,14 @@ from xscale.data.loader import StepBatch
 from xscale.deepspeed_private import leave_out_step
 from xscale.errors import MachineError, NotFinite, Replaced, UserError
 from xscale.eval.alignment_score import AlignmentProbe
+from xscale.eval.in_training import Results, find_measures, find_probes
 from xscale.files import Lock
 from xscale.metric_keys import MetricKey
 from xscale.models.encoder import set_rope_theta
 from xscale.objectives import Gathering
 from xscale.ranks import HostGroup, Process
-from xscale.run.evals import Results, find_measures, find_probes
 from xscale.run.folder import MACHINE, STOPPED, USER_ERROR, Status, code_of, message_of
-from xscale.run.fork import is_own
+from xscale.run.going_on import is_own
 from xscale.run.metrics import (
     LOG,
     SPIKE_STEPS,
@@ -40,10 +40,10 @@ from xscale.run.metrics import (
     SpikeDetector,
     StepRecord,
 )
-from xscale.run.run_spec import RunSpec
 from xscale.run.synchronizer import GlobalCounts, StepSynchronizer, check_targets
 from xscale.run.validation import Validation
 from xscale.run.watch import StopRequest, Watch
+from xscale.run_spec import RunSpec
 from xscale.step.cost import StepFlops
 from xscale.step.ds_config import EngineConfig
 from xscale.step.step import optimizer_step
@@ -136,7 +136,7 @@ class Trainer:
         asked = self.recipe.train.measure_every or self.alignment_scores in tasks.values()
         if asked and (run_spec.lexicons or run_spec.measured):
             self.host_group.from_main(lambda: self.probes.update(find_probes(run_spec, self.out)))
-        self.status.note_step(self.step)
+        self.status.step = self.step
 
     def loop(self, batches: Iterator[StepBatch]) -> int:
         """Train to the last step, or until a rank is asked to stop. Returns the exit code."""
@@ -155,7 +155,7 @@ class Trainer:
                 return self.stop_early()
             counts, batch = pending_step.counts(), pending_step.batch
             check_targets(counts, self.step + 1, recipe.at(self.step))
-            self.synchronizer.announce(batches, counts.ahead)
+            self.synchronizer.announce_next(batches)
             self.watch.note(f"in step {self.step + 1}")
             if self.step + 1 in self.excluded_steps or recipe.train.skips(self.step + 1):
                 self.exclude_step(counts)
@@ -164,7 +164,7 @@ class Trainer:
             self.trace_step(batch)
             self.end_step(batch, counts)
             if counts.written == self.process.world and pending_step.saving == self.checkpoint_manager.under_way:
-                self.checkpoint_manager.settle()
+                self.checkpoint_manager.finish_save()
             self.measure_and_save(bool(counts.flush))
             pending_step, started = self.synchronizer.next(batches), time.monotonic()
         if self.too_long.total():
@@ -183,8 +183,7 @@ class Trainer:
 
     def end_step(self, batch: StepBatch, counts: GlobalCounts) -> None:
         self.step, self.state = self.step + 1, batch.state
-        self.stop.note_step()
-        self.status.note_step(self.step)
+        self.stop.has_stepped, self.status.step = True, self.step
         self.too_long.update(counts.too_long)
 
     def measure_and_save(self, flush: bool) -> None:
@@ -194,12 +193,12 @@ class Trainer:
         if flush or last or due or measured:
             self.flush()
         if last:
-            self.watch.note_end()
+            self.watch.stopping = True
         if (due or measured) and self.synchronizer.stops_next():
             due = measured = False  # the run stops before the next step and saves then
         due |= measured and self.evaluate()
         if last or due:
-            self.save(must=last)
+            self.save(must_succeed=last)
 
     def end_all(self, error: Exception | None) -> NoReturn:
         """End all ranks after one could not read its records. That rank raises its error, and the other ranks raise an
@@ -209,7 +208,7 @@ class Trainer:
         replaced = any(of_rank[2] for of_rank in told if of_rank)
         if not replaced:
             self.flush()
-            self.checkpoint_manager.settle()
+            self.checkpoint_manager.finish_save()
         if error:
             raise error
         rank, (code, text, _) = next((rank, of_rank) for rank, of_rank in enumerate(told) if of_rank)
@@ -280,7 +279,7 @@ class Trainer:
 
     def flush(self) -> None:
         """Read the metrics of unreported steps from the device, sum them over ranks, report them. All ranks call it."""
-        self.synchronizer.note_flush()
+        self.synchronizer.last_flush = time.monotonic()
         if not self.unreported:
             return
         done, self.unreported = self.unreported, []
@@ -336,7 +335,7 @@ class Trainer:
     def not_finite(self, step: int, what: str, batch: StepBatch, finite: bool) -> NoReturn:
         """Write the keys of the step's records to not_finite.jsonl and raise NotFinite. finite: whether this rank's own
         losses are finite."""
-        self.checkpoint_manager.settle()
+        self.checkpoint_manager.finish_save()
         newest, path = self.checkpoint_manager.good, self.write_records(NOT_FINITE, step, what, batch, finite=finite)
         good = "none was saved" if newest is None else f"the newest good checkpoint is of step {newest}"
         raise NotFinite(
@@ -376,7 +375,7 @@ class Trainer:
                 LOG.warning(text)
                 self.quiet_until = step + SPIKE_STEPS
             return
-        self.checkpoint_manager.settle()
+        self.checkpoint_manager.finish_save()
         raise NotFinite(text, step, self.checkpoint_manager.good if asked == "skip" else None)
 
     def trace_step(self, batch: StepBatch) -> None:
@@ -385,20 +384,23 @@ class Trainer:
                 self.trace.write({"step": self.step + 1, "stream": stream, "keys": keys})
 
     def stop_early(self) -> int:
-        self.watch.note_end()
+        self.watch.stopping = True
         self.flush()
-        self.save(must=True)
+        self.save(must_succeed=True)
         LOG.info(f"stopped at step {self.step} ({self.stop.why}); start again to go on")
         return STOPPED
 
-    def save(self, must: bool) -> None:
-        """Save a checkpoint of the steps done. must: wait until it is written, and raise OSError if that fails."""
+    def save(self, must_succeed: bool) -> None:
+        """Save a checkpoint of the steps done. must_succeed: wait until it is written, and raise OSError if that
+        fails."""
         if self.reporter:
             self.reporter.flush(to_disk=True)
         self.trace.flush(to_disk=True)
         self.validation.lines.flush(to_disk=True)
         background, good = self.recipe.checkpoint.background, not self.skips.in_a_row
-        self.checkpoint_manager.save(self.step, self.manifest(), good=good, background=background, must=must)
+        self.checkpoint_manager.save(
+            self.step, self.manifest(), good=good, background=background, must_succeed=must_succeed
+        )
 
     def manifest(self) -> dict[str, Any]:
         """Return a checkpoint's manifest without its list of files; see Checkpoint in checkpoint/store.py."""

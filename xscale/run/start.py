@@ -15,20 +15,19 @@ from xscale import files, ranks, rng
 from xscale.checkpoint import store as checkpoints
 from xscale.checkpoint.restore import load_engine
 from xscale.checkpoint.store import Checkpoint
-from xscale.data.calibration import Calibration
 from xscale.data.mixture import initial_state, positions_report
 from xscale.data.planner import Plans
 from xscale.deepspeed_private import follow_schedule
 from xscale.errors import NotFinite, UserError
+from xscale.eval.in_training import check_tasks
 from xscale.objectives import HasQueue
 from xscale.ranks import HostGroup, Process
-from xscale.run import append, folder, fork
-from xscale.run.evals import check_tasks
+from xscale.run import folder, going_on
 from xscale.run.folder import DONE, STOPPED, Status, dump, indented
 from xscale.run.loop import Trainer, TrainerContext
 from xscale.run.metrics import LINE_SECONDS, LOG, start_logging
-from xscale.run.run_spec import Fitted, RunSpec, resolve_run
 from xscale.run.watch import StopRequest, Watch, names_of_ranks
+from xscale.run_spec import Fitted, RunSpec, resolve_run
 from xscale.step import engine as engines
 from xscale.step.ds_config import EngineConfig, Hardware, load_ds_config
 from xscale.step.module import StepModule
@@ -37,7 +36,7 @@ from xscale.step.step import to_device
 
 def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup, status: Status) -> int:
     """Train one run in the existing process group. args: the arguments of train.py. Returns the exit code."""
-    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, append.known_sources(args))
+    run_spec = resolve_run(args.recipe, args.set, args.data, host_group, going_on.known_sources(args))
     hardware = Hardware.here()
     config = load_ds_config(args.ds_config, run_spec.recipe, process.world, hardware)
     task_notes = check_tasks(run_spec, config.stage, host_group)
@@ -60,22 +59,22 @@ def train_run(args: argparse.Namespace, process: Process, host_group: HostGroup,
             LOG.warning(problem)
         for note in [*config.notes, *run_spec.notes(), *task_notes]:
             LOG.info(note)
-        checkpoint = fork.find_checkpoint(args, run_spec.identity(), host_group)
-        checkpoint = checkpoint and append.with_new_sources(checkpoint, run_spec)
-        check_engine(checkpoint, config)
+        checkpoint = going_on.find_checkpoint(args, run_spec.identity(), host_group)
+        checkpoint = checkpoint and going_on.with_new_sources(checkpoint, run_spec)
+        going_on.check_engine(checkpoint, config)
         first = checkpoint.step if checkpoint else 0
-        if checkpoint and first >= train.steps and not fork.is_own(checkpoint, args.out):
+        if checkpoint and first >= train.steps and not going_on.is_own(checkpoint, args.out):
             raise UserError(f"--fork {args.fork} is at step {first}, and train.steps is {train.steps}; set more steps")
         if first >= train.steps:
             LOG.info(f"{args.out} is complete: {first} of {train.steps} steps")
             status.ended(DONE, f"{first} of {train.steps} steps")
             return DONE
         watch.note("measuring the data")
-        run_spec = run_spec.calibrated(calibration(run_spec, checkpoint, host_group))
+        run_spec = run_spec.calibrated(going_on.calibration(run_spec, checkpoint, host_group))
         if process.is_main:
             write_config(args.out, run_spec, config)
-            if checkpoint and not fork.is_own(checkpoint, args.out):
-                fork.write_ancestry(args.out, checkpoint, run_spec.identity())
+            if checkpoint and not going_on.is_own(checkpoint, args.out):
+                going_on.write_ancestry(args.out, checkpoint, run_spec.identity())
             for line in [of for phase in run_spec.phases for of in phase.dropped()]:
                 LOG.warning(f"in a phase of the run: {line}")
             for line in [*run_spec.dropped(), *run_spec.shortfalls()]:
@@ -131,7 +130,7 @@ def train_on(
                 if not checkpoint and trainer.validation.due(0):
                     trainer.evaluate()
                 if trainer.checkpoint_manager.saved is None:
-                    trainer.save(must=True)  # a run that cannot save fails now and not after a day
+                    trainer.save(must_succeed=True)  # a run that cannot save fails now and not after a day
                 return trainer.loop(batches)
         except NotFinite as error:
             checkpoint, plans = roll_back(error, excluded_steps, trainer), None
@@ -148,7 +147,7 @@ def roll_back(error: NotFinite, excluded_steps: list[int], trainer: Trainer) -> 
     found = checkpoints.newest_valid(out, host_group, log, error.good)
     if found is None:
         raise error
-    found = append.with_new_sources(found, trainer.run_spec)
+    found = going_on.with_new_sources(found, trainer.run_spec)
     excluded_steps.append(error.step)
     trainer.watch.note(f"loading {found.path}")
     load_engine(trainer.engine, found, host_group)
@@ -180,27 +179,9 @@ def check_same(args: argparse.Namespace, run_spec: RunSpec, config: EngineConfig
             )
 
 
-def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
-    """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
-    if checkpoint is None or checkpoint.engine is None:
-        return
-    saved, now = checkpoint.engine, config.saved()
-    if saved["precision"] != config.precision:
-        raise UserError(
-            f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
-            f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
-            f"model.init={checkpoint.path} and another --out"
-        )
-    if changed := folder.compare(saved | {"stage": config.stage}, now):
-        raise UserError(
-            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
-            f"Give the ds_config of the run's first start:\n" + indented(changed)
-        )
-
-
 def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> files.Lock:
     """Check, create and lock the run's directory. Rank 0 only. Raises UserError."""
-    status.asks_for_lock()  # until train_run calls `running`
+    status.has_lock = False  # until train_run calls `running`
     out: Path = args.out
     folder.claim_out(out, run_spec.identity(), args.resume, args.data_change == "append")
     try:
@@ -208,23 +189,6 @@ def take_folder(args: argparse.Namespace, run_spec: RunSpec, status: Status) -> 
     except OSError as error:
         raise UserError(f"--out {out} cannot be created ({error.strerror}); choose another") from None
     return files.Lock(out)
-
-
-def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
-    """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
-    new sources, and the phases of a fork that has other ones."""
-    saved = None
-    if checkpoint and checkpoint.calibration:
-        sources = len(checkpoint.identity["data"])
-        saved = Calibration.from_dict(checkpoint.calibration, sources, list(run_spec.recipe.streams))
-    if saved is None or checkpoint is None:
-        return run_spec.measured_calibrations(host_group)
-    before, now = checkpoint.identity, run_spec.identity()
-    if before["data"] != now["data"]:
-        saved = append.merged_calibration(checkpoint, saved, run_spec.measured_calibrations(host_group), run_spec)
-    if before["recipe"].get("phases") != now["recipe"].get("phases"):
-        saved = run_spec.measured_phases(saved, host_group)
-    return saved
 
 
 def write_config(out: Path, run_spec: RunSpec, config: EngineConfig) -> None:

@@ -20,11 +20,11 @@ from xscale import files, ranks
 from xscale.checkpoint import store as checkpoints
 from xscale.config import HOOK_FIELDS
 from xscale.eval.bootstrap import intervals
+from xscale.eval.in_training import Results, check_number, with_overall_means
 from xscale.metric_keys import is_better
 from xscale.ranks import HostGroup
-from xscale.run.evals import Results, check_number, with_means
 from xscale.run.metrics import LOG, JsonLines, Reporter
-from xscale.run.run_spec import RunSpec
+from xscale.run_spec import RunSpec
 
 EVALS = "evals.jsonl"
 MAIN, ROWS = ("loss", "accuracy", "withheld"), 12
@@ -60,7 +60,7 @@ class Validation:
         self.best_numbers: dict[tuple[str, str], tuple[int, float]] = {}
         """The best step, and its main number, by task and results row."""
         lines = (out / EVALS).read_text(encoding="utf-8").splitlines() if has else []
-        earlier = [(entry["step"], whole_results(entry.get("results") or {})) for entry in map(json.loads, lines)]
+        earlier = [(entry["step"], with_nan(entry.get("results") or {})) for entry in map(json.loads, lines)]
         for line in earlier:
             self.lines_of(*line)
         if self.best_of:
@@ -74,7 +74,7 @@ class Validation:
         there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(folder)}
         for step, results in earlier:
             number = check_number(results, self.best_of)
-            if step in there and self.compare(step, number):
+            if step in there and self.becomes_candidate(step, number):
                 self.best = self.candidate
         with suppress(OSError):
             if self.best is None:
@@ -82,7 +82,7 @@ class Validation:
             else:
                 files.write_text(folder / checkpoints.BEST, there[self.best[0]].name + "\n")
 
-    def compare(self, step: int, number: float | None) -> bool:
+    def becomes_candidate(self, step: int, number: float | None) -> bool:
         """Whether the step is the best so far; if so, it becomes the candidate. Rank 0 only."""
         assert self.best_of
         best = self.best and self.best[1]
@@ -98,13 +98,13 @@ class Validation:
         """Measure the tasks, on all ranks together. Returns True if the step is the best so far."""
         results, started = dict[str, Results](), time.monotonic()
         for name, task in self.tasks.items():
-            results[name] = with_means(name, task())
+            results[name] = with_overall_means(name, task())
         seconds = time.monotonic() - started
         if results and self.lines.file:
             self.report(step, results, seconds)
         if not (best := self.best_of):
             return False
-        return self.host_group.from_main(lambda: self.compare(step, check_number(results, best)))
+        return self.host_group.from_main(lambda: self.becomes_candidate(step, check_number(results, best)))
 
     def report(self, step: int, results: dict[str, Results], seconds: float) -> None:
         numbers = {"results": results, "intervals": intervals(results)}
@@ -148,14 +148,12 @@ class Validation:
         self.lines.close()
 
 
-def whole_results(results: dict[str, Results]) -> dict[str, Results]:
-    """Return the results of a line of evals.jsonl with NaN for null, and with the means that earlier versions did not
-    write."""
-    numbers = {
+def with_nan(results: dict[str, Results]) -> dict[str, Results]:
+    """Return the results of a line of evals.jsonl with NaN for null."""
+    return {
         task: {row: {name: math.nan if v is None else v for name, v in of.items()} for row, of in rows.items()}
         for task, rows in results.items()
     }
-    return {task: with_means(task, rows) for task, rows in numbers.items()}
 
 
 class Hook:

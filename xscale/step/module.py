@@ -17,7 +17,7 @@ from xscale.config import Recipe
 from xscale.data.packed_row import Inputs, PackedRow
 from xscale.errors import blaming
 from xscale.models.encoder import Encoder
-from xscale.models.heads import KeptHeads, take_over
+from xscale.models.heads import KeptHeads, load_kept_heads
 from xscale.objectives import OBJECTIVES, AuxiliaryState, Losses, Parts, Prediction, Scheduled
 from xscale.ops.alignment_gather import alignment_gather
 
@@ -63,7 +63,7 @@ class StepModule(nn.Module):
                 heads = objective.heads and objective.heads(encoder, options)
             if heads is not None:
                 self.heads[name] = heads
-                note = take_over(kept or {}, name, recipe.streams[name].objective, heads)
+                note = load_kept_heads(kept or {}, name, recipe.streams[name].objective, heads)
                 self.notes += [note] if note else []
             with self.blaming(name, "auxiliary_state"):
                 auxiliary_state = objective.auxiliary_state and objective.auxiliary_state(encoder, heads, options)

@@ -22,11 +22,10 @@ from xscale.data import loader as loading
 from xscale.data.calibrate import calibrate, run_serially
 from xscale.data.calibration import Calibration
 from xscale.data.lexicon import Lexicon, check_column_order, find_lexicons, load_lexicon, pair_of
-from xscale.data.loader import PhasedDataset, StepBatch, StepDataset, StreamCollate
+from xscale.data.loader import StepBatch, StepDataset, StreamCollate
 from xscale.data.mixture import (
     PACK_FILL,
     Mixture,
-    PhasedMixture,
     StreamSpec,
     fit_row_shape,
     initial_state,
@@ -104,7 +103,7 @@ class RunSpec:
         found: the calibration. None: all ranks of `host_group` measure it together. Raises UserError.
         """
         if found is None:
-            found = self.measured_calibrations(host_group)
+            found = self.measure_calibration(host_group)
         phases = [phase.with_samples(of) for phase, of in zip(self.phases, found.of_phases(), strict=True)]
         return replace(self.with_samples(found), phases=tuple(phases)).with_limits()
 
@@ -121,31 +120,24 @@ class RunSpec:
                 raise UserError(f"streams.{spec.name}.{problem}")
         return replace(self, specs=specs, calibration=found)
 
-    def measured_calibrations(self, host_group: HostGroup | None) -> Calibration:
-        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together."""
-        return self.measured_phases(self.measured_calibration(host_group), host_group)
+    def measure_calibration(self, host_group: HostGroup | None, found: Calibration | None = None) -> Calibration:
+        """Return the calibration of the run with its phases, which all ranks of `host_group` measure together. found: a
+        calibration of which only the phases are measured anew."""
 
-    def measured_phases(self, found: Calibration, host_group: HostGroup | None) -> Calibration:
-        """Return a calibration with its phases measured anew."""
-        of_phases = [phase.measured_calibration(host_group, found.lines).streams for phase in self.phases]
-        return replace(found, phases=of_phases)
+        def measure(spec: RunSpec, lines: list[tuple[float, float]] | None) -> Calibration:
+            share = host_group.share if host_group else run_serially
+            dataset = spec.dataset(spec.specs)
+            return calibrate(spec.specs, spec.sources, dataset, **spec.sampling, share=share, lines=lines)
 
-    def measured_calibration(
-        self, host_group: HostGroup | None, lines: list[tuple[float, float]] | None = None
-    ) -> Calibration:
-        """Return the calibration of this run spec's streams, which all ranks of `host_group` measure together. lines:
-        the estimates of the sources, if they are already measured."""
-        return calibrate(
-            self.specs,
-            self.sources,
-            self.dataset(self.specs),
-            seed=self.recipe.train.seed,
-            alpha=self.recipe.data.alpha,
-            max_length=self.recipe.data.max_length,
-            share=host_group.share if host_group else run_serially,
-            lines=lines,
-            alpha_by=self.recipe.data.alpha_by,
-        )
+        found = found or measure(self, None)
+        return replace(found, phases=[measure(phase, found.lines).streams for phase in self.phases])
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The settings on which the samples of all streams depend."""
+        data = self.recipe.data
+        settings = {"alpha": data.alpha, "alpha_by": data.alpha_by, "max_length": data.max_length}
+        return settings | {"seed": self.recipe.train.seed}
 
     def with_limits(self) -> "RunSpec":
         """Return the run spec whose streams read no source more than data.max_epochs times in all phases together."""
@@ -332,11 +324,8 @@ class RunSpec:
             specs,
             self.sources,
             self.calibration,
-            seed=self.recipe.train.seed,
-            alpha=self.recipe.data.alpha,
-            max_length=self.recipe.data.max_length,
+            **self.sampling,
             max_tokens=self.max_tokens(device),
-            alpha_by=self.recipe.data.alpha_by,
             rank=process.rank,
             world=process.world,
             rows=rows,
@@ -378,11 +367,11 @@ class RunSpec:
         for source in self.sources:
             source.close()  # the next read opens the files again
             source.readahead = process.local_world / process.world >= SWEPT
-        mixtures = [
+        mixture, *of_phases = [
             spec.mixture(process, device, spec.specs, state, fitted[0] if fitted else 1)
-            for spec in (*self.phases, self)
+            for spec in (self, *self.phases)
         ]
-        mixture = PhasedMixture(self.phase_ends(), mixtures)
+        mixture.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         node = find_node(host_group) if host_group and self.recipe.data.workers != 0 else None
         return loading.step_plans(mixture, workers, steps, node)
@@ -402,8 +391,9 @@ class RunSpec:
         plans: the result of `plans`, if it was called before.
         """
         plans = plans or self.plans(process, device, state, steps, fitted)
-        datasets = [spec.dataset(spec.specs, fitted[1] if fitted else None) for spec in (*self.phases, self)]
-        dataset = PhasedDataset(self.phase_ends(), datasets)
+        shape = fitted[1] if fitted else None
+        dataset, *of_phases = [spec.dataset(spec.specs, shape) for spec in (self, *self.phases)]
+        dataset.phases = list(zip(self.phase_ends(), of_phases, strict=True))
         workers = loading.worker_count(self.recipe.data.workers, process, device)
         return loading.batches_of(plans, dataset, workers, process.rank)
 

@@ -4,6 +4,7 @@ An evaluation has its own random numbers, the same every time, so a run with eva
 without.
 """
 
+import logging
 import math
 import zipfile
 from collections import Counter
@@ -34,8 +35,7 @@ from xscale.eval.model import Exported, read_texts
 from xscale.metric_keys import ALL, MetricKey, direction
 from xscale.models.build import NEUTRAL
 from xscale.ranks import HostGroup, Process
-from xscale.run.metrics import LOG
-from xscale.run.run_spec import (
+from xscale.run_spec import (
     RunSpec,
     check_file_sizes,
     check_language_names,
@@ -46,6 +46,7 @@ from xscale.run.run_spec import (
 from xscale.step.module import StepModule
 from xscale.step.step import StepSums, gather_rows, measure_rows
 
+LOG = logging.getLogger("xscale")
 Results = dict[str, dict[str, float]]
 """A task's numbers by results row and by name. A results row is, for example, a stream or a pair of languages."""
 TRIED = 8
@@ -101,7 +102,7 @@ def check_tasks(run_spec: RunSpec, stage: int, host_group: HostGroup | None = No
 def row_names(task: EvalTask, run_spec: RunSpec, sources: list[Source], host_group: HostGroup | None) -> list[str]:
     """Return the names of the rows in a task's results. Raises UserError if the task cannot be measured."""
     if task.kind == "alignment":
-        return list(with_means(task.name, alignment_rows(run_spec)))
+        return list(with_overall_means(task.name, alignment_rows(run_spec)))
     check_file_sizes(sources, host_group)
     if task.kind == "retrieval":
         pairs = list(row_sources(task, sources))
@@ -147,14 +148,16 @@ def validate_best(run_spec: RunSpec, module: StepModule) -> None:
         alone = replace(run_spec, specs=[spec for spec in run_spec.specs if spec.name == stream])
         engine = SimpleNamespace(module=module, device=torch.device("cpu"))
         results = Heldout(few, alone, engine, Process(0, 1, 0, 1), lambda doing: None, sources).measure()
-        if language == ALL and row not in with_means(task.name, results):  # so few records may be of one language
+        if language == ALL and row not in with_overall_means(
+            task.name, results
+        ):  # so few records may be of one language
             results[row] = {
                 n: v for name, of in results.items() if name.startswith(f"{stream} ") for n, v in of.items()
             }
-    check_number({task.name: with_means(task.name, results)}, best)
+    check_number({task.name: with_overall_means(task.name, results)}, best)
 
 
-def with_means(task: str, rows: Results) -> Results:
+def with_overall_means(task: str, rows: Results) -> Results:
     """Return a task's results rows after rows with means over languages or pairs: the row `all`, or for held-out losses
     `STREAM all` for each stream. A number is averaged over the rows that have it, if there are several."""
     groups, losses = dict[str, list[dict[str, float]]](), task.partition(".")[0] == "heldout"
@@ -363,7 +366,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
             f"data.lexicon_heldout: {run_spec.recipe.data.lexicon_heldout:g}, but model.init withheld only {heldout:g} "
             f"of the words; alignment/* measures only those"
         )
-    tokens = tokens_of_text(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
+    tokens = tokens_by_language(run_spec, out, sorted({lexicon.langs[1] for lexicon in lexicons}))
     found = find_probe(lexicons, run_spec.lexicons, heldout, tokens)
     for lexicon in run_spec.measured:
         LOG.info(f"{lexicon.summary()}; no stream trains on it")
@@ -377,7 +380,7 @@ def find_probes(run_spec: RunSpec, out: Path) -> dict[str, AlignmentProbe]:
     return found
 
 
-def tokens_of_text(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
+def tokens_by_language(run_spec: RunSpec, out: Path, languages: list[str]) -> dict[str, np.ndarray]:
     """Return the distinct tokens of each language's text, which tokens.npz keeps for a resume."""
     path, tokens = out / TOKENS, {}
     if path.exists():

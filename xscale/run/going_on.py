@@ -1,0 +1,266 @@
+"""A start goes on from a checkpoint: the run's own, or for a fork another run's (`train.py --fork RUN@STEP --out NEW`).
+
+A fork takes over weights, optimizer, schedule, auxiliary states and positions in the data. Its recipe may differ from
+the other run's only in fields that are read anew in each step and do not change the order of any source.
+
+With `--data_change append`, a start takes in new sources, or further shards of a source. A source that the run already
+had continues with its next record. A new source begins with epoch 0. New shards of a source become a separate source,
+which is listed after the source of the old shards.
+"""
+
+import argparse
+import copy
+import json
+import re
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from xscale import files
+from xscale.checkpoint import store as checkpoints
+from xscale.checkpoint.store import Checkpoint
+from xscale.data.calibration import Calibration
+from xscale.errors import UserError
+from xscale.ranks import HostGroup
+from xscale.run import folder
+from xscale.run.metrics import LOG
+from xscale.run_spec import RunSpec
+from xscale.step.ds_config import EngineConfig
+
+ANCESTRY = "ancestry.json"
+"""The file of a fork with its ancestor runs, nearest first. Each entry has the ancestor's directory, the step at which
+the fork of this ancestor began, and the settings that this fork changed."""
+MAY_CHANGE = {
+    "model": {"dropout"},
+    "data": {"alpha"},
+    "train": {"lr", "warmup", "schedule", "decay", "max_grad_norm", "label_smoothing", "z_loss"},
+}
+"""The fields that a fork may change, besides those that every resume may change."""
+OF_STREAMS = {"samples", "tokens", "weight", "warm_in"}
+"""The fields of each stream that a fork may change, besides the objective's factors and probabilities."""
+
+# The checkpoint from which a start continues
+
+
+def find_checkpoint(args: argparse.Namespace, identity: dict[str, Any], host_group: HostGroup) -> Checkpoint | None:
+    """Return the checkpoint to start from: the run's own, or that of --fork if the run has none yet, or None. args: the
+    arguments of train.py. Raises UserError if the checkpoint belongs to another run, or if all are damaged."""
+    if args.resume == "never":
+        return None
+    append = args.data_change == "append"
+    if found := find_own(args.out, args.resume, host_group):
+        if differences := folder.changed(found.identity, identity, append):
+            raise UserError(
+                f"checkpoint {found.path} was made with other settings. Start with the old ones, or begin a new run "
+                f"with model.init={found.path} instead of --resume:\n" + folder.indented(differences)
+            )
+        if args.fork and not descends(args.out, args.fork):
+            raise UserError(
+                f"--fork {args.fork}: {args.out} has checkpoints of a run that did not begin there; choose another "
+                f"--out, or leave --fork out to go on with that run"
+            )
+    elif args.fork:
+        found = verified(find_parent(args.fork), "--fork", host_group)
+        if differences := folder.changed(with_new_values(found.identity, identity), identity, append):
+            raise UserError(
+                f"--fork {args.fork} cannot change these fields. Give that run's values, or start from its weights "
+                f"alone: --set model.init={found.path} instead of --fork:\n" + folder.indented(differences)
+            )
+    return found
+
+
+def find_own(out: Path, resume: str, host_group: HostGroup) -> Checkpoint | None:
+    """Return the checkpoint that --resume names or, for `auto`, the newest valid one of the run in `out`, or None."""
+    path = out / "checkpoints" if resume == "auto" else Path(resume)
+    if resume != "auto" and (path / "checkpoints").is_dir():
+        path /= "checkpoints"
+    if (path / checkpoints.MANIFEST).exists():
+        return verified(path, "--resume", host_group)
+    found = checkpoints.newest_valid(path, host_group, LOG.warning)
+    if found:
+        return found
+    if resume != "auto":
+        raise UserError(f"--resume {resume} has no complete checkpoint; give a checkpoint or a run that has one")
+    remedy = f"or move {out} away to begin again at step 0"
+    if checkpoints.complete_steps(path):
+        raise UserError(f"no checkpoint in {path} is usable; restore one, {remedy}")
+    metrics = out / "metrics.jsonl"
+    if metrics.exists() and b"\n" in metrics.read_bytes():
+        raise UserError(
+            f"{metrics} has lines of steps, but no checkpoint in {path} has its {checkpoints.MANIFEST}: restore the "
+            f"checkpoints, {remedy}"
+        )
+    return None
+
+
+def verified(path: Path, option: str, host_group: HostGroup) -> Checkpoint:
+    """Return the checkpoint in a directory that the user's `option` names. Raises UserError if it is damaged."""
+    if problem := checkpoints.verify(path, host_group):
+        raise UserError(f"checkpoint {path} is not usable ({problem}); choose another for {option}")
+    return checkpoints.read(path)
+
+
+def check_engine(checkpoint: Checkpoint | None, config: EngineConfig) -> None:
+    """Check that DeepSpeed can load the checkpoint into an engine of this configuration. Raises UserError."""
+    if checkpoint is None or checkpoint.engine is None:
+        return
+    saved, now = checkpoint.engine, config.saved()
+    if saved["precision"] != config.precision:
+        raise UserError(
+            f"{checkpoint.path} was saved in {saved['precision']}, and this ds_config asks for {config.precision}. "
+            f"Choose a ds_config of {saved['precision']}, or start a new run from the checkpoint by "
+            f"model.init={checkpoint.path} and another --out"
+        )
+    if changed := folder.compare(saved | {"stage": config.stage}, now):
+        raise UserError(
+            f"{checkpoint.path} was saved with another optimizer or scheduler, which DeepSpeed would continue to use. "
+            f"Give the ds_config of the run's first start:\n" + folder.indented(changed)
+        )
+
+
+def calibration(run_spec: RunSpec, checkpoint: Checkpoint | None, host_group: HostGroup) -> Calibration:
+    """Return the checkpoint's calibration. All ranks measure together what it lacks: all of it without a checkpoint,
+    new sources, and the phases of a fork that has other ones."""
+    if checkpoint is None or checkpoint.calibration is None:
+        return run_spec.measure_calibration(host_group)
+    before, now = checkpoint.identity, run_spec.identity()
+    saved = Calibration.from_dict(checkpoint.calibration, len(before["data"]), list(run_spec.recipe.streams))
+    if before["data"] != now["data"]:
+        # Streams and old sources keep their estimates, on which the order of running text and packed rows depend.
+        lines = dict(zip(fingerprints(before), saved.lines, strict=True))
+        fresh = zip(fingerprints(now), run_spec.measure_calibration(host_group).lines, strict=True)
+        saved = replace(saved, lines=[lines.get(source, line) for source, line in fresh])
+    if before["recipe"].get("phases") != now["recipe"].get("phases"):
+        saved = run_spec.measure_calibration(host_group, saved)
+    return saved
+
+
+# Forks
+
+
+def split_fork(fork: str) -> tuple[Path, int | None]:
+    """Return the run and the step that RUN@STEP names. The step is None if --fork names a run or a checkpoint."""
+    run, _, step = fork.rpartition("@")
+    return (Path(run), int(step)) if run and re.fullmatch(r"\d+", step) else (Path(fork), None)
+
+
+def descends(out: Path, fork: str) -> bool:
+    """Whether the run in `out` began at the checkpoint that --fork names."""
+    path, step = split_fork(fork)
+    ancestors = read_ancestry(out)
+    if not ancestors or step not in (None, ancestors[0]["step"]):
+        return False
+    paths = [path.resolve(), *(path.resolve().parents if step is None else ())]
+    return ancestors[0]["run"] in map(str, paths)
+
+
+def find_parent(fork: str) -> Path:
+    """Return the checkpoint that RUN@STEP, RUN or a checkpoint's directory names. Raises UserError."""
+    run, step = split_fork(fork)
+    if step is None:
+        return checkpoints.find(run)
+    there = {checkpoints.step_of(path): path for path in checkpoints.complete_steps(run / "checkpoints")}
+    if step not in there:
+        steps = ", ".join(map(str, there)) or "none"
+        raise UserError(f"--fork {fork}: {run} has no checkpoint of step {step}; it has those of steps {steps}")
+    return there[step]
+
+
+def with_new_values(saved: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the saved identity with the new values of the fields that a fork may change."""
+    saved, new = copy.deepcopy(saved), identity["recipe"]
+    if fixed_by_phases(saved["recipe"]) == fixed_by_phases(new):
+        saved["recipe"] |= {"phases": new.get("phases")}
+    for section, names in MAY_CHANGE.items():
+        saved["recipe"][section] |= {name: value for name, value in new[section].items() if name in names}
+    for name, stream in saved["recipe"]["streams"].items():
+        ours = new["streams"].get(name, {})
+        stream |= {k: v for k, v in ours.items() if k in OF_STREAMS or (_is_factor(stream.get(k)) and _is_factor(v))}
+    return saved
+
+
+def fixed_by_phases(recipe: dict[str, Any]) -> tuple[Any, int]:
+    """Return the values in a recipe's phases on which a saved state depends: the languages of the streams, which decide
+    the sources that have a position, and the largest data.max_length, which decides the model's positions."""
+    phases = [{}, *(recipe.get("phases") or [])]
+    some = recipe["data"].get("languages") or any(stream.get("languages") for stream in recipe["streams"].values())
+    languages = [{name: value for name, value in phase.items() if "languages" in name} for phase in phases]
+    length = max(phase.get("data.max_length", recipe["data"]["max_length"]) for phase in phases)
+    return {json.dumps(of, sort_keys=True) for of in languages} if some else None, length
+
+
+def _is_factor(value: Any) -> bool:
+    """Whether a field's value is a factor or a probability, and not 0. A fork may not change a factor from or to 0,
+    since a term whose factor is 0 may have no heads."""
+    return type(value) is float and value != 0
+
+
+def is_own(checkpoint: Checkpoint, out: Path) -> bool:
+    return checkpoint.path.parent.resolve() == (out / "checkpoints").resolve()
+
+
+def read_ancestry(out: Path) -> list[dict[str, Any]]:
+    with suppress(OSError, ValueError):
+        return json.loads((out / ANCESTRY).read_text(encoding="utf-8"))
+    return []
+
+
+def write_ancestry(out: Path, parent: Checkpoint, identity: dict[str, Any]) -> None:
+    """Write ancestry.json for a new fork in `out`. parent: the checkpoint at which the fork begins. Rank 0 only."""
+    run = parent.path.resolve().parent.parent
+    entry = {"run": str(run), "step": parent.step, "changed": folder.changed(parent.identity, identity)}
+    text = json.dumps([entry, *read_ancestry(run)], indent=1, ensure_ascii=False)
+    files.write_text(out / ANCESTRY, text + "\n")
+
+
+# Data that is added
+
+
+def known_sources(args: argparse.Namespace) -> frozenset[str]:
+    """Return the fingerprints of the sources that the run read before this start; for a new fork, those of the parent
+    run's sources. The set is empty without --data_change. args: the arguments of train.py."""
+    if not args.data_change:
+        return frozenset()
+    saved = folder.read_identity(args.out)
+    if saved is None and args.fork:
+        saved = checkpoints.read(find_parent(args.fork)).identity
+    return frozenset(fingerprints(saved)) if saved else frozenset()
+
+
+def fingerprints(identity: dict[str, Any]) -> list[str]:
+    return [entry["fingerprint"] for entry in identity["data"]]
+
+
+def with_new_sources(checkpoint: Checkpoint, run_spec: RunSpec) -> Checkpoint:
+    """Return the checkpoint with a position in each source of the run. Sources that the checkpoint lacks begin at
+    record 0. Raises UserError if `check_append` does."""
+    before, now = fingerprints(checkpoint.identity), [source.fingerprint for source in run_spec.sources]
+    if before == now:
+        return checkpoint
+    check_append(before, run_spec)
+    state = checkpoint.state
+    positions, sources_at_start = {}, {}
+    for spec in run_spec.specs:
+        own = sorted((now[source] for source in spec.sources if now[source] in before), key=before.index)
+        old = dict(zip(own, state["positions"][spec.name], strict=True))
+        positions[spec.name] = [old.get(now[source], [0, 0]) for source in spec.sources]
+        sources_at_start[spec.name] = len(own)
+    state = {"sources_at_start": sources_at_start} | state | {"positions": positions, "appended_at": state["step"]}
+    return replace(checkpoint, manifest=checkpoint.manifest | {"state": state})
+
+
+def check_append(before: list[str], run_spec: RunSpec) -> None:
+    """Check that the recipe and the model allow sources to be added. Raises UserError."""
+    if run_spec.recipe.data.first:
+        raise UserError(
+            "--data_change append: a run with data.first cannot take in more data, as data.first limits the number of "
+            "records of a language in old and new data together; start a new run without data.first"
+        )
+    had = {language for source in run_spec.sources if source.fingerprint in before for language in source.langs}
+    new = [language for language in run_spec.languages if language not in had]
+    if new and run_spec.any_stream("language_embeddings"):
+        raise UserError(
+            f"--data_change append: the model has no language embedding for {', '.join(new)}, which only the "
+            f"new data has; leave this data out, or start a new run with model.init, which adds language embeddings"
+        )
